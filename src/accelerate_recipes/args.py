@@ -1,0 +1,255 @@
+"""Arguments of a recipe: one flat dataclass, `defaults < --config preset.yaml < flags`.
+
+Names are those of `transformers.TrainingArguments` wherever it has one. What belongs to the accelerate
+YAML (sharding, precision, compile, activation checkpointing) has no flag here; typing one is an error
+that names the key. All problems are reported at once, in one `ConfigError`.
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+# Flags of other scripts whose knob the accelerate YAML or another argument owns here.
+OWNED_ELSEWHERE = {
+    "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
+    "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the number of processes",
+    "bf16": "set `mixed_precision: bf16` in the accelerate YAML, or `accelerate launch --mixed_precision bf16`",
+    "fp16": "fp16 is not supported; set `mixed_precision: bf16` in the accelerate YAML",
+    "mixed_precision": "set it in the accelerate YAML, or before the recipe: `accelerate launch --mixed_precision ... RECIPE`",
+    "torch_compile": "set `dynamo_backend: inductor` under `dynamo_config:` in the accelerate YAML",
+    "fsdp": "choose a file of accelerate_configs/",
+    "fsdp_config": "choose a file of accelerate_configs/",
+    "deepspeed": "this collection shards with FSDP: choose a file of accelerate_configs/",
+    "use_cpu": "a machine without a GPU is recognised by itself",
+    "num_processes": "put it before the recipe: `accelerate launch --num_processes ... RECIPE`",
+}
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: printed as one message, without a traceback."""
+
+
+def arg(default, help: str, **metadata):
+    """A dataclass field with its help text, as HfArgumentParser reads it."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class TrainArgs:
+    """What every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
+
+    output_dir: str = arg(
+        "outputs/run", "Checkpoints, metrics.jsonl, args.yaml and export/ are written here."
+    )
+    resume_from_checkpoint: str = arg(
+        "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
+    )
+    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.")
+    num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.")
+    max_steps: int = arg(-1, "Optimizer steps; -1: as --num_train_epochs gives.")
+    total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.")
+    per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.")
+    per_device_eval_batch_size: int = arg(8, "The same for evaluation.")
+    learning_rate: float = arg(1e-5, "Peak learning rate.")
+    lr_scheduler_type: str = arg(
+        "cosine", "Shape after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
+    )
+    warmup_steps: float = arg(0.03, "Warm-up: a number of steps, or below 1 a share of all steps.")
+    weight_decay: float = arg(0.1, "Not applied to norms and biases.")
+    adam_beta1: float = arg(0.9, "AdamW's beta1.")
+    adam_beta2: float = arg(0.95, "AdamW's beta2.")
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.")
+    logging_steps: int = arg(10, "A log line every so many steps.")
+    eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.")
+    save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.")
+    save_total_limit: int = arg(2, "Complete checkpoints to keep; 0: all.")
+    dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.")
+    ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.")
+    report_to: str = arg(
+        "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only."
+    )
+
+    # What a checkpoint cannot be continued with once it changed: it decides the order of the data, or the model.
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({"seed", "total_batch_size"})
+
+    def problems(self, world_size: int) -> list[str]:
+        """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
+        found = []
+        for name in (
+            "total_batch_size",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "logging_steps",
+        ):
+            if getattr(self, name) < 1:
+                found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        for name in (
+            "eval_steps",
+            "save_steps",
+            "save_total_limit",
+            "warmup_steps",
+            "max_grad_norm",
+            "weight_decay",
+        ):
+            if getattr(self, name) < 0:
+                found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
+        if self.max_steps < 1 and self.num_train_epochs <= 0:
+            found.append(
+                f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps"
+            )
+        unknown = set(self.trackers) - {"tensorboard", "trackio", "wandb"}
+        if unknown:
+            found.append(f"--report_to names {sorted(unknown)}; known: none, tensorboard, trackio, wandb")
+        if min(self.total_batch_size, self.per_device_train_batch_size) >= 1:
+            found += batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
+        return found
+
+    @property
+    def trackers(self) -> list[str]:
+        return [] if self.report_to == "none" else [name.strip() for name in self.report_to.split(",")]
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Forward passes per optimizer step on one process."""
+        return self.total_batch_size // (self.per_device_train_batch_size * world_size)
+
+    def save(self, path: Path) -> None:
+        """Write all arguments as YAML; the file is itself a valid `--config`."""
+        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:
+    """Whether `total` sequences divide over `world_size` processes with `per_device` sequences a pass."""
+    step = per_device * world_size
+    if total % step == 0:
+        return []
+    nearest = [n for n in (total // step * step, (total // step + 1) * step) if n]
+    return [
+        f"--total_batch_size {total} is not a multiple of --per_device_train_batch_size {per_device} x "
+        f"{world_size} processes = {step}; totals that work: {' or '.join(map(str, nearest))}"
+    ]
+
+
+Args = TypeVar("Args", bound=TrainArgs)
+
+
+def parse(
+    args_class: type[Args],
+    argv: Sequence[str] | None = None,
+    world_size: int | None = None,
+    other_problems: Sequence[str] = (),
+) -> Args:
+    """Resolve the arguments of a recipe.
+
+    `world_size` defaults to what the launcher put into the environment. `other_problems`, of the launch itself, are
+    reported together with those found here.
+
+    Raises:
+        ConfigError: with every problem found, in the preset, the flags and their combination.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    # No exit at the first error, no abbreviations: `--learning` must not silently mean --learning_rate.
+    parser = HfArgumentParser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--config", help="A preset: YAML of the arguments below; flags win over it.")
+    parser.add_argument("-h", "--help", action="help", help="Show this text and exit.")
+    if {"-h", "--help"} & set(argv):
+        parser.print_help()
+        raise SystemExit(0)
+
+    errors = list(other_problems)
+    flags, stray = group_flags(argv)
+    errors += [f"{token!r} does not belong to any flag" for token in stray]
+    presets = [values for flag, values in flags if flag == "--config"]
+    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, args_class, errors)]
+    groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
+    groups = [group for group in groups if check_group(parser, *group, errors)]
+
+    namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
+    args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
+    errors += args.problems(world_size)
+    if errors:
+        raise ConfigError(error_list("This run cannot start", errors))
+    return args
+
+
+def error_list(title: str, errors: list[str]) -> str:
+    return f"{title}:\n" + "\n".join(f"  - {error}" for error in errors)
+
+
+def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Split `--a 1 --b=2 3` into [("--a", ["1"]), ("--b", ["2", "3"])] and what comes before any flag."""
+    groups: list[tuple[str, list[str]]] = []
+    stray = []
+    for token in argv:
+        if token.startswith("--"):
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
+        else:
+            stray.append(token)
+    return groups, stray
+
+
+def read_preset(
+    presets: list[list[str]], args_class: type, errors: list[str]
+) -> list[tuple[str, list[str], str]]:
+    """The preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
+
+    PyYAML reads 1e-5 as a string; as a flag's value it is the number that was meant.
+    """
+    if not presets:
+        return []
+    if len(presets) > 1 or len(presets[0]) != 1:
+        errors.append("--config takes one file, once")
+        return []
+    path = Path(presets[0][0])
+    if not path.is_file():
+        errors.append(f"--config {path}: no such file")
+        return []
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        errors.append(f"--config {path} is not YAML: {error}")
+        return []
+    if not isinstance(content, dict):
+        errors.append(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
+        return []
+    tokens = []
+    for key, value in content.items():
+        if value in (None, []):
+            continue  # an argument that was not set, as `save` writes it
+        values = value if isinstance(value, list) else [value]
+        tokens.append((str(key), [str(v) for v in values], f"in {path}"))
+    return tokens
+
+
+def check_group(
+    parser: HfArgumentParser, flag: str, values: list[str], where: str, errors: list[str]
+) -> bool:
+    """Whether one flag with its values parses; if not, say why in `errors`."""
+    name = flag.removeprefix("--")
+    if flag not in parser._option_string_actions:
+        if name in OWNED_ELSEWHERE:
+            errors.append(f"--{name} ({where}) is not an argument of the recipe: {OWNED_ELSEWHERE[name]}")
+        else:
+            known = [option.removeprefix("--") for option in parser._option_string_actions]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            errors.append(
+                f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+        return False
+    try:
+        parser.parse_args([flag, *values])
+    except Exception as error:  # argparse raises ArgumentError, a type function ValueError
+        errors.append(f"{error} ({where})")
+        return False
+    return True

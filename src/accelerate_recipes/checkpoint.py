@@ -1,0 +1,352 @@
+"""Checkpoints that a kill cannot spoil, exact resume, and the export that `from_pretrained` loads.
+
+`<output_dir>/checkpoint-<step>/` holds
+
+    state/               model and optimizer shards, in the one format of torch.distributed.checkpoint
+    rng-<rank>.pt        random generators of each rank
+    args.yaml            resolved arguments; with the step they give the schedule and the position in the data
+    metrics.jsonl        the records so far
+    config.json, ...     configuration, tokenizer and generation config of the model
+    model.safetensors    only under FULL_STATE_DICT
+    complete.json        the marker, written last: step, world size, strategy, versions, every file with its size
+
+It is written beside its name, as `checkpoint-<step>.partial`, and renamed when the marker is on the disk. What has
+no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoConfig
+
+import accelerate_recipes
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+from accelerate_recipes.distributed import strategy_name
+
+MARKER = "complete.json"
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(NAME.fullmatch(checkpoint.name)[1])
+
+
+def defect(checkpoint: Path) -> str | None:
+    """Why this directory is not a complete checkpoint, or None if it is one."""
+    try:
+        marker = json.loads((checkpoint / MARKER).read_text())
+    except FileNotFoundError:
+        return f"it has no {MARKER}: the save was interrupted"
+    except ValueError:
+        return f"its {MARKER} is not JSON"
+    for name, size in marker["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """Oldest first. Warns about each directory that is named like a checkpoint but is not complete."""
+    candidates = [p for p in output_dir.glob("checkpoint-*") if NAME.fullmatch(p.name)]
+    complete = []
+    for checkpoint in sorted(candidates, key=step_of):
+        if reason := defect(checkpoint):
+            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
+        else:
+            complete.append(checkpoint)
+    return complete
+
+
+def find_resume(args: TrainArgs) -> Path | None:
+    """The checkpoint that `args.resume_from_checkpoint` means, or None for a fresh start.
+
+    Raises:
+        ConfigError: for a path that is no complete checkpoint, a checkpoint of other data or batches, and an
+            output directory whose checkpoints the run would collide with.
+    """
+    output_dir = Path(args.output_dir)
+    present = complete_checkpoints(output_dir)
+    if args.resume_from_checkpoint == "latest":
+        chosen = present[-1] if present else None
+    elif args.resume_from_checkpoint == "none":
+        chosen = None
+    else:
+        chosen = Path(args.resume_from_checkpoint)
+        if not chosen.is_dir() or not NAME.fullmatch(chosen.name):
+            raise ConfigError(
+                f"--resume_from_checkpoint {chosen}: no such checkpoint; give latest, none, or a path like outputs/run/checkpoint-500"
+            )
+        if reason := defect(chosen):
+            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+    ahead = [p for p in present if step_of(p) > (step_of(chosen) if chosen else 0)]
+    if ahead:
+        raise ConfigError(
+            f"--resume_from_checkpoint {args.resume_from_checkpoint} would overwrite {ahead[-1]}, which is further on; "
+            "give another --output_dir, or latest, or move that checkpoint away"
+        )
+    if chosen:
+        compare_arguments(chosen, args)
+    return chosen
+
+
+def compare_arguments(checkpoint: Path, args: TrainArgs) -> None:
+    """Print which arguments differ from the checkpoint's; the command line's count.
+
+    Raises:
+        ConfigError: where a difference would change the model or the order of the data under way.
+    """
+    saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    changed = {
+        name: (saved[name], value)
+        for name, value in asdict(args).items()
+        if name in saved and saved[name] != value
+    }
+    fatal = [
+        f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
+        for name, (before, now) in changed.items()
+        if name in args.fixed_on_resume
+    ]
+    if fatal:
+        raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
+    if int(os.environ.get("RANK", 0)) == 0:
+        for name, (before, now) in changed.items():
+            if name not in ("output_dir", "resume_from_checkpoint"):
+                print(
+                    f"resuming with --{name} {now!r}; until step {step_of(checkpoint)} it was {before!r}",
+                    flush=True,
+                )
+
+
+@dataclass
+class Checkpointer:
+    """Saves and restores all that a run consists of. Call its methods on every rank."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    args: TrainArgs
+    artifacts: Sequence[Any]  # what has `save_pretrained`: configuration, tokenizer, generation config
+    resumed_from: Path | None
+    newest: Path | None = None
+
+    def save(self, step: int) -> Path:
+        """Write `checkpoint-<step>`; when it is complete, remove the oldest beyond `save_total_limit`."""
+        final = Path(self.args.output_dir) / f"checkpoint-{step}"
+        partial = final.with_name(f"{final.name}.partial")
+        rank = self.accelerator.process_index
+        if rank == 0:
+            for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
+                if leftover.exists():
+                    assert defect(leftover), f"{leftover} is complete"  # find_resume refuses such a run
+                    shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
+        torch.save(rng_state(), partial / f"rng-{rank}.pt")
+        self.accelerator.wait_for_everyone()
+        if rank == 0:
+            self._finish(step, partial, final)
+        self.accelerator.wait_for_everyone()
+        self.newest = final
+        return final
+
+    def _finish(self, step: int, partial: Path, final: Path) -> None:
+        self.args.save(partial / "args.yaml")
+        shutil.copy(Path(self.args.output_dir) / "metrics.jsonl", partial)
+        for artifact in self.artifacts:
+            artifact.save_pretrained(partial)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
+            write_safetensors(partial, partial, dtype=None, max_shard_size=2**63)
+        files = sorted(p for p in partial.rglob("*") if p.is_file())
+        for file in files:
+            fsync(file)
+        marker = {
+            "step": step,
+            "world_size": self.accelerator.num_processes,
+            "strategy": strategy_name(self.accelerator),
+            "mixed_precision": self.accelerator.mixed_precision,
+            "versions": {
+                module.__name__: module.__version__
+                for module in (accelerate_recipes, torch, accelerate, transformers)
+            },
+            "files": {str(file.relative_to(partial)): file.stat().st_size for file in files},
+        }
+        (partial / MARKER).write_text(json.dumps(marker, indent=1))
+        fsync(partial / MARKER)
+        fsync(partial)
+        partial.rename(final)
+        fsync(final.parent)
+        if self.args.save_total_limit:
+            for old in complete_checkpoints(final.parent)[: -self.args.save_total_limit]:
+                # A removal that is interrupted must not leave something named like a checkpoint.
+                shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+
+    def resume(self) -> int:
+        """Restore `resumed_from` and return its step; 0 where there is none.
+
+        Model and optimizer are resharded to any number of ranks and any strategy. Learning rate, betas and decay
+        are the command line's.
+        """
+        if self.resumed_from is None:
+            return 0
+        checkpoint = self.newest = self.resumed_from
+        marker = json.loads((checkpoint / MARKER).read_text())
+        settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+        ]
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        for group, now in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(now)
+        seek(self.scheduler, marker["step"])
+        if marker["world_size"] == self.accelerator.num_processes:
+            set_rng_state(
+                torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True)
+            )
+        else:  # no generator fits a rank that was not there: derive one from the step
+            set_seed(self.args.seed + marker["step"], device_specific=True)
+        self.accelerator.print(
+            f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",
+            flush=True,
+        )
+        return marker["step"]
+
+
+def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Put a fresh schedule where it is after `step` steps. It is a function of the step alone."""
+    scheduler.last_epoch = step
+    scheduler._step_count = step + 1
+    for group, base_lr, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base_lr * factor(step)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every random generator of this process, loadable with `weights_only=True`."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def export(checkpoint: Path, out: Path, model_card: str, max_shard_size: int = 5 * 10**9) -> None:
+    """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
+
+    The weights have the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory: one
+    safetensors shard of `max_shard_size` bytes.
+    """
+    marker = json.loads((checkpoint / MARKER).read_text())
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for name in marker["files"]:
+        if (
+            "/" not in name
+            and name.endswith((".json", ".jinja", ".model", ".txt"))
+            and "model.safetensors" not in name
+        ):
+            shutil.copy(checkpoint / name, partial)
+    dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
+    write_safetensors(checkpoint, partial, dtype, max_shard_size)
+    (partial / "README.md").write_text(model_card)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int) -> None:
+    """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
+
+    Reads one shard of `max_shard_size` bytes at a time. `dtype` of floating-point weights; None: as saved.
+    """
+    reader = dcp.FileSystemReader(checkpoint / "state")
+    saved = reader.read_metadata().state_dict_metadata
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    tied = set(model.all_tied_weights_keys)
+    tensors = {}
+    for key, entry in saved.items():
+        name = key.removeprefix("model.")
+        if key.startswith("model.") and name not in tied:
+            to = dtype if dtype and entry.properties.dtype.is_floating_point else entry.properties.dtype
+            tensors[name] = torch.empty(entry.size, dtype=to, device="meta")
+    if missing := set(model.state_dict()) - tied - set(tensors):
+        raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
+    plan = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for filename, names in plan.filename_to_tensors.items():
+        shard = {
+            f"model.{name}": torch.empty(tensors[name].shape, dtype=saved[f"model.{name}"].properties.dtype)
+            for name in names
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
+            dcp.load(shard, storage_reader=reader, no_dist=True)
+        weights = {name: shard[f"model.{name}"].to(tensors[name].dtype) for name in names}
+        save_file(weights, out / filename, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def agree(accelerator: Accelerator, value: Any) -> Any:
+    """Rank 0's value, on every rank: they may see a shared filesystem at different moments."""
+    return broadcast_object_list([value])[0] if dist.is_initialized() else value

@@ -1,0 +1,133 @@
+"""Games from files or the Hub to packed rows: checked, split by hash, tokenised, cached."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes import chess_rules
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.data import cached, pack_documents
+
+SUFFIXES = (".parquet", ".jsonl", ".pgn")
+
+
+def prepare_games(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_files: Sequence[str],
+    dataset_name: str,
+    dataset_files: str,
+    max_length: int,
+    heldout_share: float,
+    num_positions: int,
+    skip_bad_games: bool,
+    seed: int,
+    cache_dir: str,
+) -> Path:
+    """Build, or find, the folder that holds the games as
+
+    `train/` and `heldout/`   packed rows (see `data.PackedRows`)
+    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table
+
+    A game is one document: begin token, its moves separated by spaces, end token. It is held out when the hash of
+    its moves falls under `heldout_share`: the same game never lies on both sides, in whatever order files come.
+
+    Raises:
+        ConfigError: for files without games, and for illegal moves unless `skip_bad_games`.
+    """
+    settings = {
+        "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in train_files]
+        or [dataset_name, dataset_files],
+        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "settings": [max_length, heldout_share, num_positions, seed, skip_bad_games],
+    }
+
+    def build(folder: Path) -> None:
+        tmp = folder / "tmp"
+        parts, bad = [], []
+        for i, source in enumerate(train_files or [dataset_name]):
+            games = load_games(source, None if train_files else dataset_files, tmp / f"source-{i}")
+            part = tokenize_games(games, tokenizer, heldout_share, source, tmp / f"tokens-{i}.arrow")
+            bad += [f"{source}, row {row}: {defect}" for row, defect in enumerate(part["defect"]) if defect]
+            parts.append(part)
+        if bad and not skip_bad_games:
+            more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+            raise ConfigError(
+                error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5])
+            )
+        games = datasets.concatenate_datasets(parts)
+        good, heldout = np.array(games["defect"]) == "", np.array(games["heldout"])
+        facts = {"games": len(games), "skipped": len(bad)}
+        for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
+            if not chosen.any():
+                raise ConfigError(
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {heldout_share}"
+                )
+            part = games.select(np.flatnonzero(chosen)).flatten_indices(
+                cache_file_name=str(tmp / f"{name}.arrow")
+            )
+            pack_documents(part, max_length, tmp / f"{name}-rows.arrow").save_to_disk(folder / name)
+            facts[name] = len(part)
+            if name == "train":
+                facts["baseline"] = chess_rules.most_frequent_followers(part["Moves"])
+            else:
+                facts["positions"] = chess_rules.sample_positions(part["Moves"], num_positions, seed)
+        (folder / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(tmp)
+
+    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+
+
+def load_games(source: str, pattern: str | None, cache_dir: Path) -> datasets.Dataset:
+    """Games of one local file, or of the files that match `pattern` in a dataset, with a column `Moves`."""
+    if pattern is not None:
+        games = datasets.load_dataset(source, data_files=pattern, split="train")
+    elif source.endswith(".pgn"):
+        games = datasets.Dataset.from_generator(
+            chess_rules.read_pgn, gen_kwargs={"path": source}, cache_dir=str(cache_dir)
+        )
+    else:
+        kind = "parquet" if source.endswith(".parquet") else "json"
+        games = datasets.load_dataset(kind, data_files=source, split="train", cache_dir=str(cache_dir))
+    if "Moves" not in games.column_names:
+        raise ConfigError(
+            f"{source} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves"
+        )
+    return games.select_columns("Moves")
+
+
+def tokenize_games(
+    games: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    heldout_share: float,
+    source: str,
+    cache_file: Path,
+) -> datasets.Dataset:
+    """Add `input_ids`, `defect` (why a game cannot be used, or "") and `heldout` (bool)."""
+    threshold = int(heldout_share * 2**64)
+
+    def tokenize(batch: list[list[str]]) -> dict[str, list]:
+        texts = [" ".join(moves) for moves in batch]
+        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return {
+            "input_ids": [[tokenizer.bos_token_id, *ids, tokenizer.eos_token_id] for ids in tokens],
+            "defect": [chess_rules.defect_of_game(moves) for moves in batch],
+            "heldout": [xxhash.xxh64_intdigest(text.encode()) < threshold for text in texts],
+        }
+
+    num_proc = min(len(os.sched_getaffinity(0)), 1 + len(games) // 5000)
+    return games.map(
+        tokenize,
+        input_columns="Moves",
+        batched=True,
+        num_proc=num_proc if num_proc > 1 else None,
+        cache_file_name=str(cache_file),
+        desc=f"Checking and tokenising {Path(source).name}",
+    )

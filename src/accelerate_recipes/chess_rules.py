@@ -1,0 +1,125 @@
+"""Chess for the chess recipes: legality, games from files, positions to test on, a baseline.
+
+A move is written in UCI (`e2e4`, `e7e8q`), a game as its moves separated by spaces.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+
+def import_python_chess():
+    """Import python-chess although a recipe of its name may be the running script.
+
+    `python recipes/chess.py` puts recipes/ first on the path, where `import chess` would find the recipe.
+    """
+    path = sys.path[:]
+    sys.path[:] = [entry for entry in path if not (Path(entry) / "chess.py").is_file()]
+    try:
+        import chess
+        import chess.pgn
+
+        return chess
+    finally:
+        sys.path[:] = path
+
+
+chess = import_python_chess()
+
+# Upper limits in plies of the phases that results are told apart by.
+PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
+
+
+def phase_of(ply: int) -> str:
+    """Phase of the game in which the move number `ply` (from 0) is made."""
+    return next(phase for phase, limit in PHASES.items() if ply < limit)
+
+
+def all_uci_moves() -> list[str]:
+    """Every move that a piece could make on an empty board, 1,968 of them: the vocabulary of a chess model."""
+    moves = set()
+    for square in chess.SQUARES:
+        for piece in (chess.QUEEN, chess.KNIGHT):
+            board = chess.Board(None)
+            board.set_piece_at(square, chess.Piece(piece, chess.WHITE))
+            moves |= {move.uci() for move in board.pseudo_legal_moves}
+        for target in chess.SQUARES:
+            rank, up = chess.square_rank(square), chess.square_rank(target) - chess.square_rank(square)
+            sideways = abs(chess.square_file(target) - chess.square_file(square))
+            if (rank, up) in ((6, 1), (1, -1)) and sideways <= 1:
+                moves |= {chess.Move(square, target, promotion).uci() for promotion in range(2, 6)}
+    return sorted(moves)
+
+
+def defect_of_game(moves: list[str]) -> str:
+    """What is wrong with a game, or an empty string."""
+    if not moves:
+        return "it has no moves"
+    legal = legal_part(moves)
+    if len(legal) == len(moves):
+        return ""
+    return f"move {len(legal) + 1}, {moves[len(legal)]!r}, is illegal after {' '.join(legal[-3:]) or 'the start'}"
+
+
+def is_legal(prefix: list[str], move: str) -> bool:
+    """Whether `move` may follow the legal moves `prefix`."""
+    return len(legal_part([*prefix, move])) > len(prefix)
+
+
+def legal_part(moves: list[str]) -> list[str]:
+    """The moves up to the first that is not legal."""
+    board = chess.Board()
+    for ply, uci in enumerate(moves):
+        try:
+            board.push_uci(uci)
+        except ValueError:
+            return moves[:ply]
+    return moves
+
+
+def read_pgn(path: str) -> Iterator[dict]:
+    """Games of a PGN file, as rows with `Moves` and `Result`."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while game := chess.pgn.read_game(file):
+            yield {"Moves": [move.uci() for move in game.mainline_moves()], "Result": game.headers["Result"]}
+
+
+def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) -> list[dict]:
+    """Positions spread evenly over the phases, one at most from each game and phase.
+
+    Each is {"prefix": moves so far, "move": the move that was played, "phase"}. Fewer, where there are not enough.
+    """
+    generator = random.Random(seed)
+    candidates: dict[str, list[dict]] = {phase: [] for phase in PHASES}
+    for moves in games:
+        plies: dict[str, list[int]] = {}
+        for ply in range(len(moves)):
+            plies.setdefault(phase_of(ply), []).append(ply)
+        for phase, choices in plies.items():
+            ply = generator.choice(choices)
+            candidates[phase].append({"prefix": moves[:ply], "move": moves[ply], "phase": phase})
+    share = num_positions // len(PHASES)
+    return [p for found in candidates.values() for p in generator.sample(found, min(share, len(found)))]
+
+
+def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
+    """For each move the one that most often comes next, in whatever position; "" stands for the start of a game.
+
+    The baseline: what can be known of the next move without knowing the board.
+    """
+    counts: dict[str, Counter] = {}
+    for moves in games:
+        for previous, move in zip(["", *moves], moves, strict=False):
+            counts.setdefault(previous, Counter())[move] += 1
+    return {previous: followers.most_common(1)[0][0] for previous, followers in counts.items()}
+
+
+def draw_game(moves: list[str]) -> str:
+    """The final position as text, with the moves in the notation of tournaments."""
+    board = chess.Board()
+    line = board.variation_san([chess.Move.from_uci(uci) for uci in moves])
+    for uci in moves:
+        board.push_uci(uci)
+    return f"{board.unicode(borders=False, empty_square='·')}\n{line}"

@@ -1,0 +1,369 @@
+"""One accelerate YAML, on a GPU cluster and on a laptop: `make_accelerator()` and `prepare()`.
+
+`accelerate launch` puts the YAML into the environment; this module reads only that. On a machine with
+accelerators it is Accelerate's normal path. Without, FSDP is real all the same: sharded over gloo.
+What Accelerate 1.15 gets wrong is put right here and nowhere else, each with the upstream reason.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+
+PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+
+
+def num_accelerators() -> int:
+    """Accelerators of this machine. Apple's MPS has no collectives: there it is a CPU."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
+        return 0
+    return torch.accelerator.device_count()
+
+
+def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
+    """What is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
+
+    `num_devices` is the number of accelerators of this machine, 0 on a CPU. Also used by preflight, before
+    anything is launched.
+    """
+    found = []
+    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+    world = int(env.get("WORLD_SIZE", 1))
+
+    def on(name: str) -> bool:
+        return env.get(name, "false").lower() in ("true", "1")
+
+    def is_set(name: str, *values: str) -> bool:
+        return env.get(name, "").upper() in values
+
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        found.append(
+            "mixed_precision: fp16 is not supported: it needs a gradient scaler whose overflow check all ranks "
+            "share, and every GPU that shards well has bf16; set `mixed_precision: bf16`, or `no`"
+        )
+    if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        found.append(
+            "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide the "
+            "accumulation; remove the YAML's"
+        )
+    if on("ACCELERATE_USE_DEEPSPEED") or on("ACCELERATE_USE_MEGATRON_LM"):
+        found.append(
+            "the accelerate YAML asks for DeepSpeed or Megatron-LM; choose a file of accelerate_configs/"
+        )
+    if num_devices and local_world > num_devices:
+        found.append(
+            f"{local_world} processes on this machine, which has {num_devices} GPUs; "
+            f"launch with --num_processes {num_devices} per machine at most"
+        )
+
+    if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        sizes = [int(env.get(f"PARALLELISM_CONFIG_{name}", 1)) for name in PARALLEL_SIZES]
+        replicate, shard, *others = sizes
+        if max(sizes) == 1:
+            found.append(
+                "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
+                "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
+            )
+        elif max(others) > 1:
+            found.append(
+                "parallelism_config sets tp, cp or sp; this collection shards data-parallel only: set them to 1"
+            )
+        elif replicate * shard != world:
+            found.append(
+                f"parallelism_config asks for {replicate} replicas x {shard} shards = {replicate * shard} processes, "
+                f"but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
+                f"--parallelism_config_dp_shard_size S so that R x S = {world}"
+            )
+
+    if on("ACCELERATE_USE_FSDP"):
+        version = int(env.get("FSDP_VERSION", 1))
+        if version == 2 and is_set("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"):
+            found.append(
+                "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard "
+                "rejects; use TRANSFORMER_BASED_WRAP, or accelerate_configs/fsdp1_size_wrap.yaml"
+            )
+        if version == 1 and not on("FSDP_USE_ORIG_PARAMS"):
+            found.append(
+                "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
+                "they could not be spared weight decay; set it to true"
+            )
+        if version == 1 and not num_devices:
+            if is_set("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
+                found.append(
+                    "FSDP1 hybrid sharding on a CPU leaves every rank the whole model and does not reduce the "
+                    "replicas' gradients (torch 2.13); use accelerate_configs/fsdp_hybrid.yaml"
+                )
+            if is_set("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"):
+                found.append(
+                    "FSDP1 with FULL_STATE_DICT crashes the interpreter on a CPU (torch 2.13); use "
+                    "SHARDED_STATE_DICT, or accelerate_configs/fsdp_full_state_dict.yaml"
+                )
+            if on("FSDP_OFFLOAD_PARAMS"):
+                found.append(
+                    "fsdp_offload_params with FSDP1 asks for a GPU even on a CPU (torch 2.13); use "
+                    "accelerate_configs/fsdp_offload.yaml"
+                )
+    return found
+
+
+def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
+    """What runs but is probably not what was meant."""
+    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+    if local_world < num_devices:
+        return [
+            f"{num_devices - local_world} of {num_devices} GPUs stay idle (numbers {local_world} to {num_devices - 1}); "
+            f"launch with --num_processes {num_devices} to use them all"
+        ]
+    if not num_devices and local_world > num_cores:
+        return [
+            f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"
+        ]
+    return []
+
+
+def launch_problems() -> list[str]:
+    """What is wrong with this launch, on this machine."""
+    return environment_problems(os.environ, num_accelerators())
+
+
+def make_accelerator(args: TrainArgs) -> Accelerator:
+    """The Accelerator that the launcher's environment describes, with `args.seed` set on all ranks alike.
+
+    Raises:
+        ConfigError: for a strategy that cannot run here, or that would run as independent copies.
+    """
+    if problems := launch_problems():
+        raise ConfigError(error_list("This launch cannot work", problems))
+    num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        for warning in environment_warnings(os.environ, num_devices, num_cores):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+    timeout = timedelta(seconds=args.ddp_timeout)
+    use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if not num_devices:
+        start_on_cpu(use_fsdp, timeout, num_cores)
+    accelerator = Accelerator(
+        fsdp_plugin=make_fsdp_plugin(on_cpu=not num_devices) if use_fsdp else None,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        log_with=args.trackers or None,
+        project_dir=args.output_dir,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != launched or (
+        use_fsdp and accelerator.distributed_type != DistributedType.FSDP
+    ):
+        raise ConfigError(
+            f"{launched} processes were launched{' with FSDP' if use_fsdp else ''}, but Accelerate reports "
+            f"{accelerator.num_processes} ({accelerator.distributed_type.value}): each would train a copy of its own. "
+            "Launch with `accelerate launch --config_file accelerate_configs/...`"
+        )
+    set_seed(args.seed)
+    return accelerator
+
+
+def start_on_cpu(use_fsdp: bool, timeout: timedelta, num_cores: int) -> None:
+    """Start the process group on gloo, so that the launcher's processes become one world.
+
+    Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU
+    (AcceleratorState.__init__), and PartialState._prepare_backend knows no CPU unless told `cpu=True`: an FSDP
+    YAML on a CPU silently gives N independent runs. Starting the state ourselves and naming it MULTI_GPU opens
+    that branch; nothing else on our path asks the type for a device. tests/test_distributed.py fails when
+    upstream no longer needs this.
+    """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # `cpu`, not `cpu:0`, which FSDP1 takes for another device
+    if "LOCAL_RANK" not in os.environ:
+        return
+    PartialState(cpu=True, timeout=timeout)
+    if use_fsdp:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # The launchers set OMP_NUM_THREADS=1 for the workers unless the user set it: 1 is therefore no choice.
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local_world > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, num_cores // local_world))
+
+
+def make_fsdp_plugin(on_cpu: bool) -> FullyShardedDataParallelPlugin:
+    """The YAML's FSDP settings, with what a CPU cannot do switched off and gradients reduced in fp32."""
+    version = int(os.environ.get("FSDP_VERSION", 1))
+    settings = {}
+    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
+        # Accelerate's default reduces gradients in bf16, 8 bits of mantissa for a sum over all ranks.
+        if version == 2:
+            settings["mixed_precision_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        else:
+            settings["mixed_precision_policy"] = MixedPrecision(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+            )
+    if on_cpu and version == 1:
+        # torch's FSDP1 broadcasts the first weights between GPUs only; all ranks build the same ones instead.
+        settings |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+    if on_cpu and version == 2 and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
+        settings["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)  # pinning asks for an accelerator
+    return FullyShardedDataParallelPlugin(**settings)
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard the model as the strategy says, then build the optimizer on what this rank holds.
+
+    Accelerate 1.15 wants an FSDP2 model prepared together with its optimizer and renames the optimizer's
+    parameters by `data_ptr`, which is 0 for each on the meta device: all entries silently become one tensor.
+    So it gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
+    `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    if accelerator.is_fsdp2:
+        placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, _ = accelerator.prepare(model, placeholder)
+        accelerator._optimizers.clear()
+        restore_rng_in_recompute(model)
+    else:
+        model = accelerator.prepare(model)
+    local = sum(local_numel(p) for p in model.parameters())
+    units = fsdp_units(model)
+    report_strategy(accelerator, model, total, local, units)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        shards = shard_world_size(accelerator)
+        if not units:
+            raise ConfigError(
+                "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
+            )
+        if shards > 1 and local >= total and not is_no_shard(accelerator):
+            raise ConfigError(
+                f"this rank holds all {total:,} parameters although {shards} ranks should share them"
+            )
+    return model, make_optimizer(model)
+
+
+def restore_rng_in_recompute(model: nn.Module) -> None:
+    """Make activation checkpointing draw the same dropout mask again in the recomputation.
+
+    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients belong to another
+    mask than the loss. Without dropout it changes nothing, so the small cost is only paid where it is needed.
+    """
+    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or (
+        getattr(getattr(model, "config", None), "attention_dropout", 0.0) > 0
+    ):
+        for module in model.modules():
+            if isinstance(module, CheckpointWrapper):
+                module.checkpoint_fn.keywords["preserve_rng_state"] = True
+
+
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """The modules, one for each group of parameters that FSDP gathers together."""
+    units: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, FSDP1):
+            units[id(module)] = module
+        elif isinstance(module, FSDPModule):
+            state = (
+                module._get_fsdp_state()
+            )  # shared by modules that are one group; empty where nothing was left
+            if state._fsdp_param_group is not None:
+                units.setdefault(id(state), module)
+    return list(units.values())
+
+
+def local_numel(parameter: nn.Parameter) -> int:
+    """Elements of a parameter that this rank holds."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def is_no_shard(accelerator: Accelerator) -> bool:
+    plugin = accelerator.state.fsdp_plugin
+    return plugin.fsdp_version == 1 and getattr(plugin.sharding_strategy, "name", "") == "NO_SHARD"
+
+
+def shard_world_size(accelerator: Accelerator) -> int:
+    """Ranks among which one copy of the parameters is divided."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return 1
+    mesh = accelerator.torch_device_mesh
+    return mesh["dp_shard"].size() if mesh is not None else accelerator.num_processes
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """In words, as in the first log line, the checkpoint and the model card."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return "DDP" if accelerator.num_processes > 1 else "single process"
+    plugin = accelerator.state.fsdp_plugin
+    replicas = accelerator.num_processes // shard_world_size(accelerator)
+    if plugin.fsdp_version == 1:
+        name = f"FSDP1 {plugin.sharding_strategy.name}"
+    else:
+        name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
+    if replicas > 1:
+        name += f" in {replicas} replicas"
+    if plugin.activation_checkpointing:
+        name += ", activation checkpointing"
+    if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
+        name += ", CPU offload"
+    return name
+
+
+def report_strategy(
+    accelerator: Accelerator, model: nn.Module, total: int, local: int, units: list[nn.Module]
+) -> None:
+    """Print the one line that says what runs."""
+    parts = [
+        strategy_name(accelerator),
+        f"{accelerator.num_processes} x {accelerator.device.type}",
+        f"backend {accelerator.state.backend or 'none'}",
+        f"precision {accelerator.mixed_precision}",
+    ]
+    if accelerator.distributed_type == DistributedType.FSDP:
+        classes = sorted({type(getattr(unit, "_fsdp_wrapped_module", unit)).__name__ for unit in units})
+        parts.append(f"{len(units)} FSDP units ({', '.join(c.removeprefix('FSDP') for c in classes)})")
+    if accelerator.device.type == "cpu":
+        parts.append(f"{torch.get_num_threads()} threads a process")
+    parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
+    accelerator.print("Strategy: " + " | ".join(parts), flush=True)
+
+
+@contextlib.contextmanager
+def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Iterator[None]:
+    """Around forward and backward of one micro-batch: communicate no more than must be.
+
+    DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole
+    gradients until the last would cost every rank the memory of all of them. Hybrid sharding does that inside
+    a replica, and reduces between replicas (the slow network) with the last only.
+    """
+    if accelerator.distributed_type != DistributedType.FSDP:
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            yield
+    else:
+        if accelerator.is_fsdp2:
+            model.set_requires_all_reduce(is_last)
+        yield
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """In place, on the device, without waiting for it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Waits for the device."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()

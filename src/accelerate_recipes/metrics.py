@@ -1,0 +1,167 @@
+"""What a run says about itself: the log line, metrics.jsonl, trackers, throughput, FLOPs and memory."""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first
+# name that the device's own name contains counts. A device that is not here gets no MFU rather than a wrong one.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "A100": 311.9,
+    "A40": 149.7,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.05,
+    "L40": 181.05,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.4,
+    "MI250X": 191.5,  # of one of its two dies, which torch sees as a device each
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of this device in FLOP/s, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+
+
+def flops_per_token(config: PretrainedConfig, num_parameters: int, attended_length: float) -> float:
+    """Training FLOPs per token of a dense decoder: `6 N + 12 L H Q T`.
+
+    N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
+    output layer). L layers, H heads of dimension Q, T = `attended_length`, the length of the document that a token
+    lies in. Causal masking is not deducted, recomputation (activation checkpointing) not added.
+
+    Source: PaLM (Chowdhery et al. 2022), appendix B.
+    """
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
+    return 6 * (num_parameters - embedding) + attention
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that this process held so far, in GiB: tensors on a GPU, resident set on a CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    return torch.accelerator.max_memory_allocated(device) / 2**30
+
+
+class Window:
+    """Sums over the steps since the last log line; on the device, so that adding to them waits for nothing."""
+
+    def __init__(self):
+        self.loss_sum: torch.Tensor | float = 0.0
+        self.num_targets: torch.Tensor | int = 0
+        self.samples = 0
+        self.seconds = 0.0
+
+    def add(self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float) -> None:
+        """`loss` is the mean over `num_targets`."""
+        self.loss_sum += loss.double() * num_targets
+        self.num_targets += num_targets
+        self.samples += samples
+        self.seconds += seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """In nats per token, each token counting alike."""
+        return (self.loss_sum / self.num_targets).item()
+
+
+class MetricsLog:
+    """Writes each record to stdout, metrics.jsonl and the trackers; on rank 0 only, but call it on all.
+
+    `records` holds what metrics.jsonl holds: one dict per logging step (`loss`, ...) or evaluation (`eval_loss`,
+    ...), each with its `step`.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops_per_token: float):
+        self.accelerator = accelerator
+        self.path = output_dir / "metrics.jsonl"
+        self.total_steps = total_steps
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops(accelerator.device)
+        if self.peak_flops is None:
+            accelerator.print(
+                f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
+            )
+        self.records: list[dict] = []
+        self.progress = tqdm(
+            total=total_steps,
+            unit="step",
+            disable=not (accelerator.is_main_process and sys.stderr.isatty()),
+            dynamic_ncols=True,
+        )
+
+    def restore(self, checkpoint: Path | None) -> None:
+        """Continue after the records of a checkpoint, or start anew; later ones, of a killed run, are dropped."""
+        if checkpoint is not None:
+            self.records = [
+                json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()
+            ]
+            self.progress.update(self.records[-1]["step"] if self.records else 0)
+        if self.accelerator.is_main_process:
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+            os.replace(partial, self.path)
+
+    def log_step(self, step: int, window: Window, grad_norm: float, lr: float, gib: float) -> None:
+        """One line for the steps of the window: mean loss, throughput of all ranks, peak memory."""
+        record = {
+            "step": step,
+            "loss": window.mean_loss,
+            "samples_per_second": window.samples / window.seconds,
+            "tokens_per_second": window.num_targets.item() / window.seconds,
+            "learning_rate": lr,
+            "grad_norm": grad_norm,
+        }
+        line = (
+            f"Step {step}/{self.total_steps} Loss: {record['loss']:.5f}, "
+            f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} tokens/sec, "
+            f"lr: {lr:.6f}, grad norm: {grad_norm:.2f}"
+        )
+        if self.peak_flops is not None:
+            achieved = self.flops_per_token * record["tokens_per_second"] / self.accelerator.num_processes
+            record["mfu"] = achieved / self.peak_flops
+            line += f", MFU: {record['mfu']:.3f}"
+        record["peak_memory_gib"] = gib
+        self._write(record, line + f", peak memory: {gib:.1f} GiB")
+
+    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+        record = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
+        line = ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
+        self._write(record, f"Step {step}/{self.total_steps} Evaluation {line}")
+
+    def _write(self, record: dict, line: str) -> None:
+        record["time"] = time.time()
+        self.records.append(record)
+        if self.accelerator.is_main_process:
+            with self.progress.external_write_mode(file=sys.stdout):
+                print(line, flush=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        values = {name: value for name, value in record.items() if name not in ("step", "time")}
+        self.accelerator.log(values, step=record["step"])
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"this {device.type.upper()}"

@@ -1,0 +1,35 @@
+"""One picture of a run: its loss curve, and bars of what it was to improve."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+
+def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]], bars_title: str) -> None:
+    """Write a PNG. `records` as in metrics.jsonl; `bars` maps each series to its shares (of 1) by label."""
+    matplotlib.use("agg")  # there may be no display
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    curve, chart = figure.subplots(1, 2)
+
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    heldout = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+    curve.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label="training")
+    curve.plot(*zip(*heldout, strict=True), "o--", color="tab:orange", markersize=4, label="held out")
+    curve.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
+    curve.grid(alpha=0.3)
+    curve.legend()
+
+    width = 0.8 / len(bars)
+    colors = ("0.75", "tab:orange", "tab:blue")
+    for i, (series, values) in enumerate(bars.items()):
+        places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(values))]
+        drawn = chart.bar(
+            places, [100 * v for v in values.values()], width * 0.95, label=series, color=colors[i % 3]
+        )
+        chart.bar_label(drawn, fmt="%.0f", fontsize=8)
+        chart.set_xticks(range(len(values)), list(values))
+    chart.set(ylabel="%", title=bars_title, ylim=(0, 112))
+    chart.grid(alpha=0.3, axis="y")
+    chart.legend()
+    figure.savefig(path, dpi=110)

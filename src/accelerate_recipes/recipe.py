@@ -1,0 +1,112 @@
+"""Where the library meets a recipe: running one, and loading one by its path.
+
+A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`, does nothing at import, and ends with
+`run(main, Args, requirements)`.
+"""
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import datasets
+import transformers
+import yaml
+
+import accelerate_recipes
+from accelerate_recipes import hub
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes.distributed import launch_problems
+from accelerate_recipes.engine import NonFiniteError
+
+
+@dataclass
+class Requirements:
+    """What a run reads of the Hub: names of models, and of datasets with the pattern of the files."""
+
+    models: list[str] = field(default_factory=list)
+    datasets: list[tuple[str, str]] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """What of it cannot be had, one sentence each."""
+        found = [hub.model_problem(name) for name in self.models]
+        found += [hub.dataset_problem(name, files) for name, files in self.datasets]
+        return [problem for problem in found if problem]
+
+
+def run(
+    main: Callable[[TrainArgs], None],
+    args_class: type[TrainArgs],
+    requirements: Callable[[TrainArgs], Requirements],
+) -> None:
+    """Run a recipe with the command line's arguments. What the user can put right is one message, no traceback."""
+    if not sys.stderr.isatty():  # a job's log: plain lines
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        args = parse(args_class, other_problems=launch_problems())
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(
+                yaml.safe_dump(
+                    {"arguments": asdict(args)}, sort_keys=False, default_flow_style=None, width=120
+                ),
+                flush=True,
+            )
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (problems := requirements(args).problems()):
+            raise ConfigError(error_list("This run cannot start", problems))
+        main(args)
+    except (ConfigError, NonFiniteError) as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+            # The first process of the node has the same error. Were this one to exit first, the launcher would end
+            # the other before it has said so. It ends this one instead.
+            time.sleep(30)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def model_card(args: TrainArgs, result: dict, description: str) -> str:
+    """README.md of an export: what was trained, with which arguments, to what result."""
+    measured = "\n".join(
+        f"| {name.removeprefix('eval_')} | {value:.5g} |"
+        for name, value in result.items()
+        if name.startswith("eval_")
+    )
+    return f"""# {Path(args.output_dir).name}
+
+{description} Trained with accelerate-recipes {accelerate_recipes.__version__}.
+
+## Result on held-out data
+
+| after {result["step"]} steps | |
+|---|---|
+{measured}
+
+## Arguments
+
+```yaml
+{yaml.safe_dump(asdict(args), sort_keys=False)}```
+"""
+
+
+def load(path: str | Path) -> ModuleType:
+    """The recipe at `path` as a module.
+
+    Raises:
+        ConfigError: if there is none, or it lacks what a recipe defines.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such recipe")
+    # Not its bare name: `chess` is python-chess.
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    missing = [name for name in ("Args", "requirements", "main") if not hasattr(module, name)]
+    if missing:
+        raise ConfigError(f"{path} is not a recipe: it does not define {', '.join(missing)}")
+    return module

@@ -1,0 +1,190 @@
+"""Packing loses nothing and crosses no document; the order of rows is a function of the step."""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import (
+    PackedRows,
+    StepOrder,
+    cached,
+    make_eval_loader,
+    make_train_loader,
+    num_steps,
+    pack,
+    pack_documents,
+)
+from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss
+from accelerate_recipes.models import new_llama
+
+
+def documents(num: int, longest: int, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(4, 50, size=n).tolist() for n in generator.integers(1, longest, size=num)]
+
+
+@pytest.fixture
+def packed(tmp_path):
+    def build(texts: list[list[int]], max_length: int) -> Dataset:
+        return pack_documents(Dataset.from_dict({"input_ids": texts}), max_length, tmp_path / "rows.arrow")
+
+    return build
+
+
+def test_pack_keeps_every_token_once_and_whole_where_it_fits():
+    lengths = np.random.default_rng(1).integers(1, 40, size=500).tolist()
+    rows = pack(lengths, max_length=16)
+    assert all(sum(end - start for _, start, end in row) <= 16 for row in rows)
+    pieces = sorted(piece for row in rows for piece in row)
+    for document, length in enumerate(lengths):
+        mine = [(start, end) for d, start, end in pieces if d == document]
+        assert [start for start, _ in mine] == list(range(0, length, 16))
+        assert mine[-1][1] == length
+    # No better packing exists than one without gaps; best fit comes close.
+    assert len(rows) <= 1.02 * math.ceil(sum(lengths) / 16)
+
+
+def test_rows_hold_the_documents(packed):
+    texts = documents(50, 40)
+    rows = packed(texts, 16)
+    pieces = []
+    for row in rows:
+        cuts = np.cumsum([0, *row["lengths"]])
+        pieces += [tuple(row["input_ids"][a:b]) for a, b in itertools.pairwise(cuts)]
+    wanted = [tuple(text[i : i + 16]) for text in texts for i in range(0, len(text), 16)]
+    assert Counter(pieces) == Counter(wanted)
+
+
+def test_no_first_token_is_a_target(packed):
+    rows = PackedRows(packed(documents(50, 40), 16), 16, pad_token_id=0, document_mask=True)
+    for i in range(len(rows)):
+        row, lengths = rows[i], rows.rows[i]["lengths"]
+        starts = np.cumsum([0, *lengths])
+        for position in range(16):
+            inside = position < starts[-1] and position not in starts
+            assert (row["labels"][position] != IGNORE_INDEX) == inside
+            if inside:
+                assert row["labels"][position] == row["input_ids"][position]
+        restarts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+        assert restarts == [s for s in starts if s < 16]
+
+
+def test_packed_losses_are_those_of_the_documents_alone(packed):
+    """Token for token: neither attention nor positions cross from one document to the next."""
+    torch.manual_seed(0)
+    model = new_llama(
+        "sdpa", vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64,
+    ).eval()  # fmt: skip
+    texts = documents(30, 30)
+    rows = PackedRows(packed(texts, 64), 64, pad_token_id=0, document_mask=True)
+    batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])
+
+    def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
+        )
+        return losses[batch["labels"][:, 1:] != IGNORE_INDEX]
+
+    def alone(text: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([text])
+        return {"input_ids": ids, "position_ids": torch.arange(len(text))[None], "labels": ids}
+
+    with torch.no_grad():
+        together = token_losses(batch)
+        apart = torch.cat([token_losses(alone(text)) for text in texts])
+        torch.testing.assert_close(together.sort().values, apart.sort().values, rtol=1e-5, atol=1e-5)
+        assert next_token_loss(model, batch).item() == pytest.approx(apart.sum().item(), rel=1e-5)
+        assert count_next_tokens(batch).item() == len(apart)
+        # The mask matters: without it the losses are others.
+        batch["position_ids"] = torch.arange(64).expand_as(batch["position_ids"])
+        assert (token_losses(batch).sum() - apart.sum()).abs() > 1e-2
+
+
+def test_padding_share_and_attended_length(packed):
+    rows = PackedRows(packed([[5] * 10, [6] * 6], 20), 20, 0, document_mask=True)
+    assert rows.padding_share == pytest.approx(4 / 20)
+    assert rows.attended_length == pytest.approx((10 * 10 + 6 * 6) / 16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_row_once_in_each_epoch_on_any_number_of_ranks(world_size):
+    args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=3)
+    num_rows = 27
+    seen = []
+    orders = [iter(StepOrder(num_rows, args, rank, world_size)) for rank in range(world_size)]
+    for _ in range(num_steps(args, num_rows)):
+        for order in orders:
+            for _ in range(args.accumulation_steps(world_size)):
+                seen += next(order)
+    for epoch in range(3):
+        assert sorted(seen[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+    assert set(seen[3 * num_rows :]) == {-1}
+    assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
+    # The same global batches as on one rank.
+    assert seen == [
+        row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro
+    ]
+
+
+def test_starting_later_is_the_same_order():
+    args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, max_steps=100)
+    order, later = StepOrder(10, args, 0, 1), StepOrder(10, args, 0, 1)
+    later.start_step = 7
+    whole = [micro for micro, _ in zip(order, range(12), strict=False)]
+    assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
+
+
+@pytest.mark.parametrize("num_rows, world_size, size", [(10, 4, 2), (3, 4, 2), (16, 2, 4), (1, 1, 8)])
+def test_evaluation_reads_every_row_once_in_equally_many_batches(num_rows, world_size, size):
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return num_rows
+
+        def __getitem__(self, index):
+            return index
+
+    args = TrainArgs(per_device_eval_batch_size=size)
+    batches = [list(make_eval_loader(Rows(), args, rank, world_size)) for rank in range(world_size)]
+    assert len({len(mine) for mine in batches}) == 1
+    rows = [row for mine in batches for batch in mine for row in batch.tolist()]
+    assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
+
+
+def test_loaders_leave_the_global_generator_alone():
+    args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2, max_steps=1)
+    before = torch.get_rng_state()
+    iter(make_train_loader([1, 2, 3], args, 0, 1))
+    iter(make_eval_loader([1, 2, 3], args, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
+    built = []
+
+    def build(folder):
+        built.append(folder)
+        (folder / "x").write_text("1")
+
+    first = cached(tmp_path / "c", {"a": 1}, build, is_builder=True)
+    assert cached(tmp_path / "c", {"a": 1}, build, is_builder=True) == first
+    assert cached(tmp_path / "c", {"a": 1}, build, is_builder=False) == first
+    assert cached(tmp_path / "c", {"a": 2}, build, is_builder=True) != first
+    assert len(built) == 2
+
+    def fail(folder):
+        (folder / "x").write_text("1")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError):
+        cached(tmp_path / "d", {}, fail, is_builder=True)
+    assert not (tmp_path / "d").exists()

@@ -1,0 +1,137 @@
+"""The choice of a strategy: what is refused by name, what is warned of, and what upstream still needs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from accelerate_recipes.distributed import environment_problems, environment_warnings
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+}
+FSDP1 = FSDP2 | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+HYBRID = FSDP2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+
+
+@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1])
+def test_sound_environments(env):
+    assert environment_problems(env, num_devices=0) == []
+    assert environment_problems(env, num_devices=8) == []
+
+
+@pytest.mark.parametrize(
+    "env, num_devices, names",
+    [
+        (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "fp16"}, 4, ["fp16", "bf16"]),
+        (
+            FSDP2 | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+            4,
+            ["gradient_accumulation_steps", "--total_batch_size"],
+        ),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
+            4,
+            ["SIZE_BASED_WRAP", "fsdp1_size_wrap.yaml"],
+        ),
+        (FSDP1 | {"FSDP_USE_ORIG_PARAMS": "false"}, 4, ["fsdp_use_orig_params"]),
+        (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, 0, ["FSDP1 hybrid", "fsdp_hybrid.yaml"]),
+        (FSDP1 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 0, ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
+        (FSDP1 | {"FSDP_OFFLOAD_PARAMS": "true"}, 0, ["fsdp_offload_params", "fsdp_offload.yaml"]),
+        (FSDP2, 2, ["4 processes", "2 GPUs", "--num_processes 2"]),
+        (HYBRID, 4, ["sizes are 1", "parallelism_config_dp_replicate_size"]),
+        (
+            HYBRID | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"},
+            4,
+            ["2 replicas x 4 shards = 8 processes, but 4", "--parallelism_config_dp_shard_size"],
+        ),
+        (HYBRID | {"PARALLELISM_CONFIG_TP_SIZE": "4"}, 4, ["tp, cp or sp"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, 4, ["DeepSpeed"]),
+    ],
+)
+def test_refused_by_name_with_the_remedy(env, num_devices, names):
+    (problem,) = environment_problems(env, num_devices)
+    for name in names:
+        assert name in problem
+
+
+def test_fsdp1_is_not_refused_on_gpus_for_what_only_a_cpu_lacks():
+    env = FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+    assert environment_problems(env, num_devices=4) == []
+
+
+def test_idle_gpus_and_crowded_cores_are_named():
+    (idle,) = environment_warnings(FSDP2, num_devices=8, num_cores=64)
+    assert "4 of 8 GPUs stay idle (numbers 4 to 7)" in idle and "--num_processes 8" in idle
+    (crowded,) = environment_warnings(FSDP2, num_devices=0, num_cores=2)
+    assert "4 processes share 2 cores" in crowded
+    assert environment_warnings(FSDP2, num_devices=4, num_cores=2) == []
+    assert environment_warnings(FSDP2, num_devices=0, num_cores=4) == []
+
+
+def run_python(code: str, **env: str) -> str:
+    """In a process of its own, as the only rank of a launch with FSDP."""
+    launched = {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | launched | env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_upstream_still_needs_the_bridge():
+    """When this fails, Accelerate shards on a CPU by itself: remove distributed.start_on_cpu's detour."""
+    plain = """
+        from accelerate import Accelerator
+        print(Accelerator().distributed_type.value)
+    """
+    assert run_python(plain) == "NO"
+
+
+def test_the_bridge():
+    bridged = """
+        from accelerate_recipes.args import TrainArgs
+        from accelerate_recipes.distributed import make_accelerator
+        accelerator = make_accelerator(TrainArgs())
+        print(accelerator.distributed_type.value, accelerator.is_fsdp2, accelerator.device, accelerator.state.backend)
+        accelerator.end_training()
+    """
+    assert run_python(bridged) == "FSDP True cpu gloo"
+
+
+def test_upstream_still_drops_the_rng_in_recomputation():
+    """When this fails, distributed.restore_rng_in_recompute can go."""
+    from inspect import getsource
+
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+
+    assert "preserve_rng_state=False" in getsource(fsdp2_apply_ac)
+
+
+def test_copies_are_an_error():
+    """What every rank of an FSDP launch on a CPU would get from Accelerate alone."""
+    code = """
+        import torch.distributed
+        from accelerate_recipes import distributed
+        from accelerate_recipes.args import ConfigError, TrainArgs
+        distributed.start_on_cpu = lambda *args: None
+        torch.distributed.init_process_group = lambda **kwargs: None  # the second process is not there
+        try:
+            distributed.make_accelerator(TrainArgs())
+        except ConfigError as error:
+            print(error)
+    """
+    message = run_python(code, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    assert "2 processes were launched with FSDP, but Accelerate reports 1 (NO)" in message
+    assert "copy of its own" in message

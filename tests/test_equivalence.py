@@ -1,0 +1,89 @@
+"""The arithmetic does not depend on the strategy: one trajectory for all, through `accelerate launch`."""
+
+import json
+
+import pytest
+from helpers import CHILDREN, launch_ok
+
+# Name: config, processes, sequences per forward pass, launch flags, number of FSDP units, share of the parameters
+# that a rank holds. FSDP2's units: 3 layers (unwrapped: one, the root), the embedding, norm and output layer together.
+STRATEGIES = {
+    "one process": ("single", 1, 8, (), 0, 1),
+    "accumulation": ("single", 1, 2, (), 0, 1),
+    "ddp": ("ddp", 2, 2, (), 0, 1),
+    "fsdp2": ("fsdp_full", 2, 4, (), 5, 1 / 2),
+    "fsdp2 on 4, accumulation": ("fsdp_full", 4, 1, ("--num_processes", "4"), 5, 1 / 4),
+    "gradients and optimizer": ("fsdp_grad_op", 2, 4, (), 5, 1 / 2),
+    "hybrid 2 x 2, accumulation": ("fsdp_hybrid", 4, 1, (), 5, 1 / 2),
+    "offload": ("fsdp_offload", 2, 4, (), 5, 1 / 2),
+    "activation checkpointing": ("fsdp_full", 2, 4, ("--fsdp_activation_checkpointing", "true"), 5, 1 / 2),
+    "no wrap": ("fsdp_no_wrap", 2, 4, (), 3, 1 / 2),
+    "fsdp1": ("fsdp1_full", 2, 4, (), 4, 1 / 2),
+    "fsdp1 by size": ("fsdp1_size_wrap", 2, 4, ("--fsdp_min_num_params", "5000"), 5, 1 / 2),
+}
+
+
+@pytest.fixture(scope="session")
+def run_steps(tmp_path_factory):
+    """Result of tests/children/steps.py under a strategy, launched once for all tests that look at it."""
+    done: dict[tuple, dict] = {}
+
+    def result(name: str, *args: object) -> dict:
+        if (name, *args) not in done:
+            config, _, size, flags, _, _ = STRATEGIES[name]
+            tmp_path = tmp_path_factory.mktemp("steps")
+            out = tmp_path / "out"
+            launch_ok(
+                tmp_path, config, CHILDREN / "steps.py", "--output_dir", out, "--per_device_train_batch_size", size,
+                *args, flags=flags,
+            )  # fmt: skip
+            done[name, *args] = json.loads((out / "result.json").read_text())
+        return done[name, *args]
+
+    return result
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_trajectory(run_steps, name):
+    """Losses and gradient norms of 4 steps to 1e-5; and it is the strategy that its name says, not N copies."""
+    reference, found = run_steps("one process"), run_steps(name)
+    _, world_size, _, _, units, share = STRATEGIES[name]
+    assert found["world_size"] == world_size
+    assert found["units"] == units
+    assert found["local"] == pytest.approx(share * found["total"], rel=0.01)
+    assert len(found["trajectory"]) == 4
+    for step, wanted in zip(found["trajectory"], reference["trajectory"], strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_checkpoint_restores_everything(run_steps, name):
+    """Steps 3 and 4 again, from the checkpoint of step 2, bit for bit."""
+    found = run_steps(name)
+    assert found["resumed"] == found["trajectory"][2:]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_generation(run_steps, name):
+    """5 prompts of uneven length, divided over the ranks, are continued as one process continues them."""
+    assert run_steps(name)["texts"] == run_steps("one process")["texts"]
+
+
+def test_dropout(run_steps):
+    """At one world size dropout is bit-equal, also through a resume and where activations are recomputed.
+
+    Fails without distributed.restore_rng_in_recompute, or with a loader that draws from the global generator.
+    """
+    plain = run_steps("fsdp2", "--dropout", 0.2)
+    recomputed = run_steps("activation checkpointing", "--dropout", 0.2)
+    assert plain["trajectory"] == recomputed["trajectory"]
+    assert plain["trajectory"] != run_steps("fsdp2")["trajectory"]
+    assert plain["resumed"] == plain["trajectory"][2:]
+
+
+def test_tied_embeddings(run_steps):
+    tied = ("--tie_word_embeddings", "true")
+    found, wanted = run_steps("fsdp2", *tied), run_steps("one process", *tied)
+    for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
+        assert step == pytest.approx(reference, rel=1e-5)
+    assert found["resumed"] == found["trajectory"][2:]
