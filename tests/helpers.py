@@ -53,7 +53,7 @@ def launch_ok(
     tmp_path: Path, config: str, script: Path, *args: object, **options
 ) -> subprocess.CompletedProcess:
     done = launch(tmp_path, config, script, *args, **options)
-    assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[:6000]}"
     return done
 
 

@@ -126,7 +126,9 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
         "data/chess/games_20k.parquet",
         "--model_name_or_path",
     ]
-    with pytest.raises(ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"):
+    with pytest.raises(
+        ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"
+    ):
         preflight([str(config), *chess, str(tmp_path / "m")])
     with pytest.raises(ConfigError, match="run: hf download nobody/nothing"):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])

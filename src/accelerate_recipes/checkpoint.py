@@ -14,13 +14,14 @@ It is written beside its name, as `checkpoint-<step>.partial`, and renamed when 
 no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,8 @@ class Checkpointer:
             partial.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
+        with single_process_is_meant():
+            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
         torch.save(rng_state(), partial / f"rng-{rank}.pt")
         self.accelerator.wait_for_everyone()
         if rank == 0:
@@ -223,7 +225,8 @@ class Checkpointer:
         ]
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=checkpoint / "state")
+        with single_process_is_meant():
+            dcp.load(state, checkpoint_id=checkpoint / "state")
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -241,6 +244,14 @@ class Checkpointer:
             flush=True,
         )
         return marker["step"]
+
+
+@contextlib.contextmanager
+def single_process_is_meant() -> Iterator[None]:
+    """torch.distributed.checkpoint warns whenever there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
@@ -337,8 +348,7 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
             f"model.{name}": torch.empty(tensors[name].shape, dtype=saved[f"model.{name}"].properties.dtype)
             for name in names
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
+        with single_process_is_meant():
             dcp.load(shard, storage_reader=reader, no_dist=True)
         weights = {name: shard[f"model.{name}"].to(tensors[name].dtype) for name in names}
         save_file(weights, out / filename, metadata={"format": "pt"})

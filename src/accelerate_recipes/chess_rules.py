@@ -73,8 +73,10 @@ def legal_part(moves: list[str]) -> list[str]:
     board = chess.Board()
     for ply, uci in enumerate(moves):
         try:
-            board.push_uci(uci)
+            legal = bool(board.push_uci(uci))  # the null move `0000` parses, and is false
         except ValueError:
+            legal = False
+        if not legal:
             return moves[:ply]
     return moves
 

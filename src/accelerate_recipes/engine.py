@@ -102,7 +102,12 @@ def train(
     log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
     log.restore(checkpointer.resumed_from)
     if args.trackers:
-        accelerator.init_trackers(output_dir.name, config=vars(args))
+        # TensorBoard takes plain values only.
+        config = {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in vars(args).items()
+        }
+        accelerator.init_trackers(output_dir.name, config=config)
     if step == 0:
         log.log_evaluation(0, evaluate_fn())
 

@@ -1,0 +1,158 @@
+"""Which directories are checkpoints, what a run may continue, and what is never lost. In one process."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from accelerate_recipes import checkpoint
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.checkpoint import Checkpointer, complete_checkpoints, defect, export, find_resume
+from accelerate_recipes.distributed import prepare
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.optim import adamw, make_scheduler
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """A Checkpointer over a tiny model, with a gradient step behind it."""
+
+    def build(resumed_from: Path | None = None, **overrides) -> Checkpointer:
+        args = TrainArgs(output_dir=str(tmp_path / "run"), save_total_limit=2, **overrides)
+        accelerator = Accelerator(cpu=True)
+        model = new_llama(
+            "sdpa", vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, tie_word_embeddings=True,
+        )  # fmt: skip
+        config, generation_config = model.config, model.generation_config
+        model, optimizer = prepare(accelerator, model, adamw(model, args))
+        scheduler = make_scheduler(optimizer, args, 100)
+        Path(args.output_dir).mkdir(exist_ok=True)
+        (Path(args.output_dir) / "metrics.jsonl").touch()
+        run = Checkpointer(
+            accelerator, model, optimizer, scheduler, args, [config, generation_config], resumed_from
+        )
+        model(input_ids=torch.arange(10)[None]).logits.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return run
+
+    return build
+
+
+def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
+    run = make_run()
+    saved = [run.save(step) for step in (10, 20, 100)]
+    assert [defect(path) for path in saved[1:]] == [None, None]
+    assert complete_checkpoints(saved[0].parent) == saved[1:]  # by number, not by name
+    assert {p.name for p in saved[0].parent.iterdir()} == {"checkpoint-20", "checkpoint-100", "metrics.jsonl"}
+    marker = json.loads((saved[2] / "complete.json").read_text())
+    assert marker["step"] == 100 and marker["world_size"] == 1 and marker["strategy"] == "single process"
+    assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(
+        marker["files"]
+    )
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda c: (c / "complete.json").unlink(), "has no complete.json: the save was interrupted"),
+        (lambda c: (c / "complete.json").write_text("{"), "is not JSON"),
+        (lambda c: (c / "state/__0_0.distcp").unlink(), "state/__0_0.distcp is missing"),
+        (lambda c: (c / "rng-0.pt").write_bytes(b"x"), "rng-0.pt has 1 bytes instead of"),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
+    run = make_run()
+    older, newer = run.save(10), run.save(20)
+    damage(newer)
+    with pytest.warns(UserWarning, match=reason):
+        assert find_resume(run.args) == older
+    run.args.resume_from_checkpoint = str(newer)
+    with pytest.raises(ConfigError, match=reason), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        find_resume(run.args)
+
+
+def test_a_save_that_fails_loses_nothing(make_run, monkeypatch):
+    """Whatever breaks before the rename, the older checkpoint stays and the next save succeeds."""
+    run = make_run()
+    good = run.save(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "fsync", lambda path: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError):
+            run.save(20)
+    assert find_resume(run.args) == good
+    assert find_resume(run.args) == run.newest
+    run.save(20)
+    assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "checkpoint-20", "metrics.jsonl"}
+
+
+def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(make_run):
+    torch.manual_seed(1)
+    first = make_run(learning_rate=1e-3)
+    torch.manual_seed(2)
+    second = make_run(resumed_from=first.save(10), learning_rate=5e-4)
+    assert not all(
+        torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
+    )
+    assert second.resume() == 10
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
+    )
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        mine, theirs = first.optimizer.state[a], second.optimizer.state[b]
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    for _ in range(10):
+        first.scheduler.step()
+    assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
+    first.scheduler.step()
+    second.scheduler.step()
+    assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
+
+
+def test_what_a_run_may_continue(make_run, tmp_path, capsys):
+    run = make_run()
+    args = run.args
+    assert find_resume(args) is None
+    old, new = run.save(10), run.save(20)
+    assert find_resume(args) == new
+    args.resume_from_checkpoint = "none"
+    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
+        find_resume(args)
+    args.resume_from_checkpoint = str(old)
+    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
+        find_resume(args)
+    args.output_dir = str(tmp_path / "other")
+    assert find_resume(args) == old
+    args.learning_rate = 0.5
+    assert find_resume(args) == old
+    assert "resuming with --learning_rate 0.5; until step 10 it was 1e-05" in capsys.readouterr().out
+    args.total_batch_size = 99
+    with pytest.raises(ConfigError, match="--total_batch_size was 16 and is now 99"):
+        find_resume(args)
+    args.resume_from_checkpoint = str(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="no such checkpoint"):
+        find_resume(args)
+
+
+@pytest.mark.parametrize("max_shard_size", [10**9, 4000])
+def test_export(make_run, tmp_path, max_shard_size):
+    """In one shard or many, the weights are the model's; the tied output layer is stored once."""
+    run = make_run()
+    export(run.save(10), tmp_path / "export", "a card", max_shard_size)
+    assert (tmp_path / "export/README.md").read_text() == "a card"
+    files = sorted((tmp_path / "export").glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == 4000)
+    stored = {name for file in files for name in load_file(file)}
+    assert "lm_head.weight" not in stored and "model.embed_tokens.weight" in stored
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    shutil.rmtree(tmp_path / "export")

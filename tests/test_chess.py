@@ -1,0 +1,296 @@
+"""The chess recipe as a user runs it, at toy size: trained, killed, resumed, exported, loaded."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from helpers import CHILDREN, ROOT, environment, launch, launch_command, launch_ok, losses, read_metrics
+
+CHESS = ROOT / "recipes" / "chess.py"
+STEPS = 40
+LOG_LINE = re.compile(
+    r"Step \d+/\d+ Loss: \d+\.\d{5}, Speed: \d+\.\d\d samples/sec, \d+ tokens/sec, lr: \d\.\d{6}, grad norm: \d+\.\d\d, "
+    r"peak memory: \d+\.\d GiB"
+)
+
+
+@pytest.fixture(scope="session")
+def games_file(tmp_path_factory) -> Path:
+    """The first 300 real games."""
+    file = tmp_path_factory.mktemp("games") / "games.parquet"
+    pq.write_table(pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 300), file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny(games_file, tmp_path_factory) -> list[str]:
+    """Arguments of a run of seconds, with one cache of packed games for all."""
+    preset = {
+        "from_scratch": True, "train_files": [str(games_file)], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "max_length": 128, "heldout_share": 0.1,
+        "num_positions": 30, "max_steps": STEPS, "total_batch_size": 8, "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 10, "save_total_limit": 0,
+        "data_cache_dir": str(tmp_path_factory.mktemp("cache")),
+    }  # fmt: skip
+    file = tmp_path_factory.mktemp("preset") / "tiny.yaml"
+    file.write_text(yaml.safe_dump(preset))
+    return ["--config", str(file)]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Output of a whole run on 2 ranks."""
+    tmp_path = tmp_path_factory.mktemp("undisturbed")
+    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
+    return tmp_path / "out", done
+
+
+@pytest.fixture(scope="session")
+def killed(tiny, tmp_path_factory) -> Path:
+    """Output of the same run, ended by SIGKILL of the launcher and its ranks after step 12."""
+    tmp_path = tmp_path_factory.mktemp("killed")
+    out = tmp_path / "out"
+    command = launch_command("fsdp_full", CHESS, *tiny, "--output_dir", out)
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(tmp_path),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 200
+        while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < 12:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[
+                -3000:
+            ]
+            time.sleep(0.005)
+        assert process.poll() is None, "the run ended before it could be killed"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (out / f"checkpoint-{STEPS}").exists()
+    return out
+
+
+def test_it_says_what_it_does(undisturbed):
+    out, done = undisturbed
+    lines = done.stdout.splitlines()
+    (strategy,) = (line for line in lines if line.startswith("Strategy: "))
+    for part in (
+        "FSDP2 full shard",
+        "2 x cpu",
+        "backend gloo",
+        "precision no",
+        "4 FSDP units",
+        "LlamaDecoderLayer",
+    ):
+        assert part in strategy
+    assert len([line for line in lines if LOG_LINE.fullmatch(line)]) == STEPS
+    assert any("games to train on" in line and "padding" in line for line in lines)
+    assert any(line.startswith("MFU is left out: the bf16 peak of this CPU is not known") for line in lines)
+    assert "legal moves: before" in lines[-3] and "baseline" in lines[-3] and "after" in lines[-3]
+    assert str(out / "export") in lines[-1] and str(out / "result.png") in lines[-1]
+
+
+def test_it_leaves_exactly(undisturbed):
+    out, _ = undisturbed
+    checkpoints = {f"checkpoint-{step}" for step in range(10, STEPS + 1, 10)}
+    assert {path.name for path in out.iterdir()} == checkpoints | {
+        "args.yaml",
+        "metrics.jsonl",
+        "result.png",
+        "export",
+    }
+    assert {path.name for path in (out / "export").iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
+    card = (out / "export/README.md").read_text()
+    assert "next_move_accuracy" in card and "learning_rate: 0.01" in card and "games.parquet" in card
+
+
+def test_it_learns(undisturbed):
+    out, _ = undisturbed
+    evaluations = [record for record in read_metrics(out) if "eval_loss" in record]
+    assert [record["step"] for record in evaluations] == [0, STEPS]
+    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"] - 1
+    assert evaluations[1]["eval_legal_move_rate_opening"] > evaluations[0]["eval_legal_move_rate_opening"]
+
+
+def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, tiny):
+    """Loaded by name alone, games fed one by one, in a process without this project."""
+    out, _ = undisturbed
+    (cache,) = Path(yaml.safe_load((out / "args.yaml").read_text())["data_cache_dir"]).iterdir()
+    command = [sys.executable, str(CHILDREN / "export_loss.py"), str(out / "export"), str(cache / "heldout")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=1e-4)
+
+
+def test_killed_and_resumed_is_as_if_it_had_not_been(killed, undisturbed, tiny, tmp_path):
+    """2 ranks -> 2 ranks, bit for bit; every step once in metrics.jsonl, the killed run's later ones dropped."""
+    shutil.copytree(killed, tmp_path / "out")
+    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
+    assert re.search(r"Resumed .*checkpoint-\d+ \(step \d+, saved by 2 x FSDP2 full shard\)", done.stdout)
+    assert losses(tmp_path / "out") == losses(undisturbed[0])
+    assert [r["step"] for r in read_metrics(tmp_path / "out")] == [
+        r["step"] for r in read_metrics(undisturbed[0])
+    ]
+    assert read_metrics(tmp_path / "out")[-1]["eval_loss"] == read_metrics(undisturbed[0])[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_resumed_on_other_numbers_of_ranks(killed, undisturbed, tiny, tmp_path, world_size):
+    """2 -> 1 and 2 -> 4: the remaining 20 and more losses to 1e-5."""
+    shutil.copytree(killed, tmp_path / "out")
+    for later in (tmp_path / "out").glob("checkpoint-*"):
+        if later.name != "checkpoint-10":
+            shutil.rmtree(later)
+    flags = ("--num_processes", str(world_size))
+    launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out", flags=flags)
+    found, wanted = losses(tmp_path / "out"), losses(undisturbed[0])
+    assert len(found) == STEPS
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_from_pretrained_under_bf16(undisturbed, tiny, tmp_path):
+    """The export fine-tuned further as a pretrained model, in bf16: it starts where the other run ended."""
+    out, _ = undisturbed
+    pretrained = ["--model_name_or_path", out / "export", "--from_scratch", "false", "--max_steps", 3]
+    done = launch_ok(
+        tmp_path, "fsdp_full", CHESS, *tiny, *pretrained, "--output_dir", tmp_path / "out",
+        flags=("--mixed_precision", "bf16"),
+    )  # fmt: skip
+    assert "precision bf16" in done.stdout
+    start = read_metrics(tmp_path / "out")[0]["eval_loss"]
+    assert start == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=5e-3)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out/export/model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_other_files_and_the_full_state_dict(games_file, tiny, tmp_path):
+    """PGN and jsonl, a bad game left out, no document mask, a tracker, and a checkpoint that loads as it is."""
+    games = pq.read_table(games_file).column("Moves").to_pylist()
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]])
+    )
+    (tmp_path / "b.pgn").write_text(
+        '[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n'
+    )
+    arguments = [
+        "--train_files",
+        tmp_path / "a.jsonl",
+        tmp_path / "b.pgn",
+        "--skip_bad_games",
+        "--no_document_mask",
+    ]
+    arguments += ["--max_steps", 2, "--report_to", "tensorboard", "--output_dir", tmp_path / "out"]
+    done = launch_ok(tmp_path, "fsdp_full_state_dict", CHESS, *tiny, *arguments)
+    assert "1 skipped" in done.stdout
+    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")
+    assert model.config.hidden_size == 32
+
+
+def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) -> None:
+    """One message, no frame of ours, nothing written."""
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    assert "src/accelerate_recipes" not in done.stderr and 'recipes/chess.py", line' not in done.stderr, (
+        done.stderr
+    )
+
+
+def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
+    arguments = [
+        "--lerning_rate",
+        1,
+        "--total_batch_size",
+        7,
+        "--gradient_checkpointing",
+        "--train_files",
+        "no.pgn",
+    ]
+    done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
+    assert_one_clear_error(
+        done,
+        "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
+        "--total_batch_size 7 is not a multiple of --per_device_train_batch_size 2 x 2 processes = 4",
+        "fsdp_activation_checkpointing",
+        "--train_files no.pgn: no such file",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_illegal_move_is_named_by_file_and_row(games_file, tiny, tmp_path):
+    games = pq.read_table(games_file).column("Moves").to_pylist()[:20]
+    games[7] = [*games[7][:10], "a1a1"]
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in games))
+    arguments = [
+        "--train_files",
+        bad,
+        "--data_cache_dir",
+        tmp_path / "cache",
+        "--output_dir",
+        tmp_path / "out",
+    ]
+    done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments)
+    assert_one_clear_error(
+        done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out"
+    )
+    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
+
+
+def run_alone(tmp_path: Path, *args: object, **env: str) -> subprocess.CompletedProcess:
+    """`python recipes/chess.py`, without a launcher."""
+    command = [sys.executable, str(CHESS), *map(str, args), "--output_dir", str(tmp_path / "out")]
+    variables = environment(tmp_path) | env
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_a_file_without_moves(games_file, tiny, tmp_path):
+    table = pq.read_table(games_file).rename_columns(["moves", "Result"])
+    pq.write_table(table, tmp_path / "other.parquet")
+    done = run_alone(tmp_path, *tiny, "--train_files", tmp_path / "other.parquet")
+    assert_one_clear_error(done, "has the columns ['moves', 'Result']; chess needs `Moves`")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_here(games_file, tiny, tmp_path):
+    done = run_alone(tmp_path, *tiny, "--from_scratch", "false")
+    assert_one_clear_error(done, "codellama/CodeLlama-7b-hf", "hf download codellama/CodeLlama-7b-hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_owners_and_an_unprefixed_key(tiny, tmp_path):
+    """As the environment shows them; both are reported with a wrong argument."""
+    done = run_alone(
+        tmp_path, *tiny, "--sed", 1,
+        ACCELERATE_GRADIENT_ACCUMULATION_STEPS="2", ACCELERATE_USE_PARALLELISM_CONFIG="true",
+    )  # fmt: skip
+    assert_one_clear_error(
+        done,
+        "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide",
+        "parallelism_config is in use but all its sizes are 1",
+        "unknown argument 'sed'",
+    )

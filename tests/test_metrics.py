@@ -1,0 +1,74 @@
+"""Formulas and the log line, by hand."""
+
+import json
+import re
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig
+
+from accelerate_recipes import metrics
+
+LLAMA_7B = LlamaConfig(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+)
+
+
+def test_flops_per_token():
+    """6 N + 12 L H Q T: of 6,738,415,616 parameters 131,072,000 are the input embedding."""
+    found = metrics.flops_per_token(LLAMA_7B, 6_738_415_616, attended_length=4096)
+    assert found == 6 * (6_738_415_616 - 131_072_000) + 12 * 32 * 4096 * 4096
+    tied = LlamaConfig(**(LLAMA_7B.to_dict() | {"tie_word_embeddings": True}))
+    assert metrics.flops_per_token(tied, 1000, attended_length=0) == 6000
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L40S", 362.05),
+        ("Some GPU of next year", None),
+    ],
+)
+def test_peak_is_dense_bf16_or_unknown(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = metrics.peak_flops(torch.device("cuda"))
+    assert peak == (tflops and pytest.approx(tflops * 1e12))
+
+
+def test_a_cpu_has_no_peak():
+    assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+def test_log_line_and_record(tmp_path, capsys, monkeypatch):
+    """The line's beginning is what job controllers look for; the file has the same values."""
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
+    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops_per_token=1e4)
+    log.restore(None)
+    window = metrics.Window()
+    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25)
+    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25)
+    log.log_step(120, window, grad_norm=0.81, lr=2.9e-4, gib=23.4)
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert line == (
+        "Step 120/1000 Loss: 2.50000, Speed: 32.00 samples/sec, 800 tokens/sec, lr: 0.000290, grad norm: 0.81, "
+        "MFU: 0.008, peak memory: 23.4 GiB"
+    )
+    assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
+    (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert record.pop("time") > 0
+    assert record == {
+        "step": 120,
+        "loss": 2.5,
+        "samples_per_second": 32.0,
+        "tokens_per_second": 800.0,
+        "learning_rate": 2.9e-4,
+        "grad_norm": 0.81,
+        "mfu": 0.008,
+        "peak_memory_gib": 23.4,
+    }
