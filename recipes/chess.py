@@ -14,7 +14,6 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import evaluate
 from datasets import load_from_disk
 
 from accelerate_recipes import chess_rules
@@ -26,13 +25,8 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import (
-    continue_greedily,
-    load_model,
-    load_tokenizer,
-    new_llama,
-    new_word_tokenizer,
-)
+from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
+from accelerate_recipes.next_moves import NextMoves
 from accelerate_recipes.optim import adamw, make_scheduler
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, model_card, run
@@ -44,49 +38,28 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 @dataclass
 class Args(TrainArgs):
     output_dir: str = "outputs/chess"
-    model_name_or_path: str = arg(
-        "codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder."
-    )
-    from_scratch: bool = arg(
-        False, "Instead, a new Llama of the sizes below, and a tokenizer with a token per move."
-    )
+    model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
+    from_scratch: bool = arg(False, "Instead, a new Llama of the sizes below, and a tokenizer with a token per move.")
     hidden_size: int = arg(128, "Of the model from scratch.")
     intermediate_size: int = arg(384, "Of the model from scratch.")
     num_hidden_layers: int = arg(4, "Of the model from scratch.")
     num_attention_heads: int = arg(4, "Of the model from scratch.")
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
-    dataset_name: str = arg(
-        "laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves)."
-    )
-    dataset_files: str = arg(
-        "**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB."
-    )
-    train_files: list[str] = field(
-        default_factory=list, metadata={"help": "Local .parquet, .jsonl, .pgn files instead."}
-    )
-    skip_bad_games: bool = arg(
-        False, "Leave games with an illegal move out, and count them, instead of stopping."
-    )
+    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
+    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
+    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
+    skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
     heldout_share: float = arg(0.002, "Share of the games to test on, chosen by a hash of the moves.")
     num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.")
-    document_mask: bool = arg(
-        True, "Keep attention inside a game; --no_document_mask lets it cross the whole row."
-    )
+    document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
     data_cache_dir: str = arg(".cache/data", "Where tokenised and packed games are kept.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {
-        *("model_name_or_path", "from_scratch", "hidden_size", "intermediate_size", "num_hidden_layers"),
-        *(
-            "num_attention_heads",
-            "dataset_name",
-            "dataset_files",
-            "train_files",
-            "heldout_share",
-            "max_length",
-        ),
-        *("skip_bad_games", "document_mask"),
-    }
+        "model_name_or_path", "from_scratch", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share",
+        "max_length", "document_mask",
+    }  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -99,10 +72,9 @@ class Args(TrainArgs):
             found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         if self.max_length < 2:
             found.append(f"--max_length is {self.max_length}; it must be at least 2")
-        if self.from_scratch and self.hidden_size % (2 * self.num_attention_heads):
-            found.append(
-                f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {self.num_attention_heads}"
-            )
+        heads = self.num_attention_heads
+        if self.from_scratch and self.hidden_size % (2 * heads):
+            found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
         return found
 
 
@@ -141,6 +113,7 @@ def main(args: Args) -> None:
 
     # Model and optimizer
     accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
     if args.from_scratch:
         model = new_llama(
             args.attn_implementation,
@@ -157,10 +130,9 @@ def main(args: Args) -> None:
         )
     else:
         model = load_model(args.model_name_or_path, args.attn_implementation)
-    config, generation_config = model.config, model.generation_config
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    artifacts = [model.config, model.generation_config, tokenizer]
+    flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length)
     model, optimizer = prepare(accelerator, model, adamw(model, args))
-    rank, world_size = accelerator.process_index, accelerator.num_processes
     total_steps = num_steps(args, len(train_rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.print(
@@ -168,41 +140,16 @@ def main(args: Args) -> None:
         f"{len(train_rows):,} rows of {args.max_length} tokens, {train_rows.padding_share:.1%} padding"
     )
 
-    # Evaluation
-    eval_loader = make_eval_loader(heldout_rows, args, rank, world_size)
-    positions = facts["positions"]
-    played = {
-        "references": [position["move"] for position in positions],
-        "prefixes": [" ".join(position["prefix"]) for position in positions],
-        "phases": [position["phase"] for position in positions],
-    }
-    prompts = [
-        [tokenizer.bos_token_id, *ids]
-        for ids in tokenizer(played["prefixes"], add_special_tokens=False)["input_ids"]
-    ]
-    longest_move = max(
-        len(ids) for ids in tokenizer(chess_rules.all_uci_moves(), add_special_tokens=False)["input_ids"]
-    )
-    metric = evaluate.load(str(METRIC), keep_in_memory=True)
+    # Training and evaluation
+    heldout_loader = make_eval_loader(heldout_rows, args, rank, world_size)
+    next_moves = NextMoves(facts, tokenizer, METRIC)
 
     def evaluate_fn() -> dict[str, float]:
-        loss = evaluate_loss(accelerator, model, eval_loader, next_token_loss, count_next_tokens)
-        texts = continue_greedily(
-            accelerator, model, tokenizer, prompts, longest_move, args.per_device_eval_batch_size
-        )
-        moves = [(text.split() or [""])[0] for text in texts]
-        return {"loss": loss} | metric.compute(predictions=moves, **played)
+        loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
+        return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
 
-    # Training
-    checkpointer = Checkpointer(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        args,
-        artifacts=[config, generation_config, tokenizer],
-        resumed_from=agree(accelerator, resume_from),
-    )
+    resumed_from = agree(accelerator, resume_from)
+    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(
         accelerator,
         model,
@@ -215,54 +162,32 @@ def main(args: Args) -> None:
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,
         checkpointer=checkpointer,
-        flops_per_token=flops_per_token(config, num_parameters, train_rows.attended_length),
+        flops_per_token=flops,
     )
 
     # Result
-    (line,) = continue_greedily(
-        accelerator, model, tokenizer, [[tokenizer.bos_token_id]], 40 * longest_move, 1
-    )
+    game = next_moves.play(accelerator, model, 40)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
-        evaluations = [record for record in records if "eval_loss" in record]
-        results = {
-            "before": evaluations[0],
-            "baseline": baseline(metric, facts, played),
-            "after": evaluations[-1],
+        before, *_, after = (record for record in records if "eval_loss" in record)
+        baseline = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
+        results = {"before": before, "baseline": baseline, "after": after}
+        phases = [phase for phase in chess_rules.PHASES if f"eval_legal_move_rate_{phase}" in after]
+        bars = {
+            name: {phase: result[f"eval_legal_move_rate_{phase}"] for phase in phases}
+            for name, result in results.items()
         }
-        draw_run(
-            output_dir / "result.png",
-            records,
-            {
-                name: {phase: values[f"eval_legal_move_rate_{phase}"] for phase in chess_rules.PHASES}
-                for name, values in results.items()
-            },
-            "Legal next moves in held-out games",
-        )
-        start = (
-            "A Llama trained from random weights"
-            if args.from_scratch
-            else f"{args.model_name_or_path}, fine-tuned"
-        )
+        draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games")
+        start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
         source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        card = model_card(
-            args, results["after"], f"{start} on {facts['train']:,} chess games in UCI, from {source}."
-        )
+        card = model_card(args, after, f"{start} on {facts['train']:,} chess games in UCI, from {source}.")
         export(checkpointer.newest, output_dir / "export", card)
-        game = chess_rules.legal_part(line.split())
         print(f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n")
         for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = ", ".join(f"{key} {values[f'eval_{name}']:.1%}" for key, values in results.items())
-            print(f"Held-out positions ({len(positions):,}), {unit}: {shares}")
+            shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())
+            print(f"Held-out positions ({len(facts['positions']):,}), {unit}: {shares}")
         print(f"Model: {output_dir / 'export'}   picture: {output_dir / 'result.png'}", flush=True)
     accelerator.end_training()
-
-
-def baseline(metric, facts: dict, played: dict) -> dict[str, float]:
-    """The same measures for the most frequent next move given the previous one."""
-    previous = [(prefix.split() or [""])[-1] for prefix in played["prefixes"]]
-    moves = [facts["baseline"].get(move, "") for move in previous]
-    return {f"eval_{name}": value for name, value in metric.compute(predictions=moves, **played).items()}
 
 
 if __name__ == "__main__":

@@ -25,33 +25,38 @@ def launch_command(config: str, script: Path, *args: object, flags: tuple[str, .
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """One thread a process and no network; what the libraries cache goes to the test's folder."""
+    """CPU, one thread a process, no network; what the libraries cache goes to the test's folder."""
     inherited = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("ACCELERATE_", "FSDP_", "HF_", "PARALLELISM_"))
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "HF_", "PARALLELISM_"))
     }
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONFAULTHANDLER": "1"}
-    return inherited | offline | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return inherited | offline | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def launch(
-    tmp_path: Path, config: str, script: Path, *args: object, flags: tuple[str, ...] = (), timeout: int = 300
+    tmp_path: Path,
+    config: str,
+    script: Path,
+    *args: object,
+    flags: tuple[str, ...] = (),
+    timeout: int = 400,
+    gpu: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run to the end; the caller looks at `returncode`, `stdout` and `stderr`."""
+    variables = environment(tmp_path)
+    if gpu:
+        del variables["CUDA_VISIBLE_DEVICES"]
     return subprocess.run(
         launch_command(config, script, *args, flags=flags),
         cwd=ROOT,
-        env=environment(tmp_path),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
 
 
-def launch_ok(
-    tmp_path: Path, config: str, script: Path, *args: object, **options
-) -> subprocess.CompletedProcess:
+def launch_ok(tmp_path: Path, config: str, script: Path, *args: object, **options) -> subprocess.CompletedProcess:
     done = launch(tmp_path, config, script, *args, **options)
     assert done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[:6000]}"
     return done

@@ -35,9 +35,7 @@ def make_run(tmp_path):
         scheduler = make_scheduler(optimizer, args, 100)
         Path(args.output_dir).mkdir(exist_ok=True)
         (Path(args.output_dir) / "metrics.jsonl").touch()
-        run = Checkpointer(
-            accelerator, model, optimizer, scheduler, args, [config, generation_config], resumed_from
-        )
+        run = Checkpointer(accelerator, model, optimizer, scheduler, args, [config, generation_config], resumed_from)
         model(input_ids=torch.arange(10)[None]).logits.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,9 +52,7 @@ def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
     assert {p.name for p in saved[0].parent.iterdir()} == {"checkpoint-20", "checkpoint-100", "metrics.jsonl"}
     marker = json.loads((saved[2] / "complete.json").read_text())
     assert marker["step"] == 100 and marker["world_size"] == 1 and marker["strategy"] == "single process"
-    assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(
-        marker["files"]
-    )
+    assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(marker["files"])
 
 
 @pytest.mark.parametrize(
@@ -99,13 +95,9 @@ def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(ma
     first = make_run(learning_rate=1e-3)
     torch.manual_seed(2)
     second = make_run(resumed_from=first.save(10), learning_rate=5e-4)
-    assert not all(
-        torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
-    )
+    assert not all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
     assert second.resume() == 10
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
     for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         mine, theirs = first.optimizer.state[a], second.optimizer.state[b]
         assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))

@@ -72,9 +72,7 @@ def killed(tiny, tmp_path_factory) -> Path:
     try:
         deadline = time.monotonic() + 200
         while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < 12:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[
-                -3000:
-            ]
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
             time.sleep(0.005)
         assert process.poll() is None, "the run ended before it could be killed"
     finally:
@@ -146,9 +144,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(killed, undisturbed, tiny, 
     done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
     assert re.search(r"Resumed .*checkpoint-\d+ \(step \d+, saved by 2 x FSDP2 full shard\)", done.stdout)
     assert losses(tmp_path / "out") == losses(undisturbed[0])
-    assert [r["step"] for r in read_metrics(tmp_path / "out")] == [
-        r["step"] for r in read_metrics(undisturbed[0])
-    ]
+    assert [r["step"] for r in read_metrics(tmp_path / "out")] == [r["step"] for r in read_metrics(undisturbed[0])]
     assert read_metrics(tmp_path / "out")[-1]["eval_loss"] == read_metrics(undisturbed[0])[-1]["eval_loss"]
 
 
@@ -186,12 +182,8 @@ def test_from_pretrained_under_bf16(undisturbed, tiny, tmp_path):
 def test_other_files_and_the_full_state_dict(games_file, tiny, tmp_path):
     """PGN and jsonl, a bad game left out, no document mask, a tracker, and a checkpoint that loads as it is."""
     games = pq.read_table(games_file).column("Moves").to_pylist()
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]])
-    )
-    (tmp_path / "b.pgn").write_text(
-        '[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n'
-    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]]))
+    (tmp_path / "b.pgn").write_text('[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n')
     arguments = [
         "--train_files",
         tmp_path / "a.jsonl",
@@ -215,9 +207,7 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) ->
     assert done.stderr.count("error: ") == 1, done.stderr
     for text in expected:
         assert text in done.stderr, done.stderr
-    assert "src/accelerate_recipes" not in done.stderr and 'recipes/chess.py", line' not in done.stderr, (
-        done.stderr
-    )
+    assert "src/accelerate_recipes" not in done.stderr and 'recipes/chess.py", line' not in done.stderr, done.stderr
 
 
 def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
@@ -255,9 +245,7 @@ def test_an_illegal_move_is_named_by_file_and_row(games_file, tiny, tmp_path):
         tmp_path / "out",
     ]
     done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments)
-    assert_one_clear_error(
-        done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out"
-    )
+    assert_one_clear_error(done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
 
 

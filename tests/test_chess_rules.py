@@ -37,9 +37,7 @@ def test_one_token_a_move(games):
 
 def test_illegal_games_are_described(games):
     assert [chess_rules.defect_of_game(game) for game in games] == [""] * len(games)
-    assert (
-        chess_rules.defect_of_game([*FOOLS_MATE, "e2e4"]) == "move 5, 'e2e4', is illegal after e7e5 g2g4 d8h4"
-    )
+    assert chess_rules.defect_of_game([*FOOLS_MATE, "e2e4"]) == "move 5, 'e2e4', is illegal after e7e5 g2g4 d8h4"
     assert chess_rules.defect_of_game(["e2e5"]) == "move 1, 'e2e5', is illegal after the start"
     assert chess_rules.defect_of_game(["rubbish"]).startswith("move 1, 'rubbish', is illegal")
     assert chess_rules.defect_of_game([]) == "it has no moves"
@@ -74,9 +72,7 @@ def test_positions_cover_the_phases(games):
 
 
 def test_baseline():
-    followers = chess_rules.most_frequent_followers(
-        [["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "c7c5"], ["d2d4"]]
-    )
+    followers = chess_rules.most_frequent_followers([["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "c7c5"], ["d2d4"]])
     assert followers == {"": "e2e4", "e2e4": "c7c5"}
 
 
@@ -104,9 +100,7 @@ def test_split_is_by_game_whatever_the_order(games, tmp_path):
     tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
 
     def heldout(games: list[list[str]], name: str) -> set[str]:
-        rows = tokenize_games(
-            Dataset.from_dict({"Moves": games}), tokenizer, 0.1, "games", tmp_path / f"{name}.arrow"
-        )
+        rows = tokenize_games(Dataset.from_dict({"Moves": games}), tokenizer, 0.1, "games", tmp_path / f"{name}.arrow")
         return {" ".join(row["Moves"]) for row in rows if row["heldout"]}
 
     shuffled = random.Random(0).sample(games, len(games))

@@ -1,5 +1,7 @@
 """The shipped YAMLs say what they do, and preflight finds what Accelerate would drop without a word."""
 
+from functools import partial
+
 import pytest
 import yaml
 from helpers import CONFIGS, ROOT
@@ -113,9 +115,7 @@ def test_refused_strategies_and_batches(tmp_path):
 def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=32, num_hidden_layers=1, architectures=["LlamaForCausalLM"]).save_pretrained(
-        tmp_path / "m"
-    )
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "m")
     config = tmp_path / "config.yaml"
     content = yaml.safe_load((CONFIGS / "fsdp_full.yaml").read_text())
     content["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecodrLayer"
@@ -126,9 +126,23 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
         "data/chess/games_20k.parquet",
         "--model_name_or_path",
     ]
-    with pytest.raises(
-        ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"
-    ):
+    with pytest.raises(ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"):
         preflight([str(config), *chess, str(tmp_path / "m")])
     with pytest.raises(ConfigError, match="run: hf download nobody/nothing"):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])
+
+
+def test_a_dataset_is_in_the_cache_or_named_with_its_command(tmp_path, monkeypatch):
+    """As the Hub's client lays its cache out; no network."""
+    from accelerate_recipes import hub
+
+    monkeypatch.setattr(hub, "snapshot_download", partial(hub.snapshot_download, cache_dir=tmp_path))
+    repository = tmp_path / "datasets--some--games"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    (repository / "snapshots/abc/deep").mkdir(parents=True)
+    (repository / "snapshots/abc/deep/g_1.parquet").touch()
+    assert hub.dataset_problem("some/games", "**/g_1.parquet") is None
+    problem = hub.dataset_problem("some/games", "**/g_2.parquet")
+    assert "hf download --repo-type dataset some/games --include '**/g_2.parquet'" in problem
+    assert "HF_HUB_OFFLINE is set" in problem

@@ -87,9 +87,7 @@ def test_packed_losses_are_those_of_the_documents_alone(packed):
     batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])
 
     def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
         )
@@ -131,9 +129,7 @@ def test_every_row_once_in_each_epoch_on_any_number_of_ranks(world_size):
     assert set(seen[3 * num_rows :]) == {-1}
     assert seen[:num_rows] != seen[num_rows : 2 * num_rows]
     # The same global batches as on one rank.
-    assert seen == [
-        row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro
-    ]
+    assert seen == [row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro]
 
 
 def test_starting_later_is_the_same_order():

@@ -63,9 +63,7 @@ def our_losses() -> list[float]:
 def trainer_losses(tmp_path) -> list[float]:
     """The same rows in the same order, two micro-batches a step."""
     rows = make_rows()
-    order = [
-        row for micro, _ in zip(StepOrder(len(rows), ARGS, 0, 1), range(10), strict=False) for row in micro
-    ]
+    order = [row for micro, _ in zip(StepOrder(len(rows), ARGS, 0, 1), range(10), strict=False) for row in micro]
     found = []
 
     class Recorder(Trainer):

@@ -13,7 +13,7 @@ STRATEGIES = {
     "ddp": ("ddp", 2, 2, (), 0, 1),
     "fsdp2": ("fsdp_full", 2, 4, (), 5, 1 / 2),
     "fsdp2 on 4, accumulation": ("fsdp_full", 4, 1, ("--num_processes", "4"), 5, 1 / 4),
-    "gradients and optimizer": ("fsdp_grad_op", 2, 4, (), 5, 1 / 2),
+    "gradients and optimizer, accumulation": ("fsdp_grad_op", 2, 1, (), 5, 1 / 2),
     "hybrid 2 x 2, accumulation": ("fsdp_hybrid", 4, 1, (), 5, 1 / 2),
     "offload": ("fsdp_offload", 2, 4, (), 5, 1 / 2),
     "activation checkpointing": ("fsdp_full", 2, 4, ("--fsdp_activation_checkpointing", "true"), 5, 1 / 2),
@@ -87,3 +87,17 @@ def test_tied_embeddings(run_steps):
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert step == pytest.approx(reference, rel=1e-5)
     assert found["resumed"] == found["trajectory"][2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one process", "fsdp2", "activation checkpointing"])
+def test_compiled(run_steps, name, monkeypatch):
+    """`dynamo_backend: inductor` changes the kernels, not the losses; generation and resume go on."""
+    config, world_size, size, flags, units, share = STRATEGIES[name]
+    flags = (*flags, "--dynamo_backend", "inductor")
+    monkeypatch.setitem(STRATEGIES, f"{name}, compiled", (config, world_size, size, flags, units, share))
+    found, wanted = run_steps(f"{name}, compiled"), run_steps("one process")
+    for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
+        assert step == pytest.approx(reference, rel=1e-5)
+    assert found["resumed"] == found["trajectory"][2:]
+    assert found["texts"] == wanted["texts"]

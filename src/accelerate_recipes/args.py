@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -45,9 +46,7 @@ def arg(default, help: str, **metadata):
 class TrainArgs:
     """What every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
 
-    output_dir: str = arg(
-        "outputs/run", "Checkpoints, metrics.jsonl, args.yaml and export/ are written here."
-    )
+    output_dir: str = arg("outputs/run", "Checkpoints, metrics.jsonl, args.yaml and export/ are written here.")
     resume_from_checkpoint: str = arg(
         "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
     )
@@ -73,9 +72,7 @@ class TrainArgs:
     save_total_limit: int = arg(2, "Complete checkpoints to keep; 0: all.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.")
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.")
-    report_to: str = arg(
-        "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only."
-    )
+    report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
 
     # What a checkpoint cannot be continued with once it changed: it decides the order of the data, or the model.
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset({"seed", "total_batch_size"})
@@ -102,12 +99,12 @@ class TrainArgs:
             if getattr(self, name) < 0:
                 found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
         if self.max_steps < 1 and self.num_train_epochs <= 0:
-            found.append(
-                f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps"
-            )
-        unknown = set(self.trackers) - {"tensorboard", "trackio", "wandb"}
-        if unknown:
-            found.append(f"--report_to names {sorted(unknown)}; known: none, tensorboard, trackio, wandb")
+            found.append(f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps")
+        for tracker in self.trackers:
+            if tracker not in ("tensorboard", "trackio", "wandb"):
+                found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")
+            elif find_spec(tracker) is None:
+                found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
         if min(self.total_batch_size, self.per_device_train_batch_size) >= 1:
             found += batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
         return found
@@ -199,9 +196,7 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
     return groups, stray
 
 
-def read_preset(
-    presets: list[list[str]], args_class: type, errors: list[str]
-) -> list[tuple[str, list[str], str]]:
+def read_preset(presets: list[list[str]], args_class: type, errors: list[str]) -> list[tuple[str, list[str], str]]:
     """The preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
     PyYAML reads 1e-5 as a string; as a flag's value it is the number that was meant.
@@ -232,9 +227,7 @@ def read_preset(
     return tokens
 
 
-def check_group(
-    parser: HfArgumentParser, flag: str, values: list[str], where: str, errors: list[str]
-) -> bool:
+def check_group(parser: HfArgumentParser, flag: str, values: list[str], where: str, errors: list[str]) -> bool:
     """Whether one flag with its values parses; if not, say why in `errors`."""
     name = flag.removeprefix("--")
     if flag not in parser._option_string_actions:
@@ -243,9 +236,7 @@ def check_group(
         else:
             known = [option.removeprefix("--") for option in parser._option_string_actions]
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            errors.append(
-                f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else "")
-            )
+            errors.append(f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else ""))
         return False
     try:
         parser.parse_args([flag, *values])

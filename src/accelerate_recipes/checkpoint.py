@@ -49,6 +49,11 @@ MARKER = "complete.json"
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
+def is_first_rank() -> bool:
+    """Before there is an Accelerator to ask."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def step_of(checkpoint: Path) -> int:
     return int(NAME.fullmatch(checkpoint.name)[1])
 
@@ -71,14 +76,15 @@ def defect(checkpoint: Path) -> str | None:
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Oldest first. Warns about each directory that is named like a checkpoint but is not complete."""
+    """Oldest first. Rank 0 warns about each directory that is named like a checkpoint but is not complete."""
     candidates = [p for p in output_dir.glob("checkpoint-*") if NAME.fullmatch(p.name)]
     complete = []
     for checkpoint in sorted(candidates, key=step_of):
-        if reason := defect(checkpoint):
-            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
-        else:
+        reason = defect(checkpoint)
+        if reason is None:
             complete.append(checkpoint)
+        elif is_first_rank():
+            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
     return complete
 
 
@@ -122,9 +128,7 @@ def compare_arguments(checkpoint: Path, args: TrainArgs) -> None:
     """
     saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
     changed = {
-        name: (saved[name], value)
-        for name, value in asdict(args).items()
-        if name in saved and saved[name] != value
+        name: (saved[name], value) for name, value in asdict(args).items() if name in saved and saved[name] != value
     }
     fatal = [
         f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
@@ -133,7 +137,7 @@ def compare_arguments(checkpoint: Path, args: TrainArgs) -> None:
     ]
     if fatal:
         raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_first_rank():
         for name, (before, now) in changed.items():
             if name not in ("output_dir", "resume_from_checkpoint"):
                 print(
@@ -195,8 +199,7 @@ class Checkpointer:
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
             "versions": {
-                module.__name__: module.__version__
-                for module in (accelerate_recipes, torch, accelerate, transformers)
+                module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },
             "files": {str(file.relative_to(partial)): file.stat().st_size for file in files},
         }
@@ -220,23 +223,17 @@ class Checkpointer:
             return 0
         checkpoint = self.newest = self.resumed_from
         marker = json.loads((checkpoint / MARKER).read_text())
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
-        ]
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         with single_process_is_meant():
             dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
         if marker["world_size"] == self.accelerator.num_processes:
-            set_rng_state(
-                torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True)
-            )
+            set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
         else:  # no generator fits a rank that was not there: derive one from the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
         self.accelerator.print(
@@ -305,11 +302,7 @@ def export(checkpoint: Path, out: Path, model_card: str, max_shard_size: int = 5
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in marker["files"]:
-        if (
-            "/" not in name
-            and name.endswith((".json", ".jinja", ".model", ".txt"))
-            and "model.safetensors" not in name
-        ):
+        if "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt")) and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, partial)
     dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
     write_safetensors(checkpoint, partial, dtype, max_shard_size)

@@ -70,9 +70,7 @@ def prepare_games(
                 raise ConfigError(
                     f"of {len(games)} games none is left for {name}; change --heldout_share {heldout_share}"
                 )
-            part = games.select(np.flatnonzero(chosen)).flatten_indices(
-                cache_file_name=str(tmp / f"{name}.arrow")
-            )
+            part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
             pack_documents(part, max_length, tmp / f"{name}-rows.arrow").save_to_disk(folder / name)
             facts[name] = len(part)
             if name == "train":
@@ -97,9 +95,7 @@ def load_games(source: str, pattern: str | None, cache_dir: Path) -> datasets.Da
         kind = "parquet" if source.endswith(".parquet") else "json"
         games = datasets.load_dataset(kind, data_files=source, split="train", cache_dir=str(cache_dir))
     if "Moves" not in games.column_names:
-        raise ConfigError(
-            f"{source} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves"
-        )
+        raise ConfigError(f"{source} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves")
     return games.select_columns("Moves")
 
 

@@ -140,15 +140,11 @@ class PackedRows(torch.utils.data.Dataset):
         """Mean over all tokens of the length of the document they lie in: T of the attention FLOPs."""
         if not self.document_mask:
             return float(self.max_length)
-        lengths = np.concatenate(
-            [np.asarray(c.values) for c in self.rows.data.column("lengths").chunks]
-        ).astype(float)
+        lengths = np.concatenate([np.asarray(c.values) for c in self.rows.data.column("lengths").chunks]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
 
     def _token_counts(self) -> np.ndarray:
-        return np.concatenate(
-            [np.asarray(c.value_lengths()) for c in self.rows.data.column("input_ids").chunks]
-        )
+        return np.concatenate([np.asarray(c.value_lengths()) for c in self.rows.data.column("input_ids").chunks])
 
 
 @lru_cache(maxsize=2)
@@ -164,8 +160,7 @@ def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: floa
     """
     places = range(step * batch_size, (step + 1) * batch_size)
     return [
-        int(permutation(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1
-        for place in places
+        int(permutation(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1 for place in places
     ]
 
 
@@ -199,9 +194,7 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
     return math.ceil(round(args.num_train_epochs * num_rows) / args.total_batch_size)
 
 
-def make_train_loader(
-    rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int
-) -> DataLoader:
+def make_train_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> DataLoader:
     """This rank's micro-batches in the order of the steps."""
     return DataLoader(
         rows,
@@ -212,9 +205,7 @@ def make_train_loader(
     )
 
 
-def make_eval_loader(
-    rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int
-) -> DataLoader:
+def make_eval_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> DataLoader:
     """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets."""
     size = args.per_device_eval_batch_size
     num_batches = math.ceil(len(rows) / (size * world_size))
@@ -242,6 +233,7 @@ def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: boo
             time.sleep(0.2)
     elif not final.exists():
         partial = final.with_name(f"{final.name}.partial-{socket.gethostname()}-{os.getpid()}")
+        print(f"Preparing the data, once; it is kept in {final}", flush=True)
         try:
             partial.mkdir(parents=True)
             build(partial)

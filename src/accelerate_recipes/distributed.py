@@ -60,9 +60,7 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
             "accumulation; remove the YAML's"
         )
     if on("ACCELERATE_USE_DEEPSPEED") or on("ACCELERATE_USE_MEGATRON_LM"):
-        found.append(
-            "the accelerate YAML asks for DeepSpeed or Megatron-LM; choose a file of accelerate_configs/"
-        )
+        found.append("the accelerate YAML asks for DeepSpeed or Megatron-LM; choose a file of accelerate_configs/")
     if num_devices and local_world > num_devices:
         found.append(
             f"{local_world} processes on this machine, which has {num_devices} GPUs; "
@@ -128,9 +126,7 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
             f"launch with --num_processes {num_devices} to use them all"
         ]
     if not num_devices and local_world > num_cores:
-        return [
-            f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"
-        ]
+        return [f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"]
     return []
 
 
@@ -163,9 +159,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         project_dir=args.output_dir,
     )
     launched = int(os.environ.get("WORLD_SIZE", 1))
-    if accelerator.num_processes != launched or (
-        use_fsdp and accelerator.distributed_type != DistributedType.FSDP
-    ):
+    if accelerator.num_processes != launched or (use_fsdp and accelerator.distributed_type != DistributedType.FSDP):
         raise ConfigError(
             f"{launched} processes were launched{' with FSDP' if use_fsdp else ''}, but Accelerate reports "
             f"{accelerator.num_processes} ({accelerator.distributed_type.value}): each would train a copy of its own. "
@@ -246,9 +240,7 @@ def prepare(
                 "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
             )
         if shards > 1 and local >= total and not is_no_shard(accelerator):
-            raise ConfigError(
-                f"this rank holds all {total:,} parameters although {shards} ranks should share them"
-            )
+            raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
     return model, make_optimizer(model)
 
 
@@ -273,9 +265,8 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, FSDP1):
             units[id(module)] = module
         elif isinstance(module, FSDPModule):
-            state = (
-                module._get_fsdp_state()
-            )  # shared by modules that are one group; empty where nothing was left
+            # Modules that are gathered together share a state; one that has nothing of its own has no group.
+            state = module._get_fsdp_state()
             if state._fsdp_param_group is not None:
                 units.setdefault(id(state), module)
     return list(units.values())
@@ -299,18 +290,22 @@ def shard_world_size(accelerator: Accelerator) -> int:
     return mesh["dp_shard"].size() if mesh is not None else accelerator.num_processes
 
 
+def num_replicas(accelerator: Accelerator) -> int:
+    """Whole copies of the parameters in the world."""
+    return accelerator.num_processes // shard_world_size(accelerator)
+
+
 def strategy_name(accelerator: Accelerator) -> str:
     """In words, as in the first log line, the checkpoint and the model card."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return "DDP" if accelerator.num_processes > 1 else "single process"
     plugin = accelerator.state.fsdp_plugin
-    replicas = accelerator.num_processes // shard_world_size(accelerator)
     if plugin.fsdp_version == 1:
         name = f"FSDP1 {plugin.sharding_strategy.name}"
     else:
         name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
-    if replicas > 1:
-        name += f" in {replicas} replicas"
+    if num_replicas(accelerator) > 1:
+        name += f" in {num_replicas(accelerator)} replicas"
     if plugin.activation_checkpointing:
         name += ", activation checkpointing"
     if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
@@ -318,9 +313,7 @@ def strategy_name(accelerator: Accelerator) -> str:
     return name
 
 
-def report_strategy(
-    accelerator: Accelerator, model: nn.Module, total: int, local: int, units: list[nn.Module]
-) -> None:
+def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, local: int, units: list[nn.Module]) -> None:
     """Print the one line that says what runs."""
     parts = [
         strategy_name(accelerator),
@@ -341,17 +334,21 @@ def report_strategy(
 def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Iterator[None]:
     """Around forward and backward of one micro-batch: communicate no more than must be.
 
-    DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole
-    gradients until the last would cost every rank the memory of all of them. Hybrid sharding does that inside
-    a replica, and reduces between replicas (the slow network) with the last only.
+    DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole gradients until
+    the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
+    between replicas (the slow network) with the last only. Where parameters stay gathered until the backward pass,
+    they stay for the next forward pass too: one gather a step, at no higher peak.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
             yield
-    else:
-        if accelerator.is_fsdp2:
+        return
+    if accelerator.is_fsdp2:
+        if num_replicas(accelerator) > 1:
             model.set_requires_all_reduce(is_last)
-        yield
+        if not accelerator.state.fsdp_plugin.reshard_after_forward:
+            model.set_reshard_after_backward(is_last)
+    yield
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

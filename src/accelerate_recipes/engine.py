@@ -95,17 +95,14 @@ def train(
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         args.save(output_dir / "args.yaml")
-    set_seed(
-        args.seed, device_specific=True
-    )  # the weights are made; from here on ranks draw different dropout
+    set_seed(args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
     step = checkpointer.resume()
     log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
     log.restore(checkpointer.resumed_from)
     if args.trackers:
         # TensorBoard takes plain values only.
         config = {
-            name: value if isinstance(value, int | float | str) else str(value)
-            for name, value in vars(args).items()
+            name: value if isinstance(value, int | float | str) else str(value) for name, value in vars(args).items()
         }
         accelerator.init_trackers(output_dir.name, config=config)
     if step == 0:

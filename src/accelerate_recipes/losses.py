@@ -19,9 +19,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
     # Shift the labels rather than the logits: slicing (B, T, V) would copy it.
     targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -101,9 +101,7 @@ class MetricsLog:
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(accelerator.device)
         if self.peak_flops is None:
-            accelerator.print(
-                f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
-            )
+            accelerator.print(f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known")
         self.records: list[dict] = []
         self.progress = tqdm(
             total=total_steps,
@@ -115,9 +113,7 @@ class MetricsLog:
     def restore(self, checkpoint: Path | None) -> None:
         """Continue after the records of a checkpoint, or start anew; later ones, of a killed run, are dropped."""
         if checkpoint is not None:
-            self.records = [
-                json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()
-            ]
+            self.records = [json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()]
             self.progress.update(self.records[-1]["step"] if self.records else 0)
         if self.accelerator.is_main_process:
             partial = self.path.with_suffix(".partial")

@@ -44,9 +44,7 @@ def load_model(name: str, attn_implementation: str) -> PreTrainedModel:
 def new_llama(attn_implementation: str, **config) -> LlamaForCausalLM:
     """A Llama with random weights, the same on every rank that has the same seed."""
     config = LlamaConfig(architectures=[LlamaForCausalLM.__name__], **config)
-    return AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=attn_implementation
-    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
 
 
 def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:

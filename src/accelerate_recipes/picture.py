@@ -24,9 +24,7 @@ def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]],
     colors = ("0.75", "tab:orange", "tab:blue")
     for i, (series, values) in enumerate(bars.items()):
         places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(values))]
-        drawn = chart.bar(
-            places, [100 * v for v in values.values()], width * 0.95, label=series, color=colors[i % 3]
-        )
+        drawn = chart.bar(places, [100 * v for v in values.values()], width * 0.95, label=series, color=colors[i % 3])
         chart.bar_label(drawn, fmt="%.0f", fontsize=8)
         chart.set_xticks(range(len(values)), list(values))
     chart.set(ylabel="%", title=bars_title, ylim=(0, 112))

@@ -113,10 +113,9 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     args, _, _ = _validate_launch_command(args)
     args.main_process_port = 0  # none is opened here: any will do
     if args.use_fsdp or args.multi_gpu:
-        env = prepare_multi_gpu_env(args)
+        env, world_size = prepare_multi_gpu_env(args), args.num_processes
     else:
-        env = prepare_simple_launcher_cmd_env(args)[1]
-    world_size = args.num_processes if args.use_fsdp or args.multi_gpu else 1
+        env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
     return env | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),
@@ -126,10 +125,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 
 def wrap_problems(model_name: str, env: dict[str, str]) -> list[str]:
     """Whether the class that FSDP is to wrap is in the model; it is built on the meta device, without weights."""
-    if (
-        env.get("ACCELERATE_USE_FSDP") != "true"
-        or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP"
-    ):
+    if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
     config = AutoConfig.from_pretrained(model_name)
     with torch.device("meta"):
@@ -138,9 +134,7 @@ def wrap_problems(model_name: str, env: dict[str, str]) -> list[str]:
     wanted = names.split(",") if names else list(model._no_split_modules or [])
     present = {type(module).__name__ for module in model.modules()}
     if not wanted:
-        return [
-            f"{model_name} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"
-        ]
+        return [f"{model_name} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
     return [
         f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {model_name}{closest(name, present)}"
         for name in wanted
@@ -155,9 +149,7 @@ def preflight(argv: list[str]) -> str:
         ConfigError: with all problems.
     """
     if len(argv) < 2:
-        raise ConfigError(
-            "usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]"
-        )
+        raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     config = Path(argv[0])
     problems = yaml_problems(config)
     launch = ["--config_file", *argv]

@@ -51,9 +51,7 @@ def run(
         args = parse(args_class, other_problems=launch_problems())
         if int(os.environ.get("RANK", 0)) == 0:
             print(
-                yaml.safe_dump(
-                    {"arguments": asdict(args)}, sort_keys=False, default_flow_style=None, width=120
-                ),
+                yaml.safe_dump({"arguments": asdict(args)}, sort_keys=False, default_flow_style=None, width=120),
                 flush=True,
             )
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (problems := requirements(args).problems()):
@@ -71,9 +69,7 @@ def run(
 def model_card(args: TrainArgs, result: dict, description: str) -> str:
     """README.md of an export: what was trained, with which arguments, to what result."""
     measured = "\n".join(
-        f"| {name.removeprefix('eval_')} | {value:.5g} |"
-        for name, value in result.items()
-        if name.startswith("eval_")
+        f"| {name.removeprefix('eval_')} | {value:.5g} |" for name, value in result.items() if name.startswith("eval_")
     )
     return f"""# {Path(args.output_dir).name}
 

@@ -1,0 +1,377 @@
+"""What the training loop costs: tokens/s of `engine.train`, of `transformers.Trainer` and of a bare torch loop.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
+        benchmarks/engine_overhead.py --out benchmarks/results/engine_overhead.json
+
+One launch trains three copies of one Llama side by side, on the same rows of data/chess in the same order and in the
+same FSDP2 units, and takes turns between them, so that whatever else the machine does meets all three:
+
+    ours      engine.train as a recipe calls it, with schedule, log and the check for non-finite values
+    trainer   transformers.Trainer with its own data loader and the same FSDP plugin; no saving, no evaluation
+    bare      fully_shard, backward, clip and step by hand; no Accelerate, schedule, log or check: the floor
+
+A segment is --steps optimizer steps of one loop; a round is one segment of each, in an order that rotates; a first
+round warms up and does not count. The clock of a segment runs from the fetch of its first micro-batch to the end of
+its last step, between barriers, and covers one log entry of `ours` and of `trainer`. All three reduce-scatter gradients
+with every micro-batch (the Trainer's default would keep them whole until the last). Speed counts every position of a
+row, padding too.
+
+Read the ratios first: above 1, ours is the faster. Each is the median over the rounds, with the smallest and the
+largest; while 1 lies between those, the run shows no difference. The losses of the three at the last step are compared:
+if they differ, the loops did not do the same work, and the benchmark ends with an error.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+
+import accelerate
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from datasets import load_from_disk
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, Dataset, Subset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import accelerate_recipes
+from accelerate_recipes import chess_rules, engine
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.chess_games import prepare_games
+from accelerate_recipes.data import PackedRows, make_train_loader, rows_of_step
+from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.optim import adamw, make_scheduler
+
+LOOPS = ("ours", "trainer", "bare")
+GAMES = Path(__file__).parents[1] / "data" / "chess" / "games_20k.parquet"
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default, text in (
+        ("pairs", 5, "Rounds that count."),
+        ("steps", 10, "Optimizer steps in a segment."),
+        ("micro_batches", 2, "Forward passes per step on one process."),
+        ("per_device_train_batch_size", 1, "Rows per forward pass."),
+        ("max_length", 256, "Tokens in a row."),
+        ("hidden_size", 512, "Of the model."),
+        ("intermediate_size", 1408, "Of the model."),
+        ("num_hidden_layers", 6, "Of the model."),
+        ("num_attention_heads", 8, "Of the model."),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--data_cache_dir", default=".cache/data", help="Where the packed games are kept.")
+    parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
+    return parser.parse_args()
+
+
+def now() -> float:
+    """Seconds, once every rank is here and its device has finished."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+class OurLoop:
+    """`engine.train`, a segment at a time: each continues where the one before ended.
+
+    The engine takes this for its loader, which starts the clock when the first micro-batch is fetched (opening the log
+    is no part of a step), and for its checkpointer, whose `save` is the last act of a run and stops it.
+    """
+
+    resumed_from = newest = None
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
+        self.accelerator, self.args, self.loader = accelerator, args, loader
+        self.batch_sampler = loader.batch_sampler
+        self.model, self.optimizer = prepare(accelerator, model, adamw(model, args))
+        self.scheduler = make_scheduler(self.optimizer, args, args.max_steps)
+        self.step = 0
+
+    def run(self, num_steps: int) -> float:
+        with contextlib.redirect_stdout(io.StringIO()):
+            records = engine.train(
+                self.accelerator,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                self,
+                self.args,
+                total_steps=self.step + num_steps,
+                loss_fn=next_token_loss,
+                count_fn=count_next_tokens,
+                evaluate_fn=dict,
+                checkpointer=self,
+                flops_per_token=0.0,
+            )
+        self.last_loss = [record["loss"] for record in records if "loss" in record][-1]
+        return self.seconds
+
+    def resume(self) -> int:
+        return self.step
+
+    def __iter__(self):
+        self.start = now()
+        return iter(self.loader)
+
+    def save(self, step: int) -> None:
+        self.seconds = now() - self.start
+        self.step = step
+
+
+class BareLoop:
+    """The same arithmetic with nothing but torch."""
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
+        plugin = accelerator.state.fsdp_plugin
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        settings = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": policy}
+        # The units that Accelerate makes: layers, input embedding, final norm with output layer, and the rest.
+        for layer in model.model.layers:
+            fully_shard(layer, **settings)
+        fully_shard(model.model.embed_tokens, **settings)
+        fully_shard([model.model.norm, model.lm_head], **settings | {"reshard_after_forward": False})
+        fully_shard(model, mp_policy=policy)
+        self.model, self.args, self.device = model.train(), args, accelerator.device
+        self.optimizer = adamw(model, args)(model)
+        self.micro_batches = iter(loader)
+
+    def run(self, num_steps: int) -> float:
+        start = now()
+        for _ in range(num_steps):
+            loss = self.train_step()
+        seconds = now() - start
+        dist.all_reduce(loss)
+        self.last_loss = loss.item()
+        return seconds
+
+    def train_step(self) -> torch.Tensor:
+        """This rank's part of the mean loss over all targets."""
+        world_size = dist.get_world_size()
+        batches = []
+        for _ in range(self.args.accumulation_steps(world_size)):
+            batch = next(self.micro_batches)
+            batches.append({name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()})
+        num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
+        dist.all_reduce(num_targets)
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in batches:
+            inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+            logits = self.model(**inputs, use_cache=False).logits
+            targets = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            (loss * world_size / num_targets).backward()
+            loss_sum += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss_sum / num_targets
+
+
+class Turns(TrainerCallback):
+    """Goes through the plan of (loop, steps) from inside the Trainer, whose loop cannot be left and entered again.
+
+    The other loops have their turn between two of its steps. A step of the Trainer ends where it calls `on_step_end`;
+    what it does next, logging and fetching, belongs to the step that follows.
+    """
+
+    def __init__(self, plan: Iterable[tuple[str, int]], runs: dict[str, Callable[[int], float]]):
+        self.plan, self.runs = iter(plan), runs
+        self.seconds: dict[str, list[float]] = {name: [] for name in LOOPS}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.next_turn()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.steps_left -= 1
+        if self.steps_left == 0:
+            self.seconds["trainer"].append(now() - self.start)
+            control.should_log = True
+            self.next_turn()
+
+    def next_turn(self) -> None:
+        for name, num_steps in self.plan:
+            if name == "trainer":
+                self.steps_left, self.start = num_steps, now()
+                return
+            self.seconds[name].append(self.runs[name](num_steps))
+
+
+def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
+    """A Trainer that takes the arguments of `args`, and the rows in the order of `data.StepOrder`."""
+    micro_batches = args.accumulation_steps(world_size)
+    order = []
+    for step in range(args.max_steps):
+        # Of a global batch, StepOrder gives each rank one slice; Accelerate deals micro-batches out in turn.
+        chosen = torch.tensor(rows_of_step(step, args.total_batch_size, len(rows), args.seed))
+        order += chosen.view(world_size, micro_batches, -1).transpose(0, 1).flatten().tolist()
+    same = {name: value for name, value in vars(args).items() if hasattr(TrainingArguments, name)}
+    settings = {
+        "gradient_accumulation_steps": micro_batches,
+        "optim": "adamw_torch_fused",
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "logging_strategy": "no",  # `turns` asks for the entries
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "accelerator_config": {
+            # TrainingArguments would reset Accelerate's state, which `ours` uses too and which on a CPU only
+            # make_accelerator can start. Keeping it also gives the Trainer the very same FSDP plugin.
+            "use_configured_state": True,
+            "gradient_accumulation_kwargs": {"sync_each_batch": True},
+        },
+    }
+    training_args = TrainingArguments(**same | settings)
+    trainer = Trainer(model, training_args, train_dataset=Subset(rows, order), callbacks=[turns])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def machine(device: torch.device) -> dict:
+    """On what it ran, with which versions, started by which command."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
+    if device.type == "cuda":
+        names = [torch.cuda.get_device_name(device)]
+    modules = (accelerate_recipes, torch, accelerate, transformers)
+    return {
+        "command": " ".join(sys.argv),
+        "device": names[0] if names else platform.machine(),
+        "cores": psutil.cpu_count(),
+        "threads_per_process": torch.get_num_threads(),
+        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in modules},
+    }
+
+
+def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
+    """Packed games and the size of their vocabulary, of a token per move."""
+    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+    folder = prepare_games(
+        tokenizer,
+        train_files=[str(GAMES)],
+        dataset_name="",
+        dataset_files="",
+        max_length=flags.max_length,
+        heldout_share=0.05,
+        num_positions=1,
+        skip_bad_games=False,
+        seed=seed,
+        cache_dir=flags.data_cache_dir,
+    )
+    rows = load_from_disk(folder / "train")
+    return PackedRows(rows, flags.max_length, tokenizer.pad_token_id, document_mask=True), len(tokenizer)
+
+
+def print_result(result: dict) -> None:
+    print(f"{result['num_parameters']:,} parameters, {result['tokens_per_step']:,} tokens a step; tokens/s:")
+    speeds = result["tokens_per_second"]
+    for i in range(len(speeds["ours"])):
+        print(f"round {i + 1}:", ", ".join(f"{name} {speeds[name][i]:,.1f}" for name in LOOPS))
+    print("median:", ", ".join(f"{name} {median(speeds[name]):,.1f}" for name in LOOPS))
+    for name, values in result["ratios"].items():
+        print(f"{name}: {median(values):.4f} ({min(values):.4f} to {max(values):.4f})")
+    print("last loss:", ", ".join(f"{name} {loss:.6f}" for name, loss in result["last_loss"].items()))
+
+
+def main(flags: argparse.Namespace, output_dir: str) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    args = TrainArgs(
+        output_dir=output_dir,
+        max_steps=flags.steps * (1 + flags.pairs) + 1,
+        total_batch_size=flags.per_device_train_batch_size * flags.micro_batches * world_size,
+        per_device_train_batch_size=flags.per_device_train_batch_size,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=0,
+        logging_steps=flags.steps,
+        save_steps=0,
+    )
+    rows, vocab_size = load_rows(flags, args.seed)
+    accelerator = make_accelerator(args)
+    strategy = strategy_name(accelerator)
+    if strategy not in ("FSDP2 full shard", "FSDP2 gradients and optimizer sharded"):
+        raise ConfigError(f"no bare loop for {strategy}; use accelerate_configs/fsdp_full.yaml or fsdp_grad_op.yaml")
+    model = new_llama(
+        "sdpa",
+        vocab_size=vocab_size,
+        hidden_size=flags.hidden_size,
+        intermediate_size=flags.intermediate_size,
+        num_hidden_layers=flags.num_hidden_layers,
+        num_attention_heads=flags.num_attention_heads,
+        num_key_value_heads=flags.num_attention_heads,
+        max_position_embeddings=flags.max_length,
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    loaders = [make_train_loader(rows, args, accelerator.process_index, world_size) for _ in range(2)]
+    ours = OurLoop(accelerator, copy.deepcopy(model), args, loaders[0])
+    bare = BareLoop(accelerator, copy.deepcopy(model), args, loaders[1])
+    orders = [LOOPS[i % 3 :] + LOOPS[: i % 3] for i in range(1 + flags.pairs)]
+    plan = [(name, flags.steps) for order in orders for name in order]
+    plan += [(name, 1) for name in LOOPS]  # for its loss, which is logged alone
+    turns = Turns(plan, {"ours": ours.run, "bare": bare.run})
+    trainer = make_trainer(model, rows, args, world_size, turns)
+    trainer.train()
+
+    units = [
+        [name for name, module in loop.model.named_modules() if isinstance(module, FSDPModule)]
+        for loop in (ours, trainer, bare)
+    ]
+    if not units[0] == units[1] == units[2]:
+        raise RuntimeError(f"the loops shard different modules: {units}")
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = {"ours": ours.last_loss, "trainer": logged[-1], "bare": bare.last_loss}
+    tokens_per_step = args.total_batch_size * flags.max_length
+    seconds = {name: turns.seconds[name][1:-1] for name in LOOPS}
+    result = machine(accelerator.device) | {
+        "strategy": strategy,
+        "mixed_precision": accelerator.mixed_precision,
+        "processes": world_size,
+        "num_parameters": num_parameters,
+        "flags": vars(flags) | {"out": str(flags.out)},
+        "tokens_per_step": tokens_per_step,
+        "seconds_per_segment": seconds,
+        "tokens_per_second": {name: [flags.steps * tokens_per_step / s for s in seconds[name]] for name in LOOPS},
+        "ratios": {
+            f"ours/{other}": [b / a for a, b in zip(seconds["ours"], seconds[other], strict=True)]
+            for other in ("bare", "trainer")
+        },
+        "last_loss": losses,
+    }
+    if accelerator.is_main_process:
+        print_result(result)
+        if flags.out:
+            flags.out.parent.mkdir(parents=True, exist_ok=True)
+            flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    # The Trainer hands the number of targets into the model's forward pass, where FSDP2 casts it to the model's
+    # precision: in bf16 the loss that it logs is off by up to 2**-8.
+    tolerances = {"bare": 1e-3, "trainer": 1e-3 if accelerator.mixed_precision == "no" else 1e-2}
+    for name, tolerance in tolerances.items():
+        if abs(losses[name] - losses["ours"]) > tolerance * losses["ours"]:
+            raise RuntimeError(f"ours and {name} did not train the same: losses {losses}, tolerance {tolerance:g}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    flags = parse_flags()
+    with tempfile.TemporaryDirectory() as output_dir:
+        main(flags, output_dir)

@@ -1,0 +1,54 @@
+"""How many of a model's next moves are legal, and how many were played, in positions of held-out games."""
+
+from pathlib import Path
+
+import evaluate
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes import chess_rules
+from accelerate_recipes.models import continue_greedily
+
+
+class NextMoves:
+    """Measures the same positions at every evaluation, and for the baseline.
+
+    `facts` as `chess_games.prepare_games` leaves them; `metric_file` is the `evaluate` module that counts. Results
+    have the keys `legal_move_rate` and `next_move_accuracy`, and each with `_<phase>`.
+    """
+
+    def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
+        self.tokenizer = tokenizer
+        self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
+        self.positions = facts["positions"]
+        self.followers = facts["baseline"]
+        self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
+        self.max_new_tokens = max(len(ids) for ids in self._tokenize(chess_rules.all_uci_moves()))
+
+    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
+        """Of the greedy moves of `model`. Every rank takes its share; all get the result."""
+        prompts = [[self.tokenizer.bos_token_id, *ids] for ids in self._tokenize(self.prefixes)]
+        texts = continue_greedily(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
+        return self._count([(text.split() or [""])[0] for text in texts])
+
+    def baseline(self) -> dict[str, float]:
+        """Of the most frequent next move given the previous one."""
+        return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
+
+    def _count(self, moves: list[str]) -> dict[str, float]:
+        return self.metric.compute(
+            predictions=moves,
+            references=[position["move"] for position in self.positions],
+            prefixes=self.prefixes,
+            phases=[position["phase"] for position in self.positions],
+        )
+
+    def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
+        """A game of the model against itself, up to its first illegal move."""
+        start = [[self.tokenizer.bos_token_id]]
+        (text,) = continue_greedily(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
+        return chess_rules.legal_part(text.split()[:num_moves])

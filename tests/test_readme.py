@@ -1,0 +1,125 @@
+"""Every command of the README: run, shortened; or, where it needs GPUs or internet, checked as far as can be."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import CONFIGS, ROOT, environment
+
+from accelerate_recipes.args import parse
+from accelerate_recipes.preflight import launch_environment
+from accelerate_recipes.recipe import load
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+SHORT = [
+    "--max_steps",
+    "2",
+    "--per_device_train_batch_size",
+    "4",
+    "--num_positions",
+    "6",
+    "--hidden_size",
+    "32",
+    "--intermediate_size",
+    "32",
+    "--num_attention_heads",
+    "2",
+    "--num_hidden_layers",
+    "1",
+    "--eval_steps",
+    "0",
+]
+
+
+def commands(elsewhere: bool) -> list[str]:
+    """Lines of the blocks that say they need another machine (`# on ...`, `# where ...`), or of the others."""
+    chosen = [block for block in BLOCKS if block.startswith(("# on ", "# where ")) == elsewhere]
+    return [line for block in chosen for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def test_there_are_commands():
+    assert len(commands(elsewhere=False)) >= 4 and len(commands(elsewhere=True)) >= 4
+
+
+@pytest.mark.parametrize("command", commands(elsewhere=False))
+def test_command_runs(command, tmp_path, tmp_path_factory):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return  # the demo has a test of its own; this is `make test`
+    if words[0] == "accelerate":
+        cache = tmp_path_factory.getbasetemp() / "readme-cache"
+        words = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--main_process_port",
+            "0",
+            *words[2:],
+            *SHORT,
+        ]
+        words += ["--output_dir", str(tmp_path / "out"), "--data_cache_dir", str(cache)]
+    elif words[0] == "python":
+        words[0] = sys.executable
+    done = subprocess.run(words, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+@pytest.mark.parametrize("command", commands(elsewhere=True))
+def test_command_elsewhere_is_valid(command, monkeypatch):
+    words = shlex.split(command)
+    if words[0] == "hf":
+        assert words[1] == "download" and set(words) & {
+            "codellama/CodeLlama-7b-hf",
+            "laion/strategic_game_chess",
+        }
+        return
+    monkeypatch.chdir(ROOT)
+    assert words[:2] == ["accelerate", "launch"]
+    world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    parse(load(words[script]).Args, words[script + 1 :], world_size)
+
+
+def test_python_example(tmp_path):
+    """On a small model in the demo's place."""
+    from accelerate_recipes.chess_rules import all_uci_moves
+    from accelerate_recipes.models import new_llama, new_word_tokenizer
+
+    export = tmp_path / "outputs/demo/export"
+    tokenizer = new_word_tokenizer(all_uci_moves())
+    model = new_llama(
+        "sdpa", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    model.save_pretrained(export)
+    tokenizer.save_pretrained(export)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<s> e2e4 c7c5 g1f3")
+
+
+def test_every_config_and_flag_on_the_page_exists():
+    table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {path.stem for path in CONFIGS.glob("*.yaml")}
+    known = {f"--{name}" for name in load(ROOT / "recipes/chess.py").Args.__dataclass_fields__} | {
+        "--config",
+        "--help",
+    }
+    launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
+    other = {"--repo-type", "--include"}
+    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README)) <= known | launch | other
+    for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README):
+        assert (ROOT / Path(path)).exists(), path
