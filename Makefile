@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What the demo downloads or caches stays under this folder.
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
+export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
 .PHONY: demo test test-slow check fix
 
@@ -29,9 +30,10 @@ fix: .venv/dev
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version); try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "On Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
-	$(BIN)/pip install --quiet -r requirements.txt
+	@echo "Setting up .venv (once; downloads PyTorch)"
+	@$(BIN)/pip install --quiet -r requirements.txt
 	@touch $@
 
 .venv/dev: .venv/recipes requirements-dev.txt
-	$(BIN)/pip install --quiet -r requirements-dev.txt
+	@$(BIN)/pip install --quiet -r requirements-dev.txt
 	@touch $@

@@ -90,6 +90,15 @@ def test_a_save_that_fails_loses_nothing(make_run, monkeypatch):
     assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "checkpoint-20", "metrics.jsonl"}
 
 
+def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
+    """Killed between the renaming of an old checkpoint and its removal: whole, but no longer a checkpoint."""
+    run = make_run()
+    run.save(10).rename(Path(run.args.output_dir) / "checkpoint-10.partial")
+    assert find_resume(run.args) is None
+    newer = run.save(20)
+    assert {p.name for p in newer.parent.iterdir()} == {"checkpoint-20", "metrics.jsonl"}
+
+
 def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(make_run):
     torch.manual_seed(1)
     first = make_run(learning_rate=1e-3)

@@ -165,10 +165,9 @@ class Checkpointer:
         partial = final.with_name(f"{final.name}.partial")
         rank = self.accelerator.process_index
         if rank == 0:
+            assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
             for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
-                if leftover.exists():
-                    assert defect(leftover), f"{leftover} is complete"  # find_resume refuses such a run
-                    shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
