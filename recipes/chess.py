@@ -18,7 +18,7 @@ from datasets import load_from_disk
 
 from accelerate_recipes import chess_rules
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.checkpoint import Checkpointer, agree, export, find_resume
+from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import SUFFIXES, prepare_games
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.distributed import make_accelerator, prepare
@@ -29,7 +29,7 @@ from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new
 from accelerate_recipes.next_moves import NextMoves
 from accelerate_recipes.optim import adamw, make_scheduler
 from accelerate_recipes.picture import draw_run
-from accelerate_recipes.recipe import Requirements, model_card, run
+from accelerate_recipes.recipe import Requirements, run
 
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2"]
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
@@ -86,7 +86,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def main(args: Args) -> None:
-    resume_from = find_resume(args)
+    find_resume(args)  # refuses, before any work, what could not be continued
 
     # Tokenizer and data
     if args.from_scratch:
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
         loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
 
-    resumed_from = agree(accelerator, resume_from)
+    resumed_from = agree_on_resume(accelerator, args)
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(
         accelerator,
@@ -180,8 +180,8 @@ def main(args: Args) -> None:
         draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games")
         start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
         source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        card = model_card(args, after, f"{start} on {facts['train']:,} chess games in UCI, from {source}.")
-        export(checkpointer.newest, output_dir / "export", card)
+        description = f"{start} on {facts['train']:,} chess games in UCI, from {source}."
+        export(checkpointer.newest, output_dir / "export", description)
         print(f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n")
         for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
             shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())

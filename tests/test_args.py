@@ -33,7 +33,7 @@ def test_saved_arguments_are_a_preset(tmp_path):
 
 def test_all_problems_at_once(tmp_path):
     preset = tmp_path / "preset.yaml"
-    preset.write_text("learning_rat: 3\n")
+    preset.write_text("learning_rat: 3\nconfig: other.yaml\n")
     argv = [
         "--config",
         str(preset),
@@ -49,6 +49,7 @@ def test_all_problems_at_once(tmp_path):
         parse(TrainArgs, argv, world_size=3, other_problems=["the launch is wrong"])
     text = str(caught.value)
     assert f"unknown argument 'learning_rat' in {preset}; did you mean 'learning_rate'?" in text
+    assert f"unknown argument 'config' in {preset}" in text
     assert "unknown argument 'sed' on the command line; did you mean 'seed'?" in text
     assert "invalid int value: 'many'" in text
     assert "fsdp_activation_checkpointing: true" in text

@@ -1,8 +1,13 @@
 """Which directories are checkpoints, what a run may continue, and what is never lost. In one process."""
 
+import contextlib
 import json
+import resource
 import shutil
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from accelerate_recipes import checkpoint
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer, complete_checkpoints, defect, export, find_resume
+from accelerate_recipes.checkpoint import (
+    Checkpointer,
+    SaveError,
+    agree_on_resume,
+    complete_checkpoints,
+    defect,
+    export,
+    find_resume,
+)
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import adamw, make_scheduler
@@ -76,18 +89,93 @@ def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
         find_resume(run.args)
 
 
-def test_a_save_that_fails_loses_nothing(make_run, monkeypatch):
-    """Whatever breaks before the rename, the older checkpoint stays and the next save succeeds."""
+def flip_a_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
+    run = make_run()
+    older, newer = run.save(10), run.save(20)
+    assert agree_on_resume(run.accelerator, run.args) == newer
+    flip_a_byte(newer / "state/__0_0.distcp")
+    assert defect(newer) is None  # by its size nothing is wrong
+    with pytest.warns(UserWarning, match=r"checksum of state/__0_0\.distcp is .* the file is damaged"):
+        assert agree_on_resume(run.accelerator, run.args) == older
+    assert newer.with_name("checkpoint-20.damaged").is_dir()
+    run.save(20)
+    assert agree_on_resume(run.accelerator, run.args) == newer
+    flip_a_byte(newer / "rng-0.pt")
+    run.args.resume_from_checkpoint = str(newer)
+    with pytest.raises(ConfigError, match=r"the checksum of rng-0\.pt is"):
+        agree_on_resume(run.accelerator, run.args)
+
+
+def run_cli(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate_recipes", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_commands(make_run, tmp_path):
+    """verify, list and export, as typed."""
+    run = make_run()
+    older, newer = run.save(10), run.save(20)
+    verified = run_cli("checkpoint", "verify", newer)
+    assert verified.returncode == 0, verified.stderr
+    assert "step 20, saved by 1 x single process" in verified.stdout and "complete and unchanged" in verified.stdout
+    flip_a_byte(older / "state/__0_0.distcp")
+    assert run_cli("checkpoint", "verify", older).returncode == 1
+    (newer / "rng-0.pt").unlink()
+    broken = run_cli("checkpoint", "verify", newer)
+    assert broken.returncode == 1 and "rng-0.pt is missing" in broken.stderr
+    listed = run_cli("checkpoint", "list", newer.parent).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["checkpoint-10", "checkpoint-20"]
+    assert "complete" in listed[0] and "rng-0.pt is missing" in listed[1]
+    assert run_cli("export", newer, tmp_path / "out").returncode == 1
+    exported = run_cli("export", run.save(30), tmp_path / "out", "--dtype", "bf16", "--max_shard_size", "4KB")
+    assert exported.returncode == 0, exported.stderr
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.model.embed_tokens.weight, run.model.model.embed_tokens.weight.bfloat16())
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
+@contextlib.contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond: EFBIG, an OSError like a full disk's or a quota's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, 20_000])
+def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
+    """The older checkpoint is unchanged, the half of a new one gone, and the next save succeeds."""
     run = make_run()
     good = run.save(10)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "fsync", lambda path: (_ for _ in ()).throw(OSError("no space left")))
-        with pytest.raises(OSError):
-            run.save(20)
-    assert find_resume(run.args) == good
-    assert find_resume(run.args) == run.newest
+    assert sum(entry["size"] for entry in checkpoint.read_marker(good)["files"].values()) > 30_000
+    with (
+        files_limited_to(num_bytes),
+        pytest.raises(SaveError, match=r"checkpoint-20 could not be written.*File too large"),
+    ):
+        run.save(20)
+    assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "metrics.jsonl"}
+    assert agree_on_resume(run.accelerator, run.args) == good == run.newest
     run.save(20)
     assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "checkpoint-20", "metrics.jsonl"}
+
+
+def test_too_little_room_is_known_before(make_run, monkeypatch):
+    run = make_run()
+    run.save(10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10, 10))
+    with pytest.raises(SaveError, match=r"0\.00 GiB are free, the last checkpoint has .*; make room"):
+        run.save(20)
+    assert {p.name for p in Path(run.args.output_dir).iterdir()} == {"checkpoint-10", "metrics.jsonl"}
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
@@ -133,8 +221,8 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
     args.output_dir = str(tmp_path / "other")
     assert find_resume(args) == old
     args.learning_rate = 0.5
-    assert find_resume(args) == old
-    assert "resuming with --learning_rate 0.5; until step 10 it was 1e-05" in capsys.readouterr().out
+    assert agree_on_resume(run.accelerator, args) == old
+    assert "--learning_rate is now 0.5; until step 10 it was 1e-05" in capsys.readouterr().out
     args.total_batch_size = 99
     with pytest.raises(ConfigError, match="--total_batch_size was 16 and is now 99"):
         find_resume(args)
@@ -147,8 +235,8 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
 def test_export(make_run, tmp_path, max_shard_size):
     """In one shard or many, the weights are the model's; the tied output layer is stored once."""
     run = make_run()
-    export(run.save(10), tmp_path / "export", "a card", max_shard_size)
-    assert (tmp_path / "export/README.md").read_text() == "a card"
+    export(run.save(10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
+    assert "A test. Trained with accelerate-recipes" in (tmp_path / "export/README.md").read_text()
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_size == 4000)
     stored = {name for file in files for name in load_file(file)}

@@ -1,5 +1,6 @@
 """The chess recipe as a user runs it, at toy size: trained, killed, resumed, exported, loaded."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -54,32 +57,35 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     return tmp_path / "out", done
 
 
-@pytest.fixture(scope="session")
-def killed(tiny, tmp_path_factory) -> Path:
-    """Output of the same run, ended by SIGKILL of the launcher and its ranks after step 12."""
-    tmp_path = tmp_path_factory.mktemp("killed")
-    out = tmp_path / "out"
+@contextlib.contextmanager
+def running(tiny: list[str], tmp_path: Path, step: int) -> Iterator[subprocess.Popen]:
+    """The same run in `tmp_path / "out"`, as soon as it has logged `step`; what is left of it at the end is killed."""
+    out, log = tmp_path / "out", tmp_path / "log"
     command = launch_command("fsdp_full", CHESS, *tiny, "--output_dir", out)
-    with (tmp_path / "log").open("w") as log:
+    with log.open("w") as file:
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(tmp_path),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, cwd=ROOT, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         deadline = time.monotonic() + 200
-        while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < 12:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < step:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.005)
-        assert process.poll() is None, "the run ended before it could be killed"
+        yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert not (out / f"checkpoint-{STEPS}").exists()
-    return out
+
+
+@pytest.fixture(scope="session")
+def killed(tiny, tmp_path_factory) -> Path:
+    """Output of the run, ended by SIGKILL of the launcher and its ranks after step 12."""
+    tmp_path = tmp_path_factory.mktemp("killed")
+    with running(tiny, tmp_path, step=12) as process:
+        assert process.poll() is None, "the run ended before it could be killed"
+    assert not (tmp_path / "out" / f"checkpoint-{STEPS}").exists()
+    return tmp_path / "out"
 
 
 def test_it_says_what_it_does(undisturbed):
@@ -108,6 +114,7 @@ def test_it_leaves_exactly(undisturbed):
     assert {path.name for path in out.iterdir()} == checkpoints | {
         "args.yaml",
         "metrics.jsonl",
+        "status.json",
         "result.png",
         "export",
     }
@@ -160,6 +167,40 @@ def test_resumed_on_other_numbers_of_ranks(killed, undisturbed, tiny, tmp_path, 
     found, wanted = losses(tmp_path / "out"), losses(undisturbed[0])
     assert len(found) == STEPS
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def read_status(out: Path) -> dict:
+    return json.loads((out / "status.json").read_text())
+
+
+def test_a_signal_to_one_rank_stops_all_with_everything_saved(undisturbed, tiny, tmp_path):
+    """SIGUSR1, twice: exit code 0, status.json says so, and the next run goes on bit for bit."""
+    out = tmp_path / "out"
+    with running(tiny, tmp_path, step=12) as process:
+        second_rank = max(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+        second_rank.send_signal(signal.SIGUSR1)
+        second_rank.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-3000:]
+    status = read_status(out)
+    assert status["state"] == "stopped" and status["reason"] == "SIGUSR1"
+    assert 12 <= status["step"] < STEPS and status["checkpoint"] == str(out / f"checkpoint-{status['step']}")
+    assert max(losses(out)) == status["step"]
+    launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", out)
+    assert losses(out) == losses(undisturbed[0])
+    assert read_status(out) == {
+        "state": "finished", "step": STEPS, "checkpoint": str(out / f"checkpoint-{STEPS}"), "reason": "",
+    }  # fmt: skip
+
+
+def test_a_stop_file_is_noticed_in_the_first_evaluation(tiny, tmp_path):
+    """It may lie there before the run listens to signals: while Python imports."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stop").touch()
+    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", out)
+    assert f"Stopped by file {out / 'stop'}" in done.stdout
+    assert read_status(out)["state"] == "stopped" and not (out / "stop").exists()
+    assert read_metrics(out) == []
 
 
 def test_from_pretrained_under_bf16(undisturbed, tiny, tmp_path):

@@ -52,11 +52,9 @@ def our_losses() -> list[float]:
     found = []
     for _ in range(ARGS.max_steps):
         micro = [next(batches), next(batches)]
-        loss, _, _ = train_step(
-            accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, ARGS.max_grad_norm
-        )
+        done = train_step(accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, ARGS.max_grad_norm)
         scheduler.step()
-        found.append(loss.item())
+        found.append(done.loss.item())
     return found
 
 

@@ -32,6 +32,8 @@ def test_flops_per_token():
         ("NVIDIA A100-SXM4-80GB", 311.9),
         ("NVIDIA A10G", 70.0),
         ("NVIDIA L40S", 362.05),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Some GPU of next year", None),
     ],
 )

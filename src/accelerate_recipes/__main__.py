@@ -1,25 +1,82 @@
 """`python -m accelerate_recipes COMMAND ...`: what is done around a run."""
 
+import argparse
 import sys
-
-from accelerate_recipes.args import ConfigError
-
-USAGE = """usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]
-
-preflight   check a launch before it is queued: the accelerate YAML, the recipe's arguments, model and data
-"""
+import time
+from pathlib import Path
 
 
 def main() -> None:
-    command, *argv = sys.argv[1:] or [""]
-    if command != "preflight":
-        sys.exit(USAGE)
-    from accelerate_recipes.preflight import preflight  # imports torch and transformers: not for the usage
+    parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
+    check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
+    saved.add_parser("verify", help="check every file of one").add_argument("directory", type=Path)
+    saved.add_parser("list", help="those of a run").add_argument("directory", type=Path)
+    out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
+    out.add_argument("checkpoint", type=Path)
+    out.add_argument("out", type=Path)
+    out.add_argument("--dtype", choices=["bf16", "fp32"], help="default: the precision it was evaluated in")
+    out.add_argument("--max_shard_size", default="5GB", help="of a safetensors file, such as 500MB")
+    args = parser.parse_args()
+
+    # These import torch and transformers: not for a usage message.
+    from accelerate_recipes.args import ConfigError
 
     try:
-        print(preflight(argv))
+        if args.command == "preflight":
+            from accelerate_recipes.preflight import preflight
+
+            print(preflight(args.argv))
+        elif args.command == "export":
+            export(args)
+        elif args.action == "verify":
+            verify(args.directory)
+        else:
+            list_checkpoints(args.directory)
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def verify(directory: Path) -> None:
+    """Print what is in a checkpoint, or why it is none."""
+    from accelerate_recipes import checkpoint
+    from accelerate_recipes.args import ConfigError
+
+    if reason := checkpoint.defect(directory) or checkpoint.damage(directory):
+        raise ConfigError(f"{directory}: {reason}")
+    marker = checkpoint.read_marker(directory)
+    print(f"{directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
+    print("versions: " + ", ".join(f"{name} {version}" for name, version in marker["versions"].items()))
+    for name, entry in sorted(marker["files"].items()):
+        print(f"{entry['size']:>14,}  {name}")
+    print("complete and unchanged")
+
+
+def list_checkpoints(directory: Path) -> None:
+    """A line for each directory that is named like a checkpoint: size, age, and whether it is one."""
+    from accelerate_recipes import checkpoint
+
+    for path in checkpoint.candidates(directory):
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        hours = (time.time() - path.stat().st_mtime) / 3600
+        state = checkpoint.defect(path) or "complete"
+        print(f"{path.name:<20} {size / 2**30:>10.3f} GiB {hours:>10.1f} h ago   {state}")
+
+
+def export(args: argparse.Namespace) -> None:
+    import torch
+
+    from accelerate_recipes import checkpoint
+    from accelerate_recipes.args import ConfigError
+
+    if reason := checkpoint.defect(args.checkpoint):
+        raise ConfigError(f"{args.checkpoint}: {reason}")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
+    checkpoint.export(args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size)
+    print(f"{args.out} holds the model of {args.checkpoint}")
 
 
 if __name__ == "__main__":

@@ -80,22 +80,12 @@ class TrainArgs:
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
         found = []
-        for name in (
-            "total_batch_size",
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "logging_steps",
-        ):
+        sizes = ("total_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps")
+        for name in sizes:
             if getattr(self, name) < 1:
                 found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        for name in (
-            "eval_steps",
-            "save_steps",
-            "save_total_limit",
-            "warmup_steps",
-            "max_grad_norm",
-            "weight_decay",
-        ):
+        limits = ("eval_steps", "save_steps", "save_total_limit", "warmup_steps", "max_grad_norm", "weight_decay")
+        for name in limits:
             if getattr(self, name) < 0:
                 found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
         if self.max_steps < 1 and self.num_train_epochs <= 0:
@@ -165,7 +155,7 @@ def parse(
     flags, stray = group_flags(argv)
     errors += [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
-    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, args_class, errors)]
+    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     groups = [group for group in groups if check_group(parser, *group, errors)]
 
@@ -196,7 +186,7 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
     return groups, stray
 
 
-def read_preset(presets: list[list[str]], args_class: type, errors: list[str]) -> list[tuple[str, list[str], str]]:
+def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
     """The preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
     PyYAML reads 1e-5 as a string; as a flag's value it is the number that was meant.
@@ -229,8 +219,8 @@ def read_preset(presets: list[list[str]], args_class: type, errors: list[str]) -
 
 def check_group(parser: HfArgumentParser, flag: str, values: list[str], where: str, errors: list[str]) -> bool:
     """Whether one flag with its values parses; if not, say why in `errors`."""
-    name = flag.removeprefix("--")
-    if flag not in parser._option_string_actions:
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag not in parser._option_string_actions or flag == "--config":  # a preset cannot name another
         if name in OWNED_ELSEWHERE:
             errors.append(f"--{name} ({where}) is not an argument of the recipe: {OWNED_ELSEWHERE[name]}")
         else:

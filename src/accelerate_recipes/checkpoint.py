@@ -8,13 +8,15 @@
     metrics.jsonl        the records so far
     config.json, ...     configuration, tokenizer and generation config of the model
     model.safetensors    only under FULL_STATE_DICT
-    complete.json        the marker, written last: step, world size, strategy, versions, every file with its size
+    complete.json        the marker, written last: step, world size, strategy, versions, size and checksum of every file
 
 It is written beside its name, as `checkpoint-<step>.partial`, and renamed when the marker is on the disk. What has
-no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning.
+no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning. docs/checkpoints.md
+says it for users.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -32,9 +34,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+import xxhash
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import gather_object, set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
@@ -58,28 +61,52 @@ def step_of(checkpoint: Path) -> int:
     return int(NAME.fullmatch(checkpoint.name)[1])
 
 
+def checksum(file: Path) -> str:
+    """XXH3 in 128 bits: finds damage at the speed of the disk; no protection against forgery."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
 def defect(checkpoint: Path) -> str | None:
-    """Why this directory is not a complete checkpoint, or None if it is one."""
+    """Why this directory is not a complete checkpoint, or None if it is one. Looks at names and sizes only."""
     try:
-        marker = json.loads((checkpoint / MARKER).read_text())
+        marker = read_marker(checkpoint)
     except FileNotFoundError:
         return f"it has no {MARKER}: the save was interrupted"
     except ValueError:
         return f"its {MARKER} is not JSON"
-    for name, size in marker["files"].items():
+    for name, entry in marker["files"].items():
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
     return None
+
+
+def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Which file of a complete checkpoint changed since it was written, or None. Reads one part of the files."""
+    files = read_marker(checkpoint)["files"]
+    for name in sorted(files)[part::parts]:
+        found = checksum(checkpoint / name)
+        if found != files[name]["checksum"]:
+            return f"the checksum of {name} is {found} instead of {files[name]['checksum']}: the file is damaged"
+    return None
+
+
+def read_marker(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / MARKER).read_text())
+
+
+def candidates(output_dir: Path) -> list[Path]:
+    """Directories that are named like a checkpoint, oldest first."""
+    return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
     """Oldest first. Rank 0 warns about each directory that is named like a checkpoint but is not complete."""
-    candidates = [p for p in output_dir.glob("checkpoint-*") if NAME.fullmatch(p.name)]
     complete = []
-    for checkpoint in sorted(candidates, key=step_of):
+    for checkpoint in candidates(output_dir):
         reason = defect(checkpoint)
         if reason is None:
             complete.append(checkpoint)
@@ -89,7 +116,7 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find_resume(args: TrainArgs) -> Path | None:
-    """The checkpoint that `args.resume_from_checkpoint` means, or None for a fresh start.
+    """The checkpoint that `args.resume_from_checkpoint` means, or None for a fresh start; by names and sizes only.
 
     Raises:
         ConfigError: for a path that is no complete checkpoint, a checkpoint of other data or batches, and an
@@ -116,15 +143,53 @@ def find_resume(args: TrainArgs) -> Path | None:
             "give another --output_dir, or latest, or move that checkpoint away"
         )
     if chosen:
-        compare_arguments(chosen, args)
+        changed_arguments(chosen, args)
     return chosen
 
 
-def compare_arguments(checkpoint: Path, args: TrainArgs) -> None:
-    """Print which arguments differ from the checkpoint's; the command line's count.
+def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
+    """`find_resume` as rank 0 sees it, with the checksums verified, each rank reading its share of the files.
+
+    A damaged checkpoint is set aside as `<name>.damaged`, and the next older one taken.
 
     Raises:
-        ConfigError: where a difference would change the model or the order of the data under way.
+        ConfigError: as `find_resume`, and where the checkpoint that was asked for by its path is damaged.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    while True:
+        (chosen, *_) = on_all_ranks(find_resume(args))
+        if chosen is None:
+            return None
+        unseen = [i for i, reason in enumerate(on_all_ranks(defect(chosen))) if reason]
+        if unseen:
+            raise ConfigError(
+                f"ranks {unseen} do not see {chosen} as rank 0 does; --output_dir must lie on a filesystem that all "
+                "machines share"
+            )
+        reason = next(filter(None, on_all_ranks(damage(chosen, rank, world_size))), None)
+        if reason is None:
+            for name, (before, now) in changed_arguments(chosen, args).items():
+                if name not in ("output_dir", "resume_from_checkpoint"):
+                    accelerator.print(f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}")
+            return chosen
+        if args.resume_from_checkpoint != "latest":
+            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+        if rank == 0:
+            warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
+            chosen.rename(chosen.with_name(f"{chosen.name}.damaged"))
+        accelerator.wait_for_everyone()
+
+
+def on_all_ranks(value: Any) -> list:
+    """Each rank's value, on every rank."""
+    return gather_object([value]) if dist.is_initialized() else [value]
+
+
+def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
+    """Arguments that differ from the checkpoint's, as name: (before, now).
+
+    Raises:
+        ConfigError: where a difference would change the model, or the order of the data under way.
     """
     saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
     changed = {
@@ -137,13 +202,11 @@ def compare_arguments(checkpoint: Path, args: TrainArgs) -> None:
     ]
     if fatal:
         raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
-    if is_first_rank():
-        for name, (before, now) in changed.items():
-            if name not in ("output_dir", "resume_from_checkpoint"):
-                print(
-                    f"resuming with --{name} {now!r}; until step {step_of(checkpoint)} it was {before!r}",
-                    flush=True,
-                )
+    return changed
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the older ones are intact."""
 
 
 @dataclass
@@ -160,28 +223,67 @@ class Checkpointer:
     newest: Path | None = None
 
     def save(self, step: int) -> Path:
-        """Write `checkpoint-<step>`; when it is complete, remove the oldest beyond `save_total_limit`."""
+        """Write `checkpoint-<step>`; when it is complete, remove the oldest beyond `save_total_limit`.
+
+        Raises:
+            SaveError: on all ranks, if one cannot write. Older checkpoints are as they were, nothing is left half done.
+        """
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         partial = final.with_name(f"{final.name}.partial")
         rank = self.accelerator.process_index
-        if rank == 0:
-            assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
-            for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
-                shutil.rmtree(leftover, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        with single_process_is_meant():
-            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
-        torch.save(rng_state(), partial / f"rng-{rank}.pt")
-        self.accelerator.wait_for_everyone()
-        if rank == 0:
-            self._finish(step, partial, final)
-        self.accelerator.wait_for_everyone()
+        with self._all_or_none(partial):
+            if rank == 0:
+                self._make_room(partial, final)
+        with self._all_or_none(partial):
+            model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+            with single_process_is_meant():
+                dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
+            torch.save(rng_state(), partial / f"rng-{rank}.pt")
+            mine = [*(partial / "state").glob(f"__{rank}_*"), partial / f"rng-{rank}.pt"]
+            described = [describe(file, partial) for file in mine]
+        files = {name: entry for part in on_all_ranks(described) for name, entry in part}
+        with self._all_or_none(partial):
+            if rank == 0:
+                self._finish(step, partial, final, files)
         self.newest = final
         return final
 
-    def _finish(self, step: int, partial: Path, final: Path) -> None:
+    @contextlib.contextmanager
+    def _all_or_none(self, partial: Path) -> Iterator[None]:
+        """Around a part of a save: if a rank fails in it, all raise SaveError, and what was written is removed."""
+        problems = {}
+        try:
+            yield
+        except dcp.CheckpointException as error:  # holds those of all ranks, each with its traceback
+            problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
+        except OSError as error:
+            problems = {self.accelerator.process_index: str(error)}
+        problems = {rank: problem for found in on_all_ranks(problems) for rank, problem in found.items()}
+        if problems:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise SaveError(
+                f"{partial.with_suffix('')} could not be written: "
+                f"{', '.join(f'rank {rank}: {problem}' for rank, problem in sorted(problems.items()))}. "
+                f"Last good checkpoint: {self.newest or 'none yet'}"
+            )
+
+    def _make_room(self, partial: Path, final: Path) -> None:
+        assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
+        for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
+            shutil.rmtree(leftover, ignore_errors=True)
+        if self.newest is not None and self.newest.is_dir():
+            needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
+            free = shutil.disk_usage(final.parent).free
+            if free < needed:
+                raise OSError(
+                    f"{free / 2**30:.2f} GiB are free, the last checkpoint has {needed / 2**30:.2f} GiB; "
+                    "make room, or lower --save_total_limit"
+                )
+        partial.mkdir(parents=True)
+
+    def _finish(self, step: int, partial: Path, final: Path, files: dict[str, dict]) -> None:
+        """Add what one rank writes, then the marker; `files` are those that the ranks have described."""
         self.args.save(partial / "args.yaml")
         shutil.copy(Path(self.args.output_dir) / "metrics.jsonl", partial)
         for artifact in self.artifacts:
@@ -189,9 +291,12 @@ class Checkpointer:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
             write_safetensors(partial, partial, dtype=None, max_shard_size=2**63)
-        files = sorted(p for p in partial.rglob("*") if p.is_file())
-        for file in files:
-            fsync(file)
+        for file in sorted(partial.rglob("*")):
+            if file.is_file() and str(file.relative_to(partial)) not in files:
+                name, entry = describe(file, partial)
+                files[name] = entry
+        for folder in (partial / "state", partial):
+            fsync(folder)
         marker = {
             "step": step,
             "world_size": self.accelerator.num_processes,
@@ -200,7 +305,7 @@ class Checkpointer:
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },
-            "files": {str(file.relative_to(partial)): file.stat().st_size for file in files},
+            "files": files,
         }
         (partial / MARKER).write_text(json.dumps(marker, indent=1))
         fsync(partial / MARKER)
@@ -221,7 +326,7 @@ class Checkpointer:
         if self.resumed_from is None:
             return 0
         checkpoint = self.newest = self.resumed_from
-        marker = json.loads((checkpoint / MARKER).read_text())
+        marker = read_marker(checkpoint)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -290,27 +395,69 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def export(checkpoint: Path, out: Path, model_card: str, max_shard_size: int = 5 * 10**9) -> None:
+def describe(file: Path, root: Path) -> tuple[str, dict]:
+    """Bring a file to the disk; returns its name and what the marker says of it."""
+    fsync(file)
+    return str(file.relative_to(root)), {"size": file.stat().st_size, "checksum": checksum(file)}
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    description: str = "",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
     """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
 
-    The weights have the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory: one
-    safetensors shard of `max_shard_size` bytes.
+    `dtype` of the weights defaults to the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory:
+    one safetensors shard of `max_shard_size` (bytes, or such as "500MB").
     """
-    marker = json.loads((checkpoint / MARKER).read_text())
+    marker = read_marker(checkpoint)
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in marker["files"]:
         if "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt")) and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, partial)
-    dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
+    if dtype is None:
+        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
     write_safetensors(checkpoint, partial, dtype, max_shard_size)
-    (partial / "README.md").write_text(model_card)
+    config = json.loads((partial / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / "README.md").write_text(model_card(checkpoint, description))
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)
 
 
-def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int) -> None:
+def model_card(checkpoint: Path, description: str) -> str:
+    """README.md of an export: what was trained, to what result, with which arguments."""
+    arguments = (checkpoint / "args.yaml").read_text()
+    records = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text().splitlines()]
+    result = next((record for record in reversed(records) if "eval_loss" in record), {})
+    measured = "".join(
+        f"| {name.removeprefix('eval_')} | {value:.5g} |\n"
+        for name, value in result.items()
+        if name.startswith("eval_")
+    )
+    return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
+
+{description} Trained with accelerate-recipes {read_marker(checkpoint)["versions"]["accelerate_recipes"]}.
+
+## Result on held-out data
+
+| after {result.get("step", "no")} steps | |
+|---|---|
+{measured}
+## Arguments
+
+```yaml
+{arguments}```
+"""
+
+
+def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
     Reads one shard of `max_shard_size` bytes at a time. `dtype` of floating-point weights; None: as saved.
@@ -347,8 +494,3 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def agree(accelerator: Accelerator, value: Any) -> Any:
-    """Rank 0's value, on every rank: they may see a shared filesystem at different moments."""
-    return broadcast_object_list([value])[0] if dist.is_initialized() else value

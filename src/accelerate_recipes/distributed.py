@@ -241,6 +241,9 @@ def prepare(
             )
         if shards > 1 and local >= total and not is_no_shard(accelerator):
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
+    # Embedding and first layer: what a forward pass gathers before it computes anything (see `accumulate`). Kept with
+    # the model: whatever outlives it keeps process groups alive into the interpreter's end, where gloo aborts.
+    model.first_units = units[:2]
     return model, make_optimizer(model)
 
 
@@ -336,8 +339,11 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
 
     DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole gradients until
     the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
-    between replicas (the slow network) with the last only. Where parameters stay gathered until the backward pass,
-    they stay for the next forward pass too: one gather a step, at no higher peak.
+    between replicas (the slow network) with the last only.
+
+    What the next forward pass needs first, the backward pass gathered last: under FSDP2 that stays gathered from one
+    micro-batch to the next, when no activations are there. Where all parameters stay gathered from forward to backward
+    (reshard_after_forward: false), all stay. Neither raises the peak.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
@@ -346,7 +352,10 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
     if accelerator.is_fsdp2:
         if num_replicas(accelerator) > 1:
             model.set_requires_all_reduce(is_last)
-        if not accelerator.state.fsdp_plugin.reshard_after_forward:
+        if accelerator.state.fsdp_plugin.reshard_after_forward:
+            for unit in model.first_units:
+                unit.set_reshard_after_backward(is_last, recurse=False)
+        else:
             model.set_reshard_after_backward(is_last)
     yield
 

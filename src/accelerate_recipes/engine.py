@@ -7,7 +7,9 @@ depend on how the batch was divided. The clock is the completed optimizer step.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +17,12 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accelerate_recipes import stop
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.distributed import accumulate, max_over_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.stop import Stopped
 
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
@@ -29,6 +33,15 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient norm is not finite. The weights are those before the step."""
 
 
+class Step(NamedTuple):
+    """What one optimizer step did; equal on all ranks, tensors are scalars on the device."""
+
+    loss: torch.Tensor  # mean over all targets, in nats per token
+    grad_norm: torch.Tensor  # before clipping
+    num_targets: torch.Tensor
+    stop: bool  # a rank was asked to stop
+
+
 def train_step(
     accelerator: Accelerator,
     model: nn.Module,
@@ -37,17 +50,16 @@ def train_step(
     loss_fn: LossFn,
     count_fn: CountFn,
     max_grad_norm: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Step:
     """One optimizer step on this rank's micro-batches, which lie on its device.
-
-    Returns:
-        Mean loss over all ranks' targets (nats per token), gradient norm before clipping, number of targets; each
-        a scalar on the device, equal on all ranks.
 
     Raises:
         NonFiniteError: before the weights change.
     """
-    num_targets = sum_over_ranks(torch.stack([count_fn(batch) for batch in micro_batches]).sum())
+    # One collective for two things: the number of targets, and whether a rank was asked to stop.
+    num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
+    asked = torch.tensor(int(stop.requested() is not None), device=accelerator.device)
+    num_targets, num_asked = sum_over_ranks(torch.stack([num_targets, asked]))
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
     scale = accelerator.num_processes / num_targets.clamp(min=1)
     loss_sum = torch.zeros((), device=accelerator.device)
@@ -60,12 +72,14 @@ def train_step(
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
     if hasattr(grad_norm, "full_tensor"):
         grad_norm = grad_norm.full_tensor()
-    # The one wait for the device in a step. Both are sums over all ranks, so all ranks decide alike.
-    if not torch.isfinite(torch.stack([loss, grad_norm.to(loss.device)])).all().item():
+    # The one wait for the device in a step. All are sums over all ranks, so all ranks decide alike.
+    flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), num_asked > 0])
+    loss_is_finite, norm_is_finite, is_asked = flags.tolist()
+    if not (loss_is_finite and norm_is_finite):
         raise NonFiniteError(f"loss {loss.item()}, gradient norm {grad_norm.item()}")
     optimizer.step()
     optimizer.zero_grad()
-    return loss, grad_norm, num_targets
+    return Step(loss, grad_norm, num_targets, is_asked)
 
 
 def train(
@@ -83,13 +97,17 @@ def train(
     checkpointer: Checkpointer,
     flops_per_token: float,
 ) -> list[dict]:
-    """Train to `total_steps`, from the checkpoint that `args` name if there is one.
+    """Train to `total_steps`, from the checkpoint that `checkpointer` is to resume if there is one.
 
     `train_loader` yields this rank's micro-batches in order; its batch sampler has a `start_step`.
     `evaluate_fn` runs on all ranks, before and after training and every `eval_steps`.
 
     Returns:
         The records of metrics.jsonl, of earlier parts of the run too.
+
+    Raises:
+        Stopped: when a rank was asked to stop; what was done until then is saved.
+        NonFiniteError: naming the step and the last good checkpoint.
     """
     output_dir = Path(args.output_dir)
     if accelerator.is_main_process:
@@ -105,8 +123,11 @@ def train(
             name: value if isinstance(value, int | float | str) else str(value) for name, value in vars(args).items()
         }
         accelerator.init_trackers(output_dir.name, config=config)
-    if step == 0:
-        log.log_evaluation(0, evaluate_fn())
+    update_status = partial(stop.update_status, output_dir) if accelerator.is_main_process else lambda **changes: None
+    update_status(state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
+    # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
+    if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
+        log.log_evaluation(step, evaluate_fn())
 
     train_loader.batch_sampler.start_step = step
     micro_batches = iter(train_loader)
@@ -117,9 +138,7 @@ def train(
         start = time.perf_counter()
         batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
         try:
-            loss, grad_norm, num_targets = train_step(
-                accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm
-            )
+            done = train_step(accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step + 1}: {error}. The weights were not changed. "
@@ -128,20 +147,31 @@ def train(
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         step += 1
-        window.add(loss, num_targets, args.total_batch_size, time.perf_counter() - start)
+        window.add(done.loss, done.num_targets, args.total_batch_size, time.perf_counter() - start)
         log.progress.update()
 
         last = step == total_steps
-        if last or step % args.logging_steps == 0:
+        stopped = Stopped(stop.reason(accelerator)) if done.stop else None
+        if last or stopped or step % args.logging_steps == 0:
             gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
-            log.log_step(step, window, grad_norm.item(), lr, gib)
+            log.log_step(step, window, done.grad_norm.item(), lr, gib)
             window = Window()
-        if last or (args.eval_steps and step % args.eval_steps == 0):
-            log.log_evaluation(step, evaluate_fn())
-        if last or (args.save_steps and step % args.save_steps == 0):
+        if not stopped and evaluation_is_due(step, total_steps, args):
+            try:
+                log.log_evaluation(step, evaluate_fn())
+            except Stopped as error:
+                stopped = error
+        if last or stopped or (args.save_steps and step % args.save_steps == 0):
             checkpointer.save(step)
+            update_status(step=step, checkpoint=str(checkpointer.newest))
+        if stopped:
+            raise stopped
     log.progress.close()
     return log.records
+
+
+def evaluation_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:
+    return step in (0, total_steps) or (args.eval_steps > 0 and step % args.eval_steps == 0)
 
 
 @torch.no_grad()
@@ -152,11 +182,15 @@ def evaluate_loss(
 
     Every rank must hand in the same number of batches, since forward passes communicate; a batch without targets
     counts nothing.
+
+    Raises:
+        Stopped: between two batches.
     """
     model.eval()
-    loss_sum = torch.zeros((), device=accelerator.device)
-    num_targets = torch.zeros((), device=accelerator.device)
+    loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float64)
+    num_targets = torch.zeros((), device=accelerator.device, dtype=torch.int64)
     for batch in batches:
+        stop.raise_if_requested(accelerator)
         batch = to_device(batch, accelerator.device)
         loss_sum += loss_fn(model, batch)
         num_targets += count_fn(batch)

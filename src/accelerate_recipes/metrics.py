@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -12,8 +13,8 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first
-# name that the device's own name contains counts. A device that is not here gets no MFU rather than a wrong one.
+# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first whose
+# words stand in the device's own name counts. What is not here gets no MFU rather than a wrong one.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "GH200": 989.4,
@@ -23,15 +24,13 @@ PEAK_TFLOPS = {
     "H100": 989.4,
     "A100": 311.9,
     "A40": 149.7,
+    "A30": 165.0,
     "A10G": 70.0,
     "A10": 125.0,
     "L40S": 362.05,
     "L40": 181.05,
     "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
     "MI300X": 1307.4,
-    "MI250X": 191.5,  # of one of its two dies, which torch sees as a device each
 }
 
 
@@ -40,7 +39,9 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    if "MIG" in name:  # a slice of the device that it is named after
+        return None
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def flops_per_token(config: PretrainedConfig, num_parameters: int, attended_length: float) -> float:
@@ -146,6 +147,9 @@ class MetricsLog:
         record = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
         line = ", ".join(f"{name}: {value:.5g}" for name, value in values.items())
         self._write(record, f"Step {step}/{self.total_steps} Evaluation {line}")
+
+    def has_evaluation(self, step: int) -> bool:
+        return any(record["step"] == step and "eval_loss" in record for record in self.records)
 
     def _write(self, record: dict, line: str) -> None:
         record["time"] = time.time()

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from accelerate_recipes import stop
+
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """With a padding token; where the model has none, it is the end token, which no loss is taken of."""
@@ -68,6 +70,9 @@ def continue_greedily(
     """The text that `model` continues each prompt (token ids) with; on every rank, for all prompts.
 
     Each rank generates for its share; all run the same number of batches, since forward passes communicate.
+
+    Raises:
+        Stopped: between two batches.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -79,6 +84,7 @@ def continue_greedily(
         # Compiled forward passes would be compiled again for every length.
         generator = accelerator.unwrap_model(model, keep_torch_compile=False)
         for start in range(0, len(mine), batch_size):
+            stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]
             batch = tokenizer.pad(
                 {"input_ids": [prompts[i] for i in indices]}, padding_side="left", return_tensors="pt"

@@ -14,14 +14,16 @@ from pathlib import Path
 from types import ModuleType
 
 import datasets
+import torch
 import transformers
 import yaml
 
-import accelerate_recipes
-from accelerate_recipes import hub
+from accelerate_recipes import hub, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.stop import Stopped
 
 
 @dataclass
@@ -47,45 +49,41 @@ def run(
     if not sys.stderr.isatty():  # a job's log: plain lines
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    args = None
     try:
         args = parse(args_class, other_problems=launch_problems())
         if int(os.environ.get("RANK", 0)) == 0:
-            print(
-                yaml.safe_dump({"arguments": asdict(args)}, sort_keys=False, default_flow_style=None, width=120),
-                flush=True,
-            )
+            arguments = {"arguments": asdict(args)}
+            print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (problems := requirements(args).problems()):
             raise ConfigError(error_list("This run cannot start", problems))
+        stop.listen(Path(args.output_dir))
         main(args)
-    except (ConfigError, NonFiniteError) as error:
+        end_with(args, state="finished")
+    except Stopped as reason:
+        end_with(args, state="stopped", reason=str(reason))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
+    except (ConfigError, NonFiniteError, SaveError) as error:
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
             # The first process of the node has the same error. Were this one to exit first, the launcher would end
             # the other before it has said so. It ends this one instead.
             time.sleep(30)
         print(f"error: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, ConfigError):
+            end_with(args, state="failed", reason=str(error))
         sys.exit(2)
+    except Exception as error:
+        end_with(args, state="failed", reason=f"{type(error).__name__}: {error}")
+        raise
 
 
-def model_card(args: TrainArgs, result: dict, description: str) -> str:
-    """README.md of an export: what was trained, with which arguments, to what result."""
-    measured = "\n".join(
-        f"| {name.removeprefix('eval_')} | {value:.5g} |" for name, value in result.items() if name.startswith("eval_")
-    )
-    return f"""# {Path(args.output_dir).name}
-
-{description} Trained with accelerate-recipes {accelerate_recipes.__version__}.
-
-## Result on held-out data
-
-| after {result["step"]} steps | |
-|---|---|
-{measured}
-
-## Arguments
-
-```yaml
-{yaml.safe_dump(asdict(args), sort_keys=False)}```
-"""
+def end_with(args: TrainArgs | None, **changes: str) -> None:
+    """Say in status.json how the run ended, if it came as far as to have one."""
+    if args and int(os.environ.get("RANK", 0)) == 0 and (Path(args.output_dir) / "status.json").exists():
+        stop.update_status(Path(args.output_dir), **changes)
 
 
 def load(path: str | Path) -> ModuleType:

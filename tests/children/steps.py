@@ -75,11 +75,11 @@ def main(args: Args) -> None:
                 to_device(next(batches), accelerator.device)
                 for _ in range(args.accumulation_steps(accelerator.num_processes))
             ]
-            loss, norm, _ = train_step(
+            done = train_step(
                 accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, args.max_grad_norm
             )
             scheduler.step()
-            found.append((loss.item(), norm.item()))
+            found.append((done.loss.item(), done.grad_norm.item()))
             if len(found) + first == STEPS // 2:
                 if accelerator.is_main_process:
                     (Path(args.output_dir) / "metrics.jsonl").touch()
