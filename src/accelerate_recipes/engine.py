@@ -165,6 +165,7 @@ def train(
             checkpointer.save(step)
             update_status(step=step, checkpoint=str(checkpointer.newest))
         if stopped:
+            accelerator.end_training()
             raise stopped
     log.progress.close()
     return log.records
