@@ -113,6 +113,8 @@ def train(
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         args.save(output_dir / "args.yaml")
+    # Not earlier: before there is something to save, a signal should end the process, also one that waits for another.
+    stop.listen(output_dir)
     set_seed(args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
     step = checkpointer.resume()
     log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)

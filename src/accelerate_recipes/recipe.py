@@ -56,7 +56,6 @@ def run(
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (problems := requirements(args).problems()):
             raise ConfigError(error_list("This run cannot start", problems))
-        stop.listen(Path(args.output_dir))
         main(args)
         end_with(args, state="finished")
     except Stopped as reason:
