@@ -28,30 +28,24 @@ import copy
 import io
 import json
 import os
-import platform
-import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
-import accelerate
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
 from datasets import load_from_disk
+from machine import machine
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-import accelerate_recipes
 from accelerate_recipes import chess_rules, engine
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.chess_games import prepare_games
@@ -246,22 +240,6 @@ def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: i
     trainer = Trainer(model, training_args, train_dataset=Subset(rows, order), callbacks=[turns])
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def machine(device: torch.device) -> dict:
-    """On what it ran, with which versions, started by which command."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
-    if device.type == "cuda":
-        names = [torch.cuda.get_device_name(device)]
-    modules = (accelerate_recipes, torch, accelerate, transformers)
-    return {
-        "command": " ".join(sys.argv),
-        "device": names[0] if names else platform.machine(),
-        "cores": psutil.cpu_count(),
-        "threads_per_process": torch.get_num_threads(),
-        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in modules},
-    }
 
 
 def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:

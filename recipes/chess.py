@@ -115,6 +115,7 @@ def main(args: Args) -> None:
     # Model and optimizer
     accelerator = make_accelerator(args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    resumed_from = agree_on_resume(accelerator, args)
     if args.from_scratch:
         model = new_llama(
             args.attn_implementation,
@@ -149,7 +150,6 @@ def main(args: Args) -> None:
         loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
 
-    resumed_from = agree_on_resume(accelerator, args)
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(
         accelerator,

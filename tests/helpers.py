@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from accelerate_recipes.preflight import launch_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "accelerate_configs"
@@ -69,3 +72,40 @@ def read_metrics(output_dir: Path) -> list[dict]:
 def losses(output_dir: Path) -> dict[int, float]:
     """Training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
+
+
+class Forks:
+    """Runs the toy recipe in forked ranks, under any shipped config; see tests/children/fork_server.py."""
+
+    def __init__(self, tmp_path: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILDREN / "fork_server.py")],
+            cwd=ROOT,
+            env=environment(tmp_path),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, out: Path, *args: object, config: str = "fsdp_full", num_processes: int = 2, **env: str) -> int:
+        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all."""
+        script = str(CHILDREN / "toy.py")
+        flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
+        launched = launch_environment([*flags, "--num_processes", str(num_processes), script])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        world_size = int(launched["WORLD_SIZE"])
+        job = {
+            "world_size": world_size,
+            "env": {name: str(value) for name, value in (launched | env).items()},
+            "argv": ["--output_dir", str(out), *map(str, args)],
+            "log": str(out.with_suffix(".log")),
+            "seconds": 120,
+        }
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=60)

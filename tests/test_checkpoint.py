@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes import checkpoint
+from accelerate_recipes import checkpoint, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import (
     Checkpointer,
@@ -33,14 +33,15 @@ from accelerate_recipes.optim import adamw, make_scheduler
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def make_run(tmp_path, monkeypatch):
     """A Checkpointer over a tiny model, with a gradient step behind it."""
+    monkeypatch.setattr(stop, "_asked_by", None)  # as after the test: it is the process's
 
-    def build(resumed_from: Path | None = None, **overrides) -> Checkpointer:
+    def build(resumed_from: Path | None = None, hidden_size: int = 16, **overrides) -> Checkpointer:
         args = TrainArgs(output_dir=str(tmp_path / "run"), save_total_limit=2, **overrides)
         accelerator = Accelerator(cpu=True)
         model = new_llama(
-            "sdpa", vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            "sdpa", vocab_size=50, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=2, tie_word_embeddings=True,
         )  # fmt: skip
         config, generation_config = model.config, model.generation_config
@@ -54,18 +55,45 @@ def make_run(tmp_path):
         optimizer.zero_grad()
         return run
 
-    return build
+    yield build
+    lock.release()
+
+
+def save(run: Checkpointer, step: int) -> Path:
+    """To the end."""
+    path = run.save(step)
+    run.wait()
+    return path
 
 
 def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
     run = make_run()
-    saved = [run.save(step) for step in (10, 20, 100)]
+    saved = [save(run, step) for step in (10, 20, 100)]
     assert [defect(path) for path in saved[1:]] == [None, None]
     assert complete_checkpoints(saved[0].parent) == saved[1:]  # by number, not by name
-    assert {p.name for p in saved[0].parent.iterdir()} == {"checkpoint-20", "checkpoint-100", "metrics.jsonl"}
+    assert contents(saved[0].parent) == {"checkpoint-20", "checkpoint-100"}
     marker = json.loads((saved[2] / "complete.json").read_text())
     assert marker["step"] == 100 and marker["world_size"] == 1 and marker["strategy"] == "single process"
     assert {"state/.metadata", "rng-0.pt", "args.yaml", "metrics.jsonl", "config.json"} <= set(marker["files"])
+
+
+def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path):
+    """Byte for byte the files of a synchronous save, although the weights change as soon as `save` returns."""
+    run = make_run()
+    run.args.async_save = False
+    wanted = (run.save(10) / "state/__0_0.distcp").read_bytes()
+    run.args.async_save = True
+    for step in (20, 30):  # the second time into memory that is there already
+        found = run.save(step)
+        with torch.no_grad():
+            originals = [p.clone() for p in run.model.parameters()]
+            for p in run.model.parameters():
+                p.fill_(float("nan"))
+        run.wait()
+        assert (found / "state/__0_0.distcp").read_bytes() == wanted
+        with torch.no_grad():
+            for p, original in zip(run.model.parameters(), originals, strict=True):
+                p.copy_(original)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +107,7 @@ def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
 )
 def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
     run = make_run()
-    older, newer = run.save(10), run.save(20)
+    older, newer = save(run, 10), save(run, 20)
     damage(newer)
     with pytest.warns(UserWarning, match=reason):
         assert find_resume(run.args) == older
@@ -87,6 +115,11 @@ def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
     with pytest.raises(ConfigError, match=reason), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         find_resume(run.args)
+
+
+def contents(output_dir: Path) -> set[str]:
+    """What a save may leave there."""
+    return {path.name for path in output_dir.iterdir()} - {"metrics.jsonl", "status.json", "lock.json"}
 
 
 def flip_a_byte(file: Path) -> None:
@@ -97,14 +130,14 @@ def flip_a_byte(file: Path) -> None:
 
 def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
     run = make_run()
-    older, newer = run.save(10), run.save(20)
+    older, newer = save(run, 10), save(run, 20)
     assert agree_on_resume(run.accelerator, run.args) == newer
     flip_a_byte(newer / "state/__0_0.distcp")
     assert defect(newer) is None  # by its size nothing is wrong
     with pytest.warns(UserWarning, match=r"checksum of state/__0_0\.distcp is .* the file is damaged"):
         assert agree_on_resume(run.accelerator, run.args) == older
     assert newer.with_name("checkpoint-20.damaged").is_dir()
-    run.save(20)
+    save(run, 20)
     assert agree_on_resume(run.accelerator, run.args) == newer
     flip_a_byte(newer / "rng-0.pt")
     run.args.resume_from_checkpoint = str(newer)
@@ -120,7 +153,7 @@ def run_cli(*args: object) -> subprocess.CompletedProcess:
 def test_commands(make_run, tmp_path):
     """verify, list and export, as typed."""
     run = make_run()
-    older, newer = run.save(10), run.save(20)
+    older, newer = save(run, 10), save(run, 20)
     verified = run_cli("checkpoint", "verify", newer)
     assert verified.returncode == 0, verified.stderr
     assert "step 20, saved by 1 x single process" in verified.stdout and "complete and unchanged" in verified.stdout
@@ -133,7 +166,7 @@ def test_commands(make_run, tmp_path):
     assert [line.split()[0] for line in listed] == ["checkpoint-10", "checkpoint-20"]
     assert "complete" in listed[0] and "rng-0.pt is missing" in listed[1]
     assert run_cli("export", newer, tmp_path / "out").returncode == 1
-    exported = run_cli("export", run.save(30), tmp_path / "out", "--dtype", "bf16", "--max_shard_size", "4KB")
+    exported = run_cli("export", save(run, 30), tmp_path / "out", "--dtype", "bf16", "--max_shard_size", "4KB")
     assert exported.returncode == 0, exported.stderr
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
@@ -156,42 +189,42 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
 def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
     """The older checkpoint is unchanged, the half of a new one gone, and the next save succeeds."""
     run = make_run()
-    good = run.save(10)
+    good = save(run, 10)
     assert sum(entry["size"] for entry in checkpoint.read_marker(good)["files"].values()) > 30_000
     with (
         files_limited_to(num_bytes),
         pytest.raises(SaveError, match=r"checkpoint-20 could not be written.*File too large"),
     ):
-        run.save(20)
-    assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "metrics.jsonl"}
+        save(run, 20)
+    assert contents(good.parent) == {"checkpoint-10"}
     assert agree_on_resume(run.accelerator, run.args) == good == run.newest
-    run.save(20)
-    assert {p.name for p in good.parent.iterdir()} == {"checkpoint-10", "checkpoint-20", "metrics.jsonl"}
+    save(run, 20)
+    assert contents(good.parent) == {"checkpoint-10", "checkpoint-20"}
 
 
 def test_too_little_room_is_known_before(make_run, monkeypatch):
     run = make_run()
-    run.save(10)
+    save(run, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10, 10))
     with pytest.raises(SaveError, match=r"0\.00 GiB are free, the last checkpoint has .*; make room"):
-        run.save(20)
-    assert {p.name for p in Path(run.args.output_dir).iterdir()} == {"checkpoint-10", "metrics.jsonl"}
+        save(run, 20)
+    assert contents(Path(run.args.output_dir)) == {"checkpoint-10"}
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
     """Killed between the renaming of an old checkpoint and its removal: whole, but no longer a checkpoint."""
     run = make_run()
-    run.save(10).rename(Path(run.args.output_dir) / "checkpoint-10.partial")
+    save(run, 10).rename(Path(run.args.output_dir) / "checkpoint-10.partial")
     assert find_resume(run.args) is None
-    newer = run.save(20)
-    assert {p.name for p in newer.parent.iterdir()} == {"checkpoint-20", "metrics.jsonl"}
+    newer = save(run, 20)
+    assert contents(newer.parent) == {"checkpoint-20"}
 
 
 def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(make_run):
     torch.manual_seed(1)
     first = make_run(learning_rate=1e-3)
     torch.manual_seed(2)
-    second = make_run(resumed_from=first.save(10), learning_rate=5e-4)
+    second = make_run(resumed_from=save(first, 10), learning_rate=5e-4)
     assert not all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
     assert second.resume() == 10
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
@@ -206,11 +239,62 @@ def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(ma
     assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
 
 
+def test_a_checkpoint_of_another_model_is_refused(make_run):
+    checkpoint = save(make_run(), 10)
+    other = make_run(resumed_from=checkpoint, hidden_size=32)
+    with pytest.raises(
+        ConfigError,
+        match=r"holds another model: lm_head\.weight has the shape \(50, 16\) there and \(50, 32\) here",
+    ):
+        other.resume()
+
+
+def test_an_empty_directory_is_no_checkpoint(make_run):
+    run = make_run()
+    older = save(run, 10)
+    older.with_name("checkpoint-20").mkdir()
+    with pytest.warns(UserWarning, match=r"checkpoint-20: it has no complete\.json: the save was interrupted"):
+        assert find_resume(run.args) == older
+
+
+def test_what_is_kept(make_run):
+    """The two newest, every 30th, and the best by the evaluation; the newest in any case."""
+    run = make_run(keep_every_n_steps=30, metric_for_best_model="accuracy")
+    accuracies = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.5, 60: 0.4, 70: 0.6}
+    for step, accuracy in accuracies.items():
+        with (Path(run.args.output_dir) / "metrics.jsonl").open("a") as file:
+            print(json.dumps({"step": step, "eval_accuracy": accuracy}), file=file)
+        save(run, step)
+    assert contents(Path(run.args.output_dir)) == {f"checkpoint-{step}" for step in (20, 30, 60, 70)}
+    run.args.greater_is_better = False
+    save(run, 80)  # without an evaluation of its own
+    assert contents(Path(run.args.output_dir)) == {f"checkpoint-{step}" for step in (30, 60, 70, 80)}
+    run.args.metric_for_best_model = "loss"
+    run.args.keep_every_n_steps = 0
+    run.args.save_total_limit = 1
+    save(run, 90)
+    assert contents(Path(run.args.output_dir)) == {"checkpoint-90"}
+
+
+def test_a_failing_removal_is_no_failing_save(make_run, monkeypatch):
+    run = make_run()
+    save(run, 10), save(run, 20)
+
+    def refuse(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(f"not allowed: {path}")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="an old checkpoint could not be removed: not allowed"):
+        newest = save(run, 30)
+    assert run.newest == newest and defect(newest) is None
+
+
 def test_what_a_run_may_continue(make_run, tmp_path, capsys):
     run = make_run()
     args = run.args
     assert find_resume(args) is None
-    old, new = run.save(10), run.save(20)
+    old, new = save(run, 10), save(run, 20)
     assert find_resume(args) == new
     args.resume_from_checkpoint = "none"
     with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20"):
@@ -235,7 +319,7 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
 def test_export(make_run, tmp_path, max_shard_size):
     """In one shard or many, the weights are the model's; the tied output layer is stored once."""
     run = make_run()
-    export(run.save(10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
+    export(save(run, 10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
     assert "A test. Trained with accelerate-recipes" in (tmp_path / "export/README.md").read_text()
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_size == 4000)

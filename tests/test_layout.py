@@ -17,7 +17,7 @@ ALLOWED = {
     "losses": {"args"},
     "optim": {"args"},
     "metrics": {"args"},
-    "engine": {"args", "checkpoint", "distributed", "metrics", "stop"},
+    "engine": {"args", "checkpoint", "distributed", "metrics", "stop", "watch"},
 }
 
 

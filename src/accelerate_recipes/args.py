@@ -69,9 +69,14 @@ class TrainArgs:
     logging_steps: int = arg(10, "A log line every so many steps.")
     eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.")
     save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.")
-    save_total_limit: int = arg(2, "Complete checkpoints to keep; 0: all.")
+    save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.")
+    keep_every_n_steps: int = arg(0, "Keep those of every so many steps too; 0: none besides.")
+    metric_for_best_model: str = arg("", "Keep the best by this value of the evaluation too, such as `loss`.")
+    greater_is_better: bool | None = arg(None, "Whether more of that is better; unless given: if it is no loss.")
+    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.")
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.")
+    step_timeout: int = arg(300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.")
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
 
     # What a checkpoint cannot be continued with once it changed: it decides the order of the data, or the model.
@@ -81,15 +86,26 @@ class TrainArgs:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
         found = []
         sizes = ("total_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps")
+        sizes += ("ddp_timeout", "step_timeout")
         for name in sizes:
             if getattr(self, name) < 1:
                 found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        limits = ("eval_steps", "save_steps", "save_total_limit", "warmup_steps", "max_grad_norm", "weight_decay")
-        for name in limits:
+        limits = ("eval_steps", "save_steps", "save_total_limit", "keep_every_n_steps", "warmup_steps", "max_grad_norm")
+        for name in (*limits, "weight_decay"):
             if getattr(self, name) < 0:
                 found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
         if self.max_steps < 1 and self.num_train_epochs <= 0:
             found.append(f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps")
+        if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:
+            found.append(
+                f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}: "
+                "there would be no checkpoint to keep"
+            )
+        if self.metric_for_best_model and (self.eval_steps < 1 or self.save_steps % self.eval_steps):
+            found.append(
+                f"--metric_for_best_model needs an evaluation at every checkpoint: make --save_steps ({self.save_steps}) "
+                f"a multiple of --eval_steps ({self.eval_steps})"
+            )
         for tracker in self.trackers:
             if tracker not in ("tensorboard", "trackio", "wandb"):
                 found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")

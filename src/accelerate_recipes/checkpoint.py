@@ -11,8 +11,8 @@
     complete.json        the marker, written last: step, world size, strategy, versions, size and checksum of every file
 
 It is written beside its name, as `checkpoint-<step>.partial`, and renamed when the marker is on the disk. What has
-no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning. docs/checkpoints.md
-says it for users.
+no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning. Training stands
+still only while the state is copied; a thread writes the copy. docs/checkpoints.md says it for users.
 """
 
 import contextlib
@@ -23,8 +23,11 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +40,22 @@ import transformers
 import xxhash
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig
 
 import accelerate_recipes
+from accelerate_recipes import lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import strategy_name
+
+# Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+warnings.filterwarnings("ignore", "Please use DTensor instead and we are deprecating ShardedTensor")
 
 MARKER = "complete.json"
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -150,12 +159,23 @@ def find_resume(args: TrainArgs) -> Path | None:
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     """`find_resume` as rank 0 sees it, with the checksums verified, each rank reading its share of the files.
 
-    A damaged checkpoint is set aside as `<name>.damaged`, and the next older one taken.
+    From here on the output directory is this run's. A damaged checkpoint is set aside as `<name>.damaged`, and the
+    next older one taken.
 
     Raises:
-        ConfigError: as `find_resume`, and where the checkpoint that was asked for by its path is damaged.
+        ConfigError: as `find_resume`, where the checkpoint that was asked for by its path is damaged, and where
+            another run uses the output directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    in_use = None
+    if rank == 0:
+        try:
+            lock.take(Path(args.output_dir))
+        except ConfigError as error:
+            in_use = str(error)
+    (in_use, *_) = on_all_ranks(in_use)
+    if in_use:
+        raise ConfigError(in_use)
     while True:
         (chosen, *_) = on_all_ranks(find_resume(args))
         if chosen is None:
@@ -180,9 +200,13 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
         accelerator.wait_for_everyone()
 
 
-def on_all_ranks(value: Any) -> list:
+def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
     """Each rank's value, on every rank."""
-    return gather_object([value]) if dist.is_initialized() else [value]
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
@@ -222,34 +246,78 @@ class Checkpointer:
     resumed_from: Path | None
     newest: Path | None = None
 
+    def __post_init__(self):
+        # On a GPU its copies are pinned, and kept for the next save: to pin anew would cost more than to copy.
+        # DefaultStager (torch 2.13) cannot copy the ShardedTensors of FSDP1.
+        self.stager = BlockingAsyncStager(cache_staged_state_dict=self.accelerator.device.type == "cuda")
+        # What is said in the background must not come between the collectives of training.
+        self.group = None
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
+        self.background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self.in_flight: Future | None = None
+
     def save(self, step: int) -> Path:
-        """Write `checkpoint-<step>`; when it is complete, remove the oldest beyond `save_total_limit`.
+        """Write `checkpoint-<step>`, then remove those that are not to be kept. Returns its path.
+
+        With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. One save at a time: the
+        one before is waited for first.
 
         Raises:
-            SaveError: on all ranks, if one cannot write. Older checkpoints are as they were, nothing is left half done.
+            SaveError: on all ranks, if one cannot write, now or in the background before. Older checkpoints are as
+                they were, nothing is left half done.
         """
+        self.wait()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
-        partial = final.with_name(f"{final.name}.partial")
-        rank = self.accelerator.process_index
-        with self._all_or_none(partial):
-            if rank == 0:
-                self._make_room(partial, final)
-        with self._all_or_none(partial):
-            model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-            with single_process_is_meant():
-                dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial / "state")
-            torch.save(rng_state(), partial / f"rng-{rank}.pt")
-            mine = [*(partial / "state").glob(f"__{rank}_*"), partial / f"rng-{rank}.pt"]
-            described = [describe(file, partial) for file in mine]
-        files = {name: entry for part in on_all_ranks(described) for name, entry in part}
-        with self._all_or_none(partial):
-            if rank == 0:
-                self._finish(step, partial, final, files)
-        self.newest = final
+        unfinished = final.with_name(f"{final.name}.partial")
+        with self._all_or_none(unfinished):
+            if self.accelerator.is_main_process:
+                self._make_room(unfinished, final)
+                shutil.copy(final.parent / "metrics.jsonl", unfinished)
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
+        state = {"model": model_state, "optimizer": optimizer_state}
+        if self.args.async_save:
+            write = dcp.async_save(state, async_stager=self.stager, **settings).result
+            self.in_flight = self.background.submit(self._complete, step, unfinished, final, write, rng_state())
+            self.in_flight.add_done_callback(ask_to_stop_if_failed)
+        else:
+            self._complete(step, unfinished, final, partial(dcp.save, state, **settings), rng_state())
         return final
 
+    def wait(self) -> None:
+        """Until no save is in flight.
+
+        Raises:
+            SaveError: if it failed.
+        """
+        if self.in_flight is not None:
+            in_flight, self.in_flight = self.in_flight, None
+            in_flight.result()
+
+    def _complete(self, step: int, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict) -> None:
+        """Everything of a save that training need not wait for. `write` writes model and optimizer."""
+        rank = self.accelerator.process_index
+        with self._all_or_none(unfinished):
+            write()
+            with (unfinished / f"rng-{rank}.pt").open("wb") as file:
+                torch.save(rng, file)
+            mine = [*(unfinished / "state").glob(f"__{rank}_*"), unfinished / f"rng-{rank}.pt"]
+            described = [describe(file, unfinished) for file in mine]
+        files = {name: entry for part in on_all_ranks(described, self.group) for name, entry in part}
+        with self._all_or_none(unfinished):
+            if rank == 0:
+                self._finish(step, unfinished, final, files)
+        self.newest = final
+        if rank == 0:
+            stop.update_status(final.parent, step=step, checkpoint=str(final))
+            try:
+                remove_old(final.parent, self.args)
+            except OSError as error:
+                warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
+
     @contextlib.contextmanager
-    def _all_or_none(self, partial: Path) -> Iterator[None]:
+    def _all_or_none(self, unfinished: Path) -> Iterator[None]:
         """Around a part of a save: if a rank fails in it, all raise SaveError, and what was written is removed."""
         problems = {}
         try:
@@ -258,17 +326,18 @@ class Checkpointer:
             problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         except OSError as error:
             problems = {self.accelerator.process_index: str(error)}
-        problems = {rank: problem for found in on_all_ranks(problems) for rank, problem in found.items()}
+        found = on_all_ranks(problems, self.group)
+        problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
             if self.accelerator.is_main_process:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise SaveError(
-                f"{partial.with_suffix('')} could not be written: "
+                f"{unfinished.with_suffix('')} could not be written: "
                 f"{', '.join(f'rank {rank}: {problem}' for rank, problem in sorted(problems.items()))}. "
                 f"Last good checkpoint: {self.newest or 'none yet'}"
             )
 
-    def _make_room(self, partial: Path, final: Path) -> None:
+    def _make_room(self, unfinished: Path, final: Path) -> None:
         assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
         for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
             shutil.rmtree(leftover, ignore_errors=True)
@@ -280,22 +349,21 @@ class Checkpointer:
                     f"{free / 2**30:.2f} GiB are free, the last checkpoint has {needed / 2**30:.2f} GiB; "
                     "make room, or lower --save_total_limit"
                 )
-        partial.mkdir(parents=True)
+        unfinished.mkdir(parents=True)
 
-    def _finish(self, step: int, partial: Path, final: Path, files: dict[str, dict]) -> None:
+    def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
         """Add what one rank writes, then the marker; `files` are those that the ranks have described."""
-        self.args.save(partial / "args.yaml")
-        shutil.copy(Path(self.args.output_dir) / "metrics.jsonl", partial)
+        self.args.save(unfinished / "args.yaml")
         for artifact in self.artifacts:
-            artifact.save_pretrained(partial)
+            artifact.save_pretrained(unfinished)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
-            write_safetensors(partial, partial, dtype=None, max_shard_size=2**63)
-        for file in sorted(partial.rglob("*")):
-            if file.is_file() and str(file.relative_to(partial)) not in files:
-                name, entry = describe(file, partial)
+            write_safetensors(unfinished, unfinished, dtype=None, max_shard_size=2**63)
+        for file in sorted(unfinished.rglob("*")):
+            if file.is_file() and str(file.relative_to(unfinished)) not in files:
+                name, entry = describe(file, unfinished)
                 files[name] = entry
-        for folder in (partial / "state", partial):
+        for folder in (unfinished / "state", unfinished):
             fsync(folder)
         marker = {
             "step": step,
@@ -307,15 +375,11 @@ class Checkpointer:
             },
             "files": files,
         }
-        (partial / MARKER).write_text(json.dumps(marker, indent=1))
-        fsync(partial / MARKER)
-        fsync(partial)
-        partial.rename(final)
+        (unfinished / MARKER).write_text(json.dumps(marker, indent=1))
+        fsync(unfinished / MARKER)
+        fsync(unfinished)
+        unfinished.rename(final)
         fsync(final.parent)
-        if self.args.save_total_limit:
-            for old in complete_checkpoints(final.parent)[: -self.args.save_total_limit]:
-                # A removal that is interrupted must not leave something named like a checkpoint.
-                shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
 
     def resume(self) -> int:
         """Restore `resumed_from` and return its step; 0 where there is none.
@@ -330,8 +394,8 @@ class Checkpointer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
-        with single_process_is_meant():
-            dcp.load(state, checkpoint_id=checkpoint / "state")
+        check_shapes(checkpoint, model_state)
+        dcp.load(state, checkpoint_id=checkpoint / "state")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
@@ -347,12 +411,63 @@ class Checkpointer:
         return marker["step"]
 
 
-@contextlib.contextmanager
-def single_process_is_meant() -> Iterator[None]:
-    """torch.distributed.checkpoint warns whenever there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None:
+    """Whether the checkpoint holds this model.
+
+    Raises:
+        ConfigError: naming the first parameter that differs, with both shapes.
+    """
+    saved = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+    there = {name.removeprefix("model."): tuple(e.size) for name, e in saved.items() if name.startswith("model.")}
+    here = {name: tuple(tensor.size()) for name, tensor in model_state.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ConfigError(
+                f"{checkpoint} holds another model: {name} has the shape {there.get(name, 'of nothing')} there and "
+                f"{here.get(name, 'of nothing')} here; resume with the model it was saved from, or give another "
+                "--output_dir"
+            )
+
+
+def ask_to_stop_if_failed(save: Future) -> None:
+    """All ranks fail alike, but notice it at different steps: they stop together, and there `wait` says why."""
+    if save.exception() is not None:
+        stop.ask("a save that failed")
+
+
+def remove_old(output_dir: Path, args: TrainArgs) -> None:
+    """Remove the complete checkpoints that `args` do not keep."""
+    present = complete_checkpoints(output_dir)
+    keep = to_keep(present, args)
+    for old in present:
+        if old not in keep:
+            # A removal that is interrupted must not leave something named like a checkpoint.
+            shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+
+
+def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
+    """The newest `save_total_limit`, each `keep_every_n_steps`, and the best; `checkpoints` are sorted by step."""
+    keep = set(checkpoints[-args.save_total_limit :])  # all, where the limit is 0
+    if args.keep_every_n_steps:
+        keep |= {checkpoint for checkpoint in checkpoints if step_of(checkpoint) % args.keep_every_n_steps == 0}
+    scores = {checkpoint: score(checkpoint, args) for checkpoint in checkpoints}
+    measured = [checkpoint for checkpoint in checkpoints if scores[checkpoint] is not None]
+    if measured:
+        keep.add(max(measured, key=scores.get))
+    return keep
+
+
+def score(checkpoint: Path, args: TrainArgs) -> float | None:
+    """How good `metric_for_best_model` was at the checkpoint's step, greater being better; None: not measured."""
+    if not args.metric_for_best_model:
+        return None
+    key = f"eval_{args.metric_for_best_model}"
+    records = map(json.loads, (checkpoint / "metrics.jsonl").read_text().splitlines())
+    values = [record[key] for record in records if key in record and record["step"] == step_of(checkpoint)]
+    greater_is_better = args.greater_is_better
+    if greater_is_better is None:
+        greater_is_better = not args.metric_for_best_model.endswith("loss")
+    return (values[-1] if greater_is_better else -values[-1]) if values else None
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
@@ -483,14 +598,11 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        shard = {
-            f"model.{name}": torch.empty(tensors[name].shape, dtype=saved[f"model.{name}"].properties.dtype)
-            for name in names
-        }
-        with single_process_is_meant():
-            dcp.load(shard, storage_reader=reader, no_dist=True)
-        weights = {name: shard[f"model.{name}"].to(tensors[name].dtype) for name in names}
-        save_file(weights, out / filename, metadata={"format": "pt"})
+        # In the dtype to be written: the reader converts as it copies, without a second buffer.
+        shard = {f"model.{name}": torch.empty_like(tensors[name], device="cpu") for name in names}
+        dcp.load(shard, storage_reader=reader, no_dist=True)
+        save_file({name: shard[f"model.{name}"] for name in names}, out / filename, metadata={"format": "pt"})
+        del shard  # else it lives until the next one is read
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

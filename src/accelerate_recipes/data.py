@@ -95,7 +95,7 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
+    """Rows of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64; and `row`, its number.
 
     With `document_mask`, positions restart with each document, from which transformers keeps attention inside it;
     without, a row is one run of text. Either way the first token of a piece is no target: what precedes it is
@@ -128,6 +128,7 @@ class PackedRows(torch.utils.data.Dataset):
             "input_ids": torch.from_numpy(input_ids),
             "position_ids": torch.from_numpy(position_ids),
             "labels": torch.from_numpy(labels),
+            "row": torch.tensor(index),
         }
 
     @property

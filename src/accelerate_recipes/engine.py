@@ -5,9 +5,10 @@ targets; only here is one divided by the other, over all micro-batches and ranks
 depend on how the batch was divided. The clock is the completed optimizer step.
 """
 
+import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_recipes import stop
-from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.checkpoint import Checkpointer, SaveError, on_all_ranks
 from accelerate_recipes.distributed import accumulate, max_over_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.stop import Stopped
+from accelerate_recipes.watch import Watch
 
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
@@ -30,7 +32,14 @@ CountFn = Callable[[Batch], torch.Tensor]
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient norm is not finite. The weights are those before the step."""
+    """Loss or gradient norm is not finite. The weights are those before the step.
+
+    `micro_losses` are the summed token losses of this rank's micro-batches.
+    """
+
+    def __init__(self, message: str, micro_losses: list[float]):
+        super().__init__(message)
+        self.micro_losses = micro_losses
 
 
 class Step(NamedTuple):
@@ -62,13 +71,13 @@ def train_step(
     num_targets, num_asked = sum_over_ranks(torch.stack([num_targets, asked]))
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
     scale = accelerator.num_processes / num_targets.clamp(min=1)
-    loss_sum = torch.zeros((), device=accelerator.device)
+    micro_losses = []
     for i, batch in enumerate(micro_batches):
         with accumulate(accelerator, model, is_last=i == len(micro_batches) - 1):
             loss = loss_fn(model, batch)
             accelerator.backward(loss * scale)
-        loss_sum += loss.detach()
-    loss = sum_over_ranks(loss_sum) / num_targets.clamp(min=1)
+        micro_losses.append(loss.detach())
+    loss = sum_over_ranks(torch.stack(micro_losses).sum()) / num_targets.clamp(min=1)
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
     if hasattr(grad_norm, "full_tensor"):
         grad_norm = grad_norm.full_tensor()
@@ -76,7 +85,8 @@ def train_step(
     flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), num_asked > 0])
     loss_is_finite, norm_is_finite, is_asked = flags.tolist()
     if not (loss_is_finite and norm_is_finite):
-        raise NonFiniteError(f"loss {loss.item()}, gradient norm {grad_norm.item()}")
+        message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
+        raise NonFiniteError(message, torch.stack(micro_losses).tolist())
     optimizer.step()
     optimizer.zero_grad()
     return Step(loss, grad_norm, num_targets, is_asked)
@@ -125,52 +135,88 @@ def train(
             name: value if isinstance(value, int | float | str) else str(value) for name, value in vars(args).items()
         }
         accelerator.init_trackers(output_dir.name, config=config)
-    update_status = partial(stop.update_status, output_dir) if accelerator.is_main_process else lambda **changes: None
-    update_status(state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
+    if accelerator.is_main_process:
+        stop.update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
     # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
     if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
         log.log_evaluation(step, evaluate_fn())
+    best = args.metric_for_best_model
+    measured = {name.removeprefix("eval_") for record in log.records for name in record if name.startswith("eval_")}
+    if best and best not in measured:
+        raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {', '.join(sorted(measured))}")
 
     train_loader.batch_sampler.start_step = step
     micro_batches = iter(train_loader)
     accumulation_steps = args.accumulation_steps(accelerator.num_processes)
     window = Window()
     model.train()
-    while step < total_steps:
-        start = time.perf_counter()
-        batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
-        try:
-            done = train_step(accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm)
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"step {step + 1}: {error}. The weights were not changed. "
-                f"Last good checkpoint: {checkpointer.newest or 'none yet'}"
-            ) from None
-        lr = scheduler.get_last_lr()[0]
-        scheduler.step()
-        step += 1
-        window.add(done.loss, done.num_targets, args.total_batch_size, time.perf_counter() - start)
-        log.progress.update()
-
-        last = step == total_steps
-        stopped = Stopped(stop.reason(accelerator)) if done.stop else None
-        if last or stopped or step % args.logging_steps == 0:
-            gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
-            log.log_step(step, window, done.grad_norm.item(), lr, gib)
-            window = Window()
-        if not stopped and evaluation_is_due(step, total_steps, args):
+    with Watch(output_dir) as watch:
+        step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
+        while step < total_steps:
+            watch.expect(f"step {step + 1}", step_timeout)
+            start = time.perf_counter()
+            batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
             try:
-                log.log_evaluation(step, evaluate_fn())
-            except Stopped as error:
-                stopped = error
-        if last or stopped or (args.save_steps and step % args.save_steps == 0):
-            checkpointer.save(step)
-            update_status(step=step, checkpoint=str(checkpointer.newest))
-        if stopped:
-            accelerator.end_training()
-            raise stopped
+                done = train_step(accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm)
+            except NonFiniteError as error:
+                with contextlib.suppress(SaveError):
+                    checkpointer.wait()
+                file = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
+                raise NonFiniteError(
+                    f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
+                    f"Last good checkpoint: {checkpointer.newest or 'none yet'}",
+                    error.micro_losses,
+                ) from None
+            lr = scheduler.get_last_lr()[0]
+            scheduler.step()
+            step += 1
+            seconds = time.perf_counter() - start
+            window.add(done.loss, done.num_targets, args.total_batch_size, seconds)
+            if step_timeout == args.ddp_timeout:
+                step_timeout = max(args.step_timeout, 4 * seconds)
+            log.progress.update()
+
+            watch.expect(f"what follows step {step}", args.ddp_timeout)
+            last = step == total_steps
+            stopped = Stopped(stop.reason(accelerator)) if done.stop else None
+            if last or stopped or step % args.logging_steps == 0:
+                gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
+                log.log_step(step, window, done.grad_norm.item(), lr, gib)
+                window = Window()
+            if not stopped and evaluation_is_due(step, total_steps, args):
+                try:
+                    log.log_evaluation(step, evaluate_fn())
+                except Stopped as error:
+                    stopped = error
+            if last or stopped or (args.save_steps and step % args.save_steps == 0):
+                checkpointer.save(step)
+            if last or stopped:
+                checkpointer.wait()
+            if stopped:
+                accelerator.end_training()
+                raise stopped
     log.progress.close()
     return log.records
+
+
+def dump_non_finite(
+    accelerator: Accelerator,
+    output_dir: Path,
+    step: int,
+    batches: Sequence[Batch],
+    error: NonFiniteError,
+    newest: Path | None,
+) -> Path:
+    """Write which rows the step after `step` had, and the loss of each micro-batch, to non_finite.json."""
+    rows = [batch["row"].tolist() if "row" in batch else [] for batch in batches]
+    ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
+    file = output_dir / "non_finite.json"
+    if accelerator.is_main_process:
+        found = {"step": step + 1, "found": str(error), "last_good_step": step, "checkpoint": str(newest or "")}
+        # JSON has no NaN; written as text, any reader takes it.
+        micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
+        file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
+    return file
 
 
 def evaluation_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:

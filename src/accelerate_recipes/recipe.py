@@ -6,6 +6,7 @@ A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`,
 
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,12 +18,13 @@ import datasets
 import transformers
 import yaml
 
-from accelerate_recipes import hub, stop
+from accelerate_recipes import hub, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.stop import Stopped
+from accelerate_recipes.watch import LostRankError
 
 
 @dataclass
@@ -66,32 +68,39 @@ def run(
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
             # The first process of the node has the same error. Were this one to exit first, the launcher would end
             # the other before it has said so. It ends this one instead.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(30)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if not isinstance(error, ConfigError):
-            end_with(args, state="failed", reason=str(error))
+        end_with(args, state="failed", reason=str(error))
         sys.exit(2)
+    except LostRankError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        end_with(args, state="failed", reason=str(error))
+        leave(1)  # a save in the background may wait for that rank for long
     except Exception as error:
         end_with(args, state="failed", reason=f"{type(error).__name__}: {error}")
         raise
-    leave()
+    finally:
+        lock.release()
+    leave(0)
 
 
-def leave() -> None:
+def leave(code: int) -> None:
     """End a launched process, whose work is done, without the interpreter's teardown.
 
     With torch 2.13 on gloo that aborts now and then ("terminate called without an active exception": a thread that
     nobody joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished.
     """
     if "LOCAL_RANK" in os.environ:
+        lock.release()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
-    """Say in status.json how the run ended, if it came as far as to have one."""
-    if args and int(os.environ.get("RANK", 0)) == 0 and (Path(args.output_dir) / "status.json").exists():
+    """Say in status.json how the run ended, if it came as far as to own its output directory."""
+    if lock.is_taken():
         stop.update_status(Path(args.output_dir), **changes)
 
 

@@ -8,6 +8,7 @@ and exit with 0. What became of the run stands in `<output_dir>/status.json`.
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 # Of this process, as signals are. `_file` is None until `listen` was called.
 _file: Path | None = None
-_signal: str | None = None
+_asked_by: str | None = None
+_writing_status = threading.Lock()
 
 
 class Stopped(Exception):
@@ -37,15 +39,20 @@ def listen(output_dir: Path) -> None:
 
 
 def _on_signal(number: int, frame) -> None:
-    global _signal
-    _signal = signal.Signals(number).name
+    ask(signal.Signals(number).name)
+
+
+def ask(reason: str) -> None:
+    """Ask this rank, and so all, to stop at the next step or batch of an evaluation."""
+    global _asked_by
+    _asked_by = reason
 
 
 def requested() -> str | None:
     """By what this rank was asked to stop, or None."""
-    if _signal is None and _file is not None and _file.exists():
+    if _asked_by is None and _file is not None and _file.exists():
         return f"file {_file}"
-    return _signal
+    return _asked_by
 
 
 def raise_if_requested(accelerator: Accelerator) -> None:
@@ -75,7 +82,8 @@ def update_status(output_dir: Path, **changes: object) -> None:
     and `reason` (of a stop or failure).
     """
     file = output_dir / "status.json"
-    status = json.loads(file.read_text()) if file.exists() else {}
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(status | changes, indent=1) + "\n")
-    os.replace(partial, file)
+    with _writing_status:  # a save in the background writes it too
+        status = json.loads(file.read_text()) if file.exists() else {}
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(status | changes, indent=1) + "\n")
+        os.replace(partial, file)

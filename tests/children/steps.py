@@ -7,62 +7,34 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-from datasets import Dataset
+import toy
 
-from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.data import PackedRows, make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator, prepare
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import continue_greedily, new_llama, new_word_tokenizer
+from accelerate_recipes.models import continue_greedily
 from accelerate_recipes.optim import adamw, make_scheduler
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.recipe import run
 
 STEPS = 4
-LENGTH = 32
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(toy.Args):
     num_train_epochs: float = 1.5  # of 20 rows: the last of 4 batches is not full
-    total_batch_size: int = 8
-    learning_rate: float = 1e-2
-    warmup_steps: float = 2
-    dropout: float = 0.0
-    tie_word_embeddings: bool = False
-
-
-def requirements(args: Args) -> Requirements:
-    return Requirements()
-
-
-def make_rows() -> Dataset:
-    """Rows of one to four documents, some nearly empty: a mean of means would differ from the mean."""
-    generator = np.random.default_rng(0)
-    lengths = [generator.integers(2, 9, size=generator.integers(1, 5)).tolist() for _ in range(20)]
-    return Dataset.from_dict(
-        {
-            "input_ids": [generator.integers(4, 100, size=sum(row)).tolist() for row in lengths],
-            "lengths": lengths,
-        }
-    )
+    num_rows: int = 20
 
 
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
-    tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
-    model = new_llama(
-        "sdpa", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
-        attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
-    )  # fmt: skip
+    model, tokenizer = toy.make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
     model, optimizer = prepare(accelerator, model, adamw(model, args))
     scheduler = make_scheduler(optimizer, args, 2 * STEPS)
-    rows = PackedRows(make_rows(), LENGTH, 0, document_mask=True)
+    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes)
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None)
 
@@ -92,7 +64,9 @@ def main(args: Args) -> None:
     trajectory = steps(0)
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
     texts = continue_greedily(accelerator, model, tokenizer, prompts, 4, batch_size=2)
-    # Back to the middle: model, optimizer, schedule and random generators must come from the files.
+    # Back to the middle: model, optimizer, schedule and random generators must come from the files, which were written
+    # while the later steps changed the weights.
+    checkpointer.wait()
     checkpointer.resumed_from = checkpointer.newest
     resumed = steps(checkpointer.resume())
     if accelerator.is_main_process:
@@ -111,4 +85,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run(main, Args, toy.requirements)

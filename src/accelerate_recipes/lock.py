@@ -1,0 +1,124 @@
+"""One owner of an output directory: `<output_dir>/lock.json` says which run it is, and that the run lives."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from accelerate_recipes import stop
+from accelerate_recipes.args import ConfigError
+
+HEARTBEAT = 5.0  # seconds between two touches of the file
+SILENCE = 3 * HEARTBEAT  # seconds without a touch after which its owner is dead
+
+# Of this process, which has one output directory. None until `take`.
+_mine: tuple[Path, dict] | None = None
+
+
+def take(output_dir: Path) -> None:
+    """Make this process the owner until `release`, or until it is dead. Taken twice, it is the same lock.
+
+    Raises:
+        ConfigError: if the owner is another run, and alive.
+    """
+    global _mine
+    file = output_dir / "lock.json"
+    if _mine is not None and _mine[0] == file:
+        return
+    owner = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        "run": uuid.uuid4().hex,
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            with file.open("x") as opened:
+                json.dump(owner, opened, indent=1)
+            break
+        except FileExistsError:
+            if other := living_owner(file, owner):
+                raise ConfigError(
+                    f"{output_dir} is in use by process {other['process']} on {other['host']}"
+                    f"{' (job ' + other['job'] + ')' if other['job'] else ''}, which is alive; stop it, or give another "
+                    "--output_dir"
+                ) from None
+            file.unlink(missing_ok=True)
+    _mine = file, owner
+    threading.Thread(target=_keep, args=_mine, daemon=True, name="lock").start()
+
+
+def is_taken() -> bool:
+    """By this process."""
+    return _mine is not None
+
+
+def living_owner(file: Path, me: dict) -> dict | None:
+    """Who holds the lock, if that run still lives. Takes up to SILENCE seconds to know."""
+    other = read(file)
+    if other is not None and other["host"] == me["host"] and not process_lives(other["process"]):
+        return None
+    if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
+        return None  # this job before it was requeued
+    # The owner's clock may differ from ours: what counts is that the time changes, not what it says.
+    first = touched(file)
+    deadline = time.monotonic() + SILENCE
+    while time.monotonic() < deadline:
+        time.sleep(HEARTBEAT / 10)
+        if touched(file) != first:
+            return read(file)
+    return None
+
+
+def process_lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def read(file: Path) -> dict | None:
+    """The owner; None if there is none, or one that has not yet written who it is."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def touched(file: Path) -> int | None:
+    """When, in nanoseconds. Opened first: then a network filesystem asks its server."""
+    try:
+        with file.open() as opened:
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _keep(file: Path, owner: dict) -> None:
+    """Touch the lock while it is ours. If another run, which thought us dead, took it, give way."""
+    while _mine == (file, owner):
+        if read(file) not in (owner, None):
+            stop.ask(f"another run that took over {file.parent}")
+            return
+        with contextlib.suppress(OSError):  # the next touch will do
+            os.utime(file)
+        time.sleep(HEARTBEAT)
+
+
+def release() -> None:
+    """Give the output directory free, if this process owns it."""
+    global _mine
+    if _mine is not None:
+        (file, owner), _mine = _mine, None
+        if read(file) == owner:
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()  # only when empty: a run that never began leaves nothing

@@ -1,0 +1,63 @@
+"""Runs the toy recipe many times without importing anything again: a launch costs ten seconds, a fork none.
+
+Each line of standard input is a run: {"world_size", "env", "argv", "log", "seconds"}. Its ranks are forked into a
+process group of their own, so that a fault may kill them all. As under a launcher, those left when one fails get
+SIGTERM, and what is not over after `seconds` is killed. The answer is a line with the exit code of the first that failed
+(128 + n for signal n; -n if the signal killed the whole group), or 0.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import toy
+
+from accelerate_recipes.recipe import run
+
+
+def rank_process(rank: int, job: dict) -> int:
+    """Fork one rank; returns its process id."""
+    if pid := os.fork():
+        return pid
+    os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.argv = ["toy.py", *job["argv"]]
+    code = 1
+    try:
+        run(toy.main, toy.Args, toy.requirements)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def group_process(job: dict) -> int:
+    """Fork the parent of all ranks of a run; returns its process id."""
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(job["seconds"])
+    ranks = {rank_process(rank, job) for rank in range(job["world_size"])}
+    first_failure = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not first_failure:
+            first_failure = os.waitstatus_to_exitcode(status)
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    os._exit(first_failure if first_failure >= 0 else 128 - first_failure)
+
+
+for line in sys.stdin:
+    _, status = os.waitpid(group_process(json.loads(line)), 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)

@@ -1,0 +1,150 @@
+"""The smallest whole recipe: `engine.train` on a tiny Llama, a second or two a run. For tests that kill and resume.
+
+Which rows each step trained on goes to <output_dir>/rows.jsonl. Where TOY_FAULT stands in the environment, as JSON
+{"event", "path", "count", "rank", "everyone"}, the process kills itself, or its whole process group, at the count-th
+audit event of that name whose first argument contains `path`: Python raises one before it opens, renames or removes
+a file, so a fault lies inside the real save, between two of its system calls. TOY_FSIZE is the size in bytes that
+no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_POISON a row whose loss is not a number.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume, step_of
+from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.recipe import Requirements, run
+
+LENGTH = 32
+
+
+@dataclass
+class Args(TrainArgs):
+    num_train_epochs: float = 2.0
+    total_batch_size: int = 8
+    learning_rate: float = 1e-2
+    warmup_steps: float = 2
+    logging_steps: int = 1
+    save_steps: int = 3
+    num_rows: int = arg(40, "Rows of an epoch.")
+    hidden_size: int = arg(32, "Of the model.")
+    dropout: float = arg(0.0, "In the attention.")
+    tie_word_embeddings: bool = arg(False, "Output layer and embedding are one.")
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements()
+
+
+def make_rows(num_rows: int) -> Dataset:
+    """Rows of one to four documents, some nearly empty: a mean of means would differ from the mean."""
+    generator = np.random.default_rng(0)
+    lengths = [generator.integers(2, 9, size=generator.integers(1, 5)).tolist() for _ in range(num_rows)]
+    return Dataset.from_dict(
+        {
+            "input_ids": [generator.integers(4, 100, size=sum(row)).tolist() for row in lengths],
+            "lengths": lengths,
+        }
+    )
+
+
+def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
+    model = new_llama(
+        "sdpa", vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
+        attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None:
+    """Arm the fault on its rank."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    seen = 0
+
+    def hook(name: str, arguments: tuple) -> None:
+        nonlocal seen
+        if name == event and path in str(arguments[0]):
+            seen += 1
+            if seen == count and everyone:
+                os.killpg(0, signal.SIGKILL)
+            elif seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def main(args: Args) -> None:
+    find_resume(args)
+    accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    resumed_from = agree_on_resume(accelerator, args)
+    rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
+    model, tokenizer = make_model(args)
+    artifacts = [model.config, model.generation_config, tokenizer]
+    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    total_steps = num_steps(args, len(rows))
+    scheduler = make_scheduler(optimizer, args, total_steps)
+    heldout_loader = make_eval_loader(rows, args, rank, world_size)
+    first_step = step_of(resumed_from) if resumed_from else 0
+    num_passes = 0
+
+    def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nonlocal num_passes
+        step = first_step + num_passes // args.accumulation_steps(world_size) + 1
+        num_passes += 1
+        with (Path(args.output_dir) / "rows.jsonl").open("a") as file:
+            file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
+        sys.audit("toy.loss", f"step {step}.")
+        if rank == 1 and os.environ.get("TOY_HANG") == str(step):
+            time.sleep(1000)
+        loss = next_token_loss(model, batch)
+        return loss * float("nan") if int(os.environ.get("TOY_POISON", -1)) in batch["row"] else loss
+
+    def evaluate_fn() -> dict[str, float]:
+        return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
+
+    if fault := os.environ.get("TOY_FAULT"):
+        die_at(**json.loads(fault))
+    if limit := os.environ.get("TOY_FSIZE"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
+    train(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        make_train_loader(rows, args, rank, world_size),
+        args,
+        total_steps=total_steps,
+        loss_fn=loss_fn,
+        count_fn=count_next_tokens,
+        evaluate_fn=evaluate_fn,
+        checkpointer=checkpointer,
+        flops_per_token=1.0,
+    )
+    if accelerator.is_main_process:
+        export(checkpointer.newest, Path(args.output_dir) / "export")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)

@@ -1,0 +1,210 @@
+"""SIGKILL at every kind of point: the next run goes on from the newest complete checkpoint, as if nothing had been.
+
+The toy recipe takes 10 steps on 2 ranks and saves after 3, 6, 9 and 10. Each fault strikes inside the real code, see
+tests/children/toy.py.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import CHILDREN, ROOT, Forks, environment, launch_command, losses
+
+from accelerate_recipes.checkpoint import MARKER, candidates, damage, defect, step_of
+
+DROPOUT = ("--dropout", 0.1)  # so that a random generator that is not restored shows
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks, tmp_path_factory) -> dict[int, float]:
+    """Losses of a whole run."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert forks.run(out, *DROPOUT) == 0, out.with_suffix(".log").read_text()[-3000:]
+    assert [step_of(path) for path in candidates(out)] == [9, 10]
+    found = losses(out)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return found
+
+
+# Point: rank, audit event, part of the path, how many such events, and the step of the newest complete checkpoint that
+# must be there afterwards (None: any, since a save in the background may or may not be over).
+TRAINING = {
+    "in the first step": (0, "toy.loss", "step 1.", 1, 0),
+    "in a step": (1, "toy.loss", "step 5.", 1, None),
+    "in a step between two saves": (0, "toy.loss", "step 8.", 1, None),
+    "logging": (0, "open", "metrics.jsonl", 3, 0),
+}
+SAVE = {
+    "before the directory": (0, "os.mkdir", "checkpoint-6.partial", 1, 3),
+    "copying the metrics": (0, "open", "checkpoint-6.partial/metrics.jsonl", 1, 3),
+    "before the first file": (0, "open", "checkpoint-6.partial/state/__0_0", 1, 3),
+    "before the first file of the other rank": (1, "open", "checkpoint-6.partial/state/__1_0", 1, 3),
+    "before the metadata": (0, "open", "checkpoint-6.partial/state/.metadata.tmp", 1, 3),
+    "before the metadata has its name": (0, "os.rename", "checkpoint-6.partial/state/.metadata.tmp", 1, 3),
+    "before a random state": (0, "open", "checkpoint-6.partial/rng-0.pt", 1, 3),
+    "before the other rank's random state": (1, "open", "checkpoint-6.partial/rng-1.pt", 1, 3),
+    "before a checksum": (1, "open", "checkpoint-6.partial/state/__1_0", 3, 3),
+    "before the arguments": (0, "open", "checkpoint-6.partial/args.yaml", 1, 3),
+    "before the configuration": (0, "open", "checkpoint-6.partial/config.json", 1, 3),
+    "before the marker": (0, "open", f"checkpoint-6.partial/{MARKER}", 1, 3),
+    "before the marker is on the disk": (0, "open", f"checkpoint-6.partial/{MARKER}", 2, 3),
+    "before the renaming": (0, "os.rename", "checkpoint-6.partial", 2, 3),
+}
+AFTER = {
+    "between renaming and status": (0, "open", "status.partial", 4, 9),
+    "between renaming and retention": (0, "os.rename", "checkpoint-3", 3, 9),
+    "before an old one is removed": (0, "shutil.rmtree", "checkpoint-3.partial", 1, 9),
+    "in the middle of the removal": (0, "os.remove", "rng-1.pt", 1, 9),
+    "in the export": (0, "open", "export.partial/config.json", 1, 10),
+}
+POINTS = TRAINING | SAVE | AFTER
+ONE_RANK = [
+    "in a step",
+    "before the first file of the other rank",
+    "before the other rank's random state",
+    "before the marker",
+    "between renaming and retention",
+]
+
+
+def fault(point: str, everyone: bool) -> dict[str, str]:
+    rank, event, path, count, _ = POINTS[point]
+    return {"TOY_FAULT": json.dumps({"rank": rank, "event": event, "path": path, "count": count, "everyone": everyone})}
+
+
+def newest_complete(out: Path, point: str) -> int:
+    """The step of the newest complete checkpoint that a killed run left; 0 if none. Each complete one is undamaged."""
+    complete = [path for path in candidates(out) if defect(path) is None]
+    assert [damage(path) for path in complete] == [None] * len(complete)
+    newest = step_of(complete[-1]) if complete else 0
+    wanted = POINTS[point][-1]
+    assert newest == wanted if wanted is not None else newest % 3 == 0
+    return newest
+
+
+def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, float]) -> None:
+    """From that checkpoint, and to the same losses bit for bit."""
+    resumed = re.findall(r"Resumed .*checkpoint-\d+ \(step (\d+)", log)
+    assert resumed == ([str(newest)] if newest else [])
+    assert losses(out) == undisturbed
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+    assert (out / "export/model.safetensors").exists() and not (out / "lock.json").exists()
+
+
+@pytest.mark.parametrize(
+    "point, everyone",
+    [pytest.param(point, True, id=f"all, {point}") for point in POINTS]
+    + [pytest.param(point, False, id=f"one, {point}") for point in ONE_RANK],
+)
+def test_killed(forks, undisturbed, tmp_path, point, everyone):
+    """A rank that is left alone ends by itself, and says which other is gone."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    code = forks.run(out, *DROPOUT, **fault(point, everyone))
+    assert code == (-9 if everyone else 128 + 9), f"the fault did not strike: {log.read_text()[-3000:]}"
+    if not everyone:
+        assert re.search(r"error: (rank \d \(on .*\)|the first node \(.*\)): gone during", log.read_text())
+    newest = newest_complete(out, point)
+    log.unlink()
+    assert forks.run(out, *DROPOUT) == 0, log.read_text()[-3000:]
+    assert_resumed(out, newest, log.read_text(), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everyone", [True, False], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "point", ["in a step between two saves", "before the marker", "between renaming and retention"]
+)
+def test_killed_under_the_launcher(undisturbed, tmp_path, point, everyone):
+    """The same through `accelerate launch`, which ends the rank that is left."""
+    out = tmp_path / "out"
+    command = launch_command("fsdp_full", CHILDREN / "toy.py", "--output_dir", out, *DROPOUT)
+    env = environment(tmp_path)
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 200, "start_new_session": True}
+    killed = subprocess.run(command, env=env | fault(point, everyone), **options)
+    assert killed.returncode == (-9 if everyone else 1), killed.stderr[-3000:]
+    newest = newest_complete(out, point)
+    done = subprocess.run(command, env=env, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_resumed(out, newest, done.stdout, undisturbed)
+
+
+CHAINS = {
+    "2 -> 1 -> 4 -> 2 ranks": [("fsdp_full", 2), ("fsdp_full", 1), ("fsdp_full", 4), ("fsdp_full", 2)],
+    "FSDP2 -> DDP -> FSDP2": [("fsdp_full", 2), ("ddp", 2), ("fsdp_full", 2)],
+    "single -> hybrid -> DDP -> single": [("single", 1), ("fsdp_hybrid", 4), ("ddp", 2), ("single", 1)],
+}
+
+
+@pytest.fixture(scope="module")
+def without_dropout(forks, tmp_path_factory) -> dict[int, float]:
+    """Losses of a whole run whose arithmetic does not depend on the number of ranks."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert forks.run(out, "--num_rows", 96, "--num_train_epochs", 1) == 0
+    return losses(out)
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_chain_of_resumes(forks, without_dropout, tmp_path, chain):
+    """Each link but the last is killed after its first save; together they train on every row of the epoch once."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--per_device_train_batch_size", 2)
+    for i, (config, num_processes) in enumerate(chain):
+        last = i == len(chain) - 1
+        point = {"rank": 0, "event": "toy.loss", "path": f"step {3 * i + 5}.", "count": 1, "everyone": True}
+        env = {} if last else {"TOY_FAULT": json.dumps(point)}
+        code = forks.run(out, *args, "--async_save", "false", config=config, num_processes=num_processes, **env)
+        assert code == (0 if last else -9), log.read_text()[-3000:]
+    assert re.findall(r"\(step (\d+), saved by (\d) x", log.read_text()) == [
+        (str(3 * i + 3), str(num_processes)) for i, (_, num_processes) in enumerate(chain[:-1])
+    ]
+    assert losses(out) == pytest.approx(without_dropout, rel=1e-5)
+    entries = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    last_run_of = {entry["step"]: entry["from"] for entry in sorted(entries, key=lambda entry: entry["from"])}
+    rows = [row for entry in entries if entry["from"] == last_run_of[entry["step"]] for row in entry["rows"]]
+    assert sorted(rows) == list(range(96))
+
+
+def test_a_save_that_fails_in_the_background_stops_the_run(forks, tmp_path):
+    """Files may not grow beyond 40 kB: the first save fails, the run ends with its reason, and nothing is left of it."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, "--max_steps", 200, TOY_FSIZE="40000") == 2
+    assert re.search(r"error: .*checkpoint-3 could not be written: rank 0: .*File too large", log.read_text())
+    assert json.loads((out / "status.json").read_text())["state"] == "failed"
+    assert 3 < max(losses(out)) < 200, "training went on meanwhile, and then stopped"
+    assert not list(out.glob("checkpoint-*"))
+
+
+def test_a_rank_that_hangs_is_named(forks, tmp_path):
+    """Rank 1 sleeps in step 5: the others do not wait for --ddp_timeout, and say where each is."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, "--step_timeout", 3, TOY_HANG="5") == 1
+    found = re.findall(
+        r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in loss_fn \(toy.py", log.read_text()
+    )
+    assert len(found) == 2, log.read_text()[-3000:]
+    status = json.loads((out / "status.json").read_text())
+    assert status["state"] == "failed" and "rank 1 at step 5" in status["reason"]
+
+
+def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
+    """Row 17 is poisoned: the run ends before the weights change, and says where to look."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, "--per_device_train_batch_size", 2, TOY_POISON="17") == 2
+    found = json.loads((out / "non_finite.json").read_text())
+    assert f"step {found['step']}: loss nan" in log.read_text() and found["last_good_step"] == found["step"] - 1
+    micro_batches = [entry for rank in found["micro_batches_of_ranks"] for entry in rank]
+    assert len(found["micro_batches_of_ranks"]) == 2 and len(micro_batches) == 4
+    assert sum(len(entry["rows"]) for entry in micro_batches) == 8
+    assert [17 in entry["rows"] for entry in micro_batches] == [entry["loss_sum"] == "nan" for entry in micro_batches]
+    assert any(17 in entry["rows"] for entry in micro_batches)
+    assert max(losses(out), default=0) == found["last_good_step"]

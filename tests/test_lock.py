@@ -1,0 +1,81 @@
+"""One owner of an output directory: a living one is respected, a dead one followed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from accelerate_recipes import lock, stop
+from accelerate_recipes.args import ConfigError
+
+OTHER = {"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"}
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(lock, "SILENCE", 1.0)
+    monkeypatch.setattr(stop, "_asked_by", None)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    lock.release()
+
+
+def owner_of(folder) -> dict:
+    return json.loads((folder / "lock.json").read_text())
+
+
+def test_a_second_living_run_is_an_error(tmp_path):
+    """The first is a process of its own, with the real heartbeat."""
+    code = f"from accelerate_recipes import lock; from pathlib import Path; lock.take(Path({str(tmp_path)!r})); print(1, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        first.stdout.readline()
+        lock.SILENCE = 20.0
+        with pytest.raises(
+            ConfigError, match=f"in use by process {first.pid} on {socket.gethostname()}, which is alive"
+        ):
+            lock.take(tmp_path)
+        first.kill()
+        first.wait()
+        lock.take(tmp_path)  # at once: its process is gone
+    assert owner_of(tmp_path)["process"] == os.getpid()
+    lock.release()
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_a_lock_of_another_host_counts_while_it_is_touched(tmp_path):
+    file = tmp_path / "lock.json"
+    file.write_text(json.dumps(OTHER))
+    lock.take(tmp_path)  # nobody touched it for SILENCE
+    assert owner_of(tmp_path)["process"] == os.getpid()
+
+
+def test_the_same_job_follows_itself_at_once(tmp_path, monkeypatch):
+    (tmp_path / "lock.json").write_text(json.dumps(OTHER))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(lock, "touched", lambda file: pytest.fail("it need not wait"))
+    lock.take(tmp_path)
+    assert owner_of(tmp_path)["restarts"] == 1
+
+
+def test_who_was_taken_over_gives_way(tmp_path):
+    lock.take(tmp_path)
+    (tmp_path / "lock.json").write_text(json.dumps(OTHER))
+    for _ in range(50):
+        if stop.requested():
+            break
+        lock.time.sleep(0.1)
+    assert stop.requested() == f"another run that took over {tmp_path}"
+    lock.release()
+    assert owner_of(tmp_path) == OTHER  # not ours to remove
+
+
+def test_a_run_that_left_nothing_leaves_no_folder(tmp_path):
+    lock.take(tmp_path / "out")
+    lock.release()
+    assert not (tmp_path / "out").exists()
