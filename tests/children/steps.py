@@ -3,12 +3,17 @@
 Run by tests/test_equivalence.py under each accelerate config. It is a recipe like any other.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from datasets import Dataset
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer
@@ -17,7 +22,7 @@ from accelerate_recipes.distributed import fsdp_units, local_numel, make_acceler
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import continue_greedily, new_llama, new_word_tokenizer
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import WRAPPERS, adamw, make_scheduler
 from accelerate_recipes.recipe import Requirements, run
 
 STEPS = 4
@@ -50,6 +55,17 @@ def make_rows() -> Dataset:
     )
 
 
+def checksums(model: nn.Module) -> dict[str, list[float]]:
+    """Of each parameter and buffer, whole: sum, and sum weighted by position, so that order matters."""
+    found = {}
+    with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else contextlib.nullcontext():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = whole.detach().double().flatten()
+            found[WRAPPERS.sub("", name)] = [whole.sum().item(), (whole * torch.arange(len(whole))).sum().item()]
+    return found
+
+
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
@@ -61,6 +77,7 @@ def main(args: Args) -> None:
     artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
     model, optimizer = prepare(accelerator, model, adamw(model, args))
+    start = checksums(model)
     scheduler = make_scheduler(optimizer, args, 2 * STEPS)
     rows = PackedRows(make_rows(), LENGTH, 0, document_mask=True)
     loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes)
@@ -97,6 +114,7 @@ def main(args: Args) -> None:
     resumed = steps(checkpointer.resume())
     if accelerator.is_main_process:
         result = {
+            "start": start,
             "trajectory": trajectory,
             "resumed": resumed,
             "texts": texts,
