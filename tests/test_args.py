@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from accelerate_recipes.args import ConfigError, TrainArgs, parse
 
 # What `transformers.TrainingArguments` has no name for.
-OURS = {"total_batch_size"}
+OURS = {"total_batch_size", "min_lr_ratio"}
 
 
 def test_names_are_those_of_training_arguments():
