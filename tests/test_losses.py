@@ -159,7 +159,7 @@ def test_prefetching(run_child):
 
 
 def test_prefetching_is_refused_where_it_would_be_ignored():
-    with pytest.raises(ConfigError, match="--prefetch_layers 2 needs fsdp_version: 2.*this is single process"):
+    with pytest.raises(ConfigError, match=r"--prefetch_layers 2 needs fsdp_version: 2.*this is single process"):
         prefetch_layers(Accelerator(cpu=True), make_model(), 2)
 
 
