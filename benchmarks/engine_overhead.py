@@ -51,6 +51,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.chess_games import prepare_games
 from accelerate_recipes.data import PackedRows, make_train_loader, rows_of_step
 from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
+from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.optim import adamw, make_scheduler
@@ -301,6 +302,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
         num_key_value_heads=flags.num_attention_heads,
         max_position_embeddings=flags.max_length,
     )
+    initialize(model, args.seed, accelerator.device)  # here: three loops start from the same weights
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     loaders = [make_train_loader(rows, args, accelerator.process_index, world_size) for _ in range(2)]

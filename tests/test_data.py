@@ -20,6 +20,7 @@ from accelerate_recipes.data import (
     pack,
     pack_documents,
 )
+from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 
@@ -77,11 +78,11 @@ def test_no_first_token_is_a_target(packed):
 
 def test_packed_losses_are_those_of_the_documents_alone(packed):
     """Token for token: neither attention nor positions cross from one document to the next."""
-    torch.manual_seed(0)
     model = new_llama(
         "sdpa", vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=64,
-    ).eval()  # fmt: skip
+    )  # fmt: skip
+    initialize(model, 0, "cpu").eval()
     texts = documents(30, 30)
     rows = PackedRows(packed(texts, 64), 64, pad_token_id=0, document_mask=True)
     batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])

@@ -11,6 +11,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import PackedRows, StepOrder, make_train_loader
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.engine import NonFiniteError, evaluate_loss, train_step
+from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import adamw, make_scheduler
@@ -26,11 +27,11 @@ ARGS = TrainArgs(
 
 
 def make_model():
-    torch.manual_seed(0)
-    return new_llama(
+    model = new_llama(
         "sdpa", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=32,
     )  # fmt: skip
+    return initialize(model, 0, "cpu")
 
 
 def make_rows() -> PackedRows:

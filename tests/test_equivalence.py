@@ -57,6 +57,12 @@ def test_one_trajectory(run_steps, name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_same_start(run_steps, name):
+    """Every parameter and buffer of the new model, bit for bit, however it is sharded."""
+    assert run_steps(name)["start"] == run_steps("one process")["start"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoint_restores_everything(run_steps, name):
     """Steps 3 and 4 again, from the checkpoint of step 2, bit for bit."""
     found = run_steps(name)
@@ -84,6 +90,7 @@ def test_dropout(run_steps):
 def test_tied_embeddings(run_steps):
     tied = ("--tie_word_embeddings", "true")
     found, wanted = run_steps("fsdp2", *tied), run_steps("one process", *tied)
+    assert found["start"] == wanted["start"] and "lm_head.weight" not in found["start"]
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert step == pytest.approx(reference, rel=1e-5)
     assert found["resumed"] == found["trajectory"][2:]

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import metrics
 
@@ -21,6 +21,9 @@ def test_flops_per_token():
     assert found == 6 * (6_738_415_616 - 131_072_000) + 12 * 32 * 4096 * 4096
     tied = LlamaConfig(**(LLAMA_7B.to_dict() | {"tie_word_embeddings": True}))
     assert metrics.flops_per_token(tied, 1000, attended_length=0) == 6000
+    # Mixtral 8x7B: 12.9 of 46.7 billion parameters are active, less the input embedding.
+    found = metrics.flops_per_token(MixtralConfig(), 46_702_792_704, attended_length=0)
+    assert found == 6 * (12_879_925_248 - 131_072_000)
 
 
 @pytest.mark.parametrize(

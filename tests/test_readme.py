@@ -88,6 +88,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch):
 def test_python_example(tmp_path):
     """On a small model in the demo's place."""
     from accelerate_recipes.chess_rules import all_uci_moves
+    from accelerate_recipes.init import initialize
     from accelerate_recipes.models import new_llama, new_word_tokenizer
 
     export = tmp_path / "outputs/demo/export"
@@ -96,6 +97,7 @@ def test_python_example(tmp_path):
         "sdpa", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
+    initialize(model, 0, "cpu")
     model.save_pretrained(export)
     tokenizer.save_pretrained(export)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -60,6 +60,7 @@ class TrainArgs:
     lr_scheduler_type: str = arg(
         "cosine", "Shape after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
     )
+    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.")
     warmup_steps: float = arg(0.03, "Warm-up: a number of steps, or below 1 a share of all steps.")
     weight_decay: float = arg(0.1, "Not applied to norms and biases.")
     adam_beta1: float = arg(0.9, "AdamW's beta1.")
@@ -94,6 +95,13 @@ class TrainArgs:
         for name in (*limits, "weight_decay"):
             if getattr(self, name) < 0:
                 found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
+        if not 0 <= self.min_lr_ratio <= 1:
+            found.append(f"--min_lr_ratio is {self.min_lr_ratio}; it is a share of the peak, from 0 to 1")
+        elif self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
+            found.append(
+                f"--min_lr_ratio {self.min_lr_ratio} has no effect with --lr_scheduler_type constant_with_warmup; "
+                "remove one of the two"
+            )
         if self.max_steps < 1 and self.num_train_epochs <= 0:
             found.append(f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps")
         if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+from accelerate_recipes.init import initialize
 
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
 
@@ -217,16 +218,27 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Shard the model as the strategy says, then build the optimizer on what this rank holds.
 
+    A model on the meta device gets its first weights here, seeded as `make_accelerator` seeded all ranks: under FSDP2
+    once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it from
+    the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; here nothing is, and it is off.
+
     Accelerate 1.15 wants an FSDP2 model prepared together with its optimizer and renames the optimizer's
     parameters by `data_ptr`, which is 0 for each on the meta device: all entries silently become one tensor.
     So it gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
     `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
+    is_new = any(p.is_meta for p in model.parameters())
+    if is_new and not accelerator.is_fsdp2:
+        initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     if accelerator.is_fsdp2:
+        if is_new:
+            accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
         model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
+        if is_new:
+            initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
     else:
         model = accelerator.prepare(model)
@@ -245,6 +257,14 @@ def prepare(
     # the model: whatever outlives it keeps process groups alive into the interpreter's end, where gloo aborts.
     model.first_units = units[:2]
     return model, make_optimizer(model)
+
+
+def parameter_device(accelerator: Accelerator) -> torch.device:
+    """Where new parameters are put: FSDP1 and CPU offload take them from the CPU."""
+    on_cpu = accelerator.distributed_type == DistributedType.FSDP and (
+        not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    )
+    return torch.device("cpu") if on_cpu else accelerator.device
 
 
 def restore_rng_in_recompute(model: nn.Module) -> None:
@@ -273,6 +293,27 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
             if state._fsdp_param_group is not None:
                 units.setdefault(id(state), module)
     return list(units.values())
+
+
+def prefetch_layers(accelerator: Accelerator, model: nn.Module, depth: int) -> None:
+    """Gather the next `depth` layers while one computes, in forward and backward. FSDP2 by itself gathers one ahead.
+
+    More hides a slow network behind the layers' computation, and costs the memory of as many whole layers. No key of
+    the accelerate YAML says it.
+
+    Raises:
+        ConfigError: under another strategy, which would ignore it.
+    """
+    wrapped = accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    layers = [unit for unit in fsdp_units(model) if type(unit).__name__.removeprefix("FSDP") in (wrapped or [])]
+    if not layers:
+        raise ConfigError(
+            f"--prefetch_layers {depth} needs fsdp_version: 2 with TRANSFORMER_BASED_WRAP in the accelerate YAML; "
+            f"this is {strategy_name(accelerator)}: set it to 0"
+        )
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - depth) : i][::-1])
 
 
 def local_numel(parameter: nn.Parameter) -> int:

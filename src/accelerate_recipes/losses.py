@@ -1,8 +1,11 @@
 """Sums of token losses, and the number of tokens they are sums over. The engine divides one by the other."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100
 
@@ -17,9 +20,78 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     restart, and keeps attention inside each.
     """
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    # Shift the labels rather than the logits: slicing (B, T, V) would copy it.
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return summed_cross_entropy(logits.flatten(0, 1), next_tokens(batch))
+
+
+def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same loss, and the same gradients, with the logits of a few hundred tokens at a time.
+
+    For a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. The price is
+    computing them once more in the backward pass.
+
+    During this one call the output layer returns the loss in place of logits. It is called as ever, inside the model:
+    that is where FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
+
+    Raises:
+        ValueError: for a model that scales or caps its logits behind the output layer.
+    """
+    # DDP and torch.compile wrap the model, FSDP1 perhaps the output layer too.
+    causal_lm = next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
+    head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
+    scaled = [
+        name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if hasattr(causal_lm.config, name)
+    ]
+    if scaled:
+        raise ValueError(f"{causal_lm.config.model_type} has {scaled[0]} behind its output layer; use next_token_loss")
+    head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
+    try:
+        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    finally:
+        del head.forward  # the class's own, for logits
+
+
+@torch.compiler.disable
+def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
+    hidden, weight = hidden.flatten(0, -2), head.weight
+    if torch.is_autocast_enabled(hidden.device.type):  # knows F.linear, not F.linear_cross_entropy
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # Logits as large as the hidden states; but of fewer rows, reading the weight for each chunk would take the time:
+    # what torch chooses by itself (8 rows for 2,048 tokens of width 512 and 128,256 words) was 2.5 times slower on a CPU.
+    rows = max(256, hidden.numel() // weight.shape[0])
+    if hasattr(F, "linear_cross_entropy"):  # torch 2.13; chunked only with options
+        # Not reduction="sum": under bf16 it adds up in bf16, and the loss of a batch is a few per cent off.
+        losses = F.linear_cross_entropy(
+            hidden, weight, targets, linear_bias=head.bias, reduction="none", ignore_index=IGNORE_INDEX,
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
+        )  # fmt: skip
+        return losses.float().sum()
+    return chunked_cross_entropy(hidden, weight, head.bias, targets, rows)
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """The same with any torch: activation checkpointing of `rows` tokens at a time. `hidden` is (N, H)."""
+
+    def chunk_loss(hidden, weight, bias, targets):
+        return summed_cross_entropy(F.linear(hidden, weight, bias), targets)
+
+    losses = [
+        checkpoint(chunk_loss, some, weight, bias, theirs, use_reentrant=False, preserve_rng_state=False)
+        for some, theirs in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What each position predicts, (B x T,). Shifting the labels rather than the logits, which would be copied."""
+    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
 
 
 def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:

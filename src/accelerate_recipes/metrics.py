@@ -45,18 +45,21 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(config: PretrainedConfig, num_parameters: int, attended_length: float) -> float:
-    """Training FLOPs per token of a dense decoder: `6 N + 12 L H Q T`.
+    """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`.
 
     N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
-    output layer). L layers, H heads of dimension Q, T = `attended_length`, the length of the document that a token
-    lies in. Causal masking is not deducted, recomputation (activation checkpointing) not added.
+    output layer) and the experts that a token is not sent to. L layers, H heads of dimension Q, T = `attended_length`,
+    the length of the document that a token lies in. Causal masking is not deducted, recomputation (activation
+    checkpointing) not added.
 
     Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    idle = getattr(config, "num_local_experts", 0) - getattr(config, "num_experts_per_tok", 0)
+    idle *= 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
-    return 6 * (num_parameters - embedding) + attention
+    return 6 * (num_parameters - embedding - idle) + attention
 
 
 def peak_memory_gib(device: torch.device) -> float:

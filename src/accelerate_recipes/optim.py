@@ -40,6 +40,17 @@ def adamw(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.opti
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: TrainArgs, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule over `total_steps` optimizer steps; step it once after each."""
+    """The schedule over `total_steps` optimizer steps; step it once after each.
+
+    The warm-up starts at 0; what follows falls to `min_lr_ratio` of the peak and stays there.
+    """
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps
-    return get_scheduler(args.lr_scheduler_type, optimizer, round(warmup), total_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, round(warmup), total_steps)
+    if args.min_lr_ratio:
+        shape, floor = schedule.lr_lambdas[0], args.min_lr_ratio
+
+        def raised(step: int) -> float:
+            return shape(step) if step < warmup else floor + (1 - floor) * shape(step)
+
+        schedule.lr_lambdas = [raised] * len(schedule.lr_lambdas)
+    return schedule

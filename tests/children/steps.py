@@ -3,11 +3,16 @@
 Run by tests/test_equivalence.py under each accelerate config. It is a recipe like any other.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import toy
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.data import PackedRows, make_train_loader
@@ -15,7 +20,7 @@ from accelerate_recipes.distributed import fsdp_units, local_numel, make_acceler
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import continue_greedily
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import WRAPPERS, adamw, make_scheduler
 from accelerate_recipes.recipe import run
 
 STEPS = 4
@@ -27,12 +32,24 @@ class Args(toy.Args):
     num_rows: int = 20
 
 
+def checksums(model: nn.Module) -> dict[str, list[float]]:
+    """Of each parameter and buffer, whole: sum, and sum weighted by position, so that order matters."""
+    found = {}
+    with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else contextlib.nullcontext():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = whole.detach().double().flatten()
+            found[WRAPPERS.sub("", name)] = [whole.sum().item(), (whole * torch.arange(len(whole))).sum().item()]
+    return found
+
+
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     model, tokenizer = toy.make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
     model, optimizer = prepare(accelerator, model, adamw(model, args))
+    start = checksums(model)
     scheduler = make_scheduler(optimizer, args, 2 * STEPS)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes)
@@ -71,6 +88,7 @@ def main(args: Args) -> None:
     resumed = steps(checkpointer.resume())
     if accelerator.is_main_process:
         result = {
+            "start": start,
             "trajectory": trajectory,
             "resumed": resumed,
             "texts": texts,

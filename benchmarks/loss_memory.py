@@ -1,0 +1,123 @@
+"""Peak memory and time of one step with a vocabulary of 128,256: with whole logits, and without.
+
+    python benchmarks/loss_memory.py --out benchmarks/results/loss_memory.json
+
+One small Llama, the same weights and tokens, forward and backward pass, each way in a process of its own:
+
+    plain     losses.next_token_loss: the logits of all tokens at once
+    torch     losses.next_token_loss_without_logits, by torch.nn.functional.linear_cross_entropy (torch 2.13)
+    chunked   the same by checkpointed chunks, as where torch has no such function
+
+Memory is what the step takes above what was there before it, its gradients included: the largest resident set of the
+process on a CPU, allocated tensors on a GPU. The gradients are compared with the plain ones; in fp32, if they differ by
+more than 1e-4 of their norm, the benchmark ends with an error.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+
+from accelerate_recipes.init import initialize
+from accelerate_recipes.losses import next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.metrics import device_name, peak_memory_gib
+from accelerate_recipes.models import new_llama
+
+WAYS = ("plain", "torch", "chunked")
+GIB = 2**30
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default, text in (
+        ("vocab_size", 128256, "Of the model."),
+        ("hidden_size", 512, "Of the model."),
+        ("num_hidden_layers", 2, "Of the model."),
+        ("max_length", 2048, "Tokens of the one row."),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="As in an accelerate YAML.")
+    parser.add_argument("--way", choices=WAYS, help="Only this one, in this process.")
+    parser.add_argument("--folder", type=Path, help="With --way: for its result.")
+    parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
+    return parser.parse_args()
+
+
+def measure(flags: argparse.Namespace) -> None:
+    """One step in this process; its figures and gradients go to files."""
+    if flags.way == "chunked":
+        del F.linear_cross_entropy
+    loss_fn = next_token_loss if flags.way == "plain" else next_token_loss_without_logits
+    accelerator = Accelerator(mixed_precision=flags.mixed_precision)
+    model = new_llama(
+        "sdpa",
+        vocab_size=flags.vocab_size,
+        hidden_size=flags.hidden_size,
+        intermediate_size=2 * flags.hidden_size,
+        num_hidden_layers=flags.num_hidden_layers,
+        num_attention_heads=flags.hidden_size // 64,
+        max_position_embeddings=flags.max_length,
+    )
+    model = accelerator.prepare(initialize(model, 0, accelerator.device))
+    ids = torch.randint(flags.vocab_size, (1, flags.max_length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "position_ids": torch.arange(flags.max_length)[None], "labels": ids}
+    batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    on_gpu = accelerator.device.type == "cuda"
+    before = (torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss) / GIB
+    start = time.perf_counter()
+    loss = loss_fn(model, batch)
+    accelerator.backward(loss / flags.max_length)
+    loss = loss.item() / (flags.max_length - 1)  # waits for a GPU
+    result = {
+        "step_gib": peak_memory_gib(accelerator.device) - before,
+        "before_gib": before,
+        "seconds": time.perf_counter() - start,
+        "loss": loss,
+        "device": device_name(accelerator.device),
+    }
+    (flags.folder / f"{flags.way}.json").write_text(json.dumps(result))
+    torch.save({name: p.grad.cpu() for name, p in model.named_parameters()}, flags.folder / f"{flags.way}.pt")
+
+
+def main(flags: argparse.Namespace) -> None:
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS:
+            subprocess.run([sys.executable, *sys.argv, "--way", way, "--folder", folder], check=True)
+            results[way] = json.loads(Path(folder, f"{way}.json").read_text())
+            found, plain = (torch.load(Path(folder, f"{name}.pt")) for name in (way, "plain"))
+            distances = [(found[name] - plain[name]).norm() / plain[name].norm() for name in plain]
+            results[way]["gradient_distance"] = max(distances).item()
+    logits = flags.max_length * flags.vocab_size * 4 / GIB
+    print(f"{results['plain']['device']}, {flags.mixed_precision}: logits in fp32 would be {logits:.2f} GiB")
+    for way, r in results.items():
+        print(
+            f"{way:8} step {r['step_gib']:.2f} GiB ({r['step_gib'] / results['plain']['step_gib']:.2f} of plain), "
+            f"{r['seconds']:.1f} s, loss {r['loss']:.6f}, gradients off by {r['gradient_distance']:.1e}"
+        )
+    if flags.out:
+        machine = {"python": platform.python_version(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+        machine |= {m.__name__: m.__version__ for m in (torch, transformers)}
+        options = {name: value for name, value in vars(flags).items() if name not in ("way", "folder", "out")}
+        flags.out.write_text(json.dumps({"machine": machine, "flags": options, "ways": results}, indent=1) + "\n")
+    if flags.mixed_precision == "no" and max(r["gradient_distance"] for r in results.values()) > 1e-4:
+        sys.exit("the gradients differ")
+
+
+if __name__ == "__main__":
+    flags = parse_flags()
+    if flags.way:
+        measure(flags)
+    else:
+        main(flags)

@@ -1,0 +1,121 @@
+"""The loss without logits beside the plain one, and prefetching, on sharded models; the result goes to a JSON file.
+
+Run by tests/test_losses.py. It is a recipe like any other.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.distributed import fsdp_units, make_accelerator, prefetch_layers, prepare
+from accelerate_recipes.engine import train_step
+from accelerate_recipes.losses import (
+    IGNORE_INDEX,
+    count_next_tokens,
+    next_token_loss,
+    next_token_loss_without_logits,
+)
+from accelerate_recipes.models import Architecture, continue_greedily, new_config, new_model, new_word_tokenizer
+from accelerate_recipes.optim import WRAPPERS, adamw
+from accelerate_recipes.recipe import Requirements, run
+
+MODELS = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@dataclass
+class Args(TrainArgs):
+    total_batch_size: int = 4
+    per_device_train_batch_size: int = 2
+    learning_rate: float = 1e-2
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole, on every rank, as it came from the backward pass; and none left."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[WRAPPERS.sub("", name)] = whole.clone().double()
+    model.zero_grad()
+    return found
+
+
+def main(args: Args) -> None:
+    accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    tokenizer = new_word_tokenizer([f"w{i}" for i in range(596)])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, len(tokenizer), (4, 96), generator=generator)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, IGNORE_INDEX, ids)
+    rows = {"input_ids": ids, "position_ids": torch.arange(96).expand_as(ids), "labels": labels}
+    batch = {name: tensor.chunk(world_size)[rank] for name, tensor in rows.items()}
+
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    settings = dict(vars(plugin)) if plugin else {}
+
+    def new(values: dict) -> tuple[nn.Module, torch.optim.Optimizer]:
+        set_seed(args.seed)
+        # One model at a time; the plugin remembers the layer class of the first.
+        accelerator.free_memory()
+        if plugin:
+            vars(plugin).update(settings)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+        config = new_config(Architecture(vocab_size=len(tokenizer), initializer_range=0.2, **sizes, **values))
+        model = new_model(config, "sdpa")
+        return prepare(accelerator, model, adamw(model, args))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        return [
+            train_step(
+                accelerator, model, optimizer, [batch], next_token_loss_without_logits, count_next_tokens, 1.0
+            ).loss.item()
+            for _ in range(3)
+        ]
+
+    result = {"world_size": world_size, "models": {}}
+    for name, values in MODELS.items():
+        model, optimizer = new(values)
+        losses, grads = [], []
+        for loss_fn in (next_token_loss, next_token_loss_without_logits):
+            loss = loss_fn(model, batch)
+            accelerator.backward(loss / 100)
+            losses.append(loss.item())
+            grads.append(gradients(model))
+        found = {
+            "losses": losses,
+            "distance": {key: ((grads[1][key] - g).norm() / g.norm()).item() for key, g in grads[0].items()},
+            "trajectory": train(model, optimizer),
+            "texts": continue_greedily(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
+        }
+        if accelerator.is_fsdp2:
+            model, optimizer = new(values)
+            prefetch_layers(accelerator, model, 2)
+            index = {id(unit._get_fsdp_state()): i for i, unit in enumerate(fsdp_units(model))}
+            states = [unit._get_fsdp_state() for unit in fsdp_units(model)]
+            found["prefetched"] = {
+                way: [[index[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")] for state in states]
+                for way in ("forward", "backward")
+            }
+            found["trajectory with prefetching"] = train(model, optimizer)
+        result["models"][name] = found
+    if accelerator.is_main_process:
+        Path(args.output_dir).mkdir(parents=True)
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)

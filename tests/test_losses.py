@@ -1,0 +1,180 @@
+"""The loss without logits is the loss: on one process, sharded, in bf16, compiled. And prefetching changes none."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from helpers import CHILDREN, launch_ok
+from transformers import LlamaConfig
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.distributed import prefetch_layers
+from accelerate_recipes.init import initialize
+from accelerate_recipes.losses import IGNORE_INDEX, next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.models import new_llama, new_model
+
+BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
+
+
+def make_model(**overrides):
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "initializer_range": 0.2,
+    }  # fmt: skip
+    return initialize(new_llama("sdpa", **sizes | overrides), 0, "cpu")
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH), generator=generator)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, IGNORE_INDEX, ids)
+    labels[0] = IGNORE_INDEX  # a row without targets
+    return {"input_ids": ids, "position_ids": torch.arange(LENGTH).expand_as(ids), "labels": labels}
+
+
+def loss_and_gradients(loss_fn, model) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = loss_fn(model, make_batch())
+    (loss / 123).backward()
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    return loss.item(), {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.fixture(params=["of torch", "of our own"])
+def implementation(request, monkeypatch):
+    """The chunked loss that torch has since 2.13, and the one for a torch without."""
+    if request.param == "of our own":
+        monkeypatch.delattr(F, "linear_cross_entropy")
+    return request.param
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_and_gradients(implementation, tied):
+    model = make_model(tie_word_embeddings=tied)
+    (wanted, wanted_gradients), (found, gradients) = (
+        loss_and_gradients(loss_fn, model) for loss_fn in (next_token_loss, next_token_loss_without_logits)
+    )
+    assert found == pytest.approx(wanted, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert distance(gradient, wanted_gradients[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_bf16(implementation, autocast):
+    """As near to fp32 as the logits are. torch's own sum over the tokens would be 1 % off."""
+    wanted, wanted_gradients = loss_and_gradients(next_token_loss, make_model())
+    model = make_model() if autocast else make_model().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plain, plain_gradients = loss_and_gradients(next_token_loss, model)
+        found, gradients = loss_and_gradients(next_token_loss_without_logits, model)
+    assert found == pytest.approx(plain, rel=3e-4)
+    assert found == pytest.approx(wanted, rel=2e-3)
+    for name, gradient in gradients.items():
+        allowed = 1.2 * distance(plain_gradients[name], wanted_gradients[name])
+        assert distance(gradient, wanted_gradients[name]) < allowed, name
+
+
+def test_no_logits_are_made(implementation, monkeypatch):
+    """Of all tokens at once; and afterwards the model gives logits again, also after an error."""
+    model, batch = make_model(), make_batch()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **kwargs or {})
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim > 1 and tensor.shape[-1] == VOCABULARY:
+                    largest = max(largest, tensor.numel() // VOCABULARY)
+            return result
+
+    with Watch():
+        next_token_loss_without_logits(model, batch).backward()
+    assert largest <= 512, "tokens whose logits were there at once"
+    with pytest.raises(IndexError):
+        next_token_loss_without_logits(model, batch | {"input_ids": batch["input_ids"] + VOCABULARY})
+    assert model(input_ids=batch["input_ids"]).logits.shape == (BATCH_SIZE, LENGTH, VOCABULARY)
+
+
+def test_a_model_that_changes_its_logits_is_refused():
+    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping behind its output layer"):
+        next_token_loss_without_logits(new_model(config, "sdpa"), make_batch())
+
+
+@pytest.fixture(scope="module")
+def run_child(tmp_path_factory):
+    """Result of tests/children/losses.py, launched once for all tests that look at it."""
+    done: dict[tuple, dict] = {}
+
+    def result(config: str, *flags: str) -> dict:
+        if (config, *flags) not in done:
+            tmp_path = tmp_path_factory.mktemp("losses")
+            out = tmp_path / "out"
+            sequences = 4 if config == "single" else 2
+            launch_ok(
+                tmp_path, config, CHILDREN / "losses.py", "--output_dir", out,
+                "--per_device_train_batch_size", sequences, flags=flags,
+            )  # fmt: skip
+            done[config, *flags] = json.loads((out / "result.json").read_text())
+        return done[config, *flags]
+
+    return result
+
+
+SHARDED = ("fsdp_full", "--fsdp_activation_checkpointing", "true")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral"])
+def test_sharded(run_child, name):
+    """Where FSDP2 gathers the output layer: loss, gradients, three steps, and then text, as on one process."""
+    alone, found = run_child("single")["models"][name], run_child(*SHARDED)["models"][name]
+    assert run_child(*SHARDED)["world_size"] == 2
+    for result in (alone, found):
+        plain, without_logits = result["losses"]
+        assert without_logits == pytest.approx(plain, rel=1e-5)
+        assert max(result["distance"].values()) < 1e-4, "of a gradient from the plain loss's"
+    assert found["trajectory"] == pytest.approx(alone["trajectory"], rel=1e-5)
+    assert alone["trajectory"][2] < alone["trajectory"][0] - 0.5, "it learns"
+    assert found["texts"] == alone["texts"]
+
+
+def test_prefetching(run_child):
+    """Two layers ahead, in the order in which they are needed, and to the same losses, bit for bit."""
+    for name, found in run_child(*SHARDED)["models"].items():
+        first = 1  # of the four layers; before them the embedding, and tied also the output layer
+        layers = range(first, first + 4)
+        ways = found["prefetched"]
+        assert [ways["forward"][i] for i in layers] == [[2, 3], [3, 4], [4], []], name
+        assert [ways["backward"][i] for i in layers] == [[], [1], [2, 1], [3, 2]], name
+        assert not any(ways[way][i] for way in ways for i in range(len(ways[way])) if i not in layers)
+        assert found["trajectory with prefetching"] == found["trajectory"]
+
+
+def test_prefetching_is_refused_where_it_would_be_ignored():
+    with pytest.raises(ConfigError, match=r"--prefetch_layers 2 needs fsdp_version: 2.*this is single process"):
+        prefetch_layers(Accelerator(cpu=True), make_model(), 2)
+
+
+def test_sharded_in_bf16(run_child):
+    for name, found in run_child("fsdp_full", "--mixed_precision", "bf16")["models"].items():
+        plain, without_logits = found["losses"]
+        assert without_logits == pytest.approx(plain, rel=1e-3), name
+        wanted = run_child("single")["models"][name]["trajectory"]
+        assert found["trajectory"] == pytest.approx(wanted, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_compiled(run_child):
+    """Layer by layer, as the YAML's dynamo_config has it."""
+    flags = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
+    wanted = run_child("single")["models"]
+    for name, found in run_child("fsdp_full", *flags)["models"].items():
+        assert found["trajectory"] == pytest.approx(wanted[name]["trajectory"], rel=1e-5)

@@ -1,0 +1,94 @@
+"""New models: their sizes, and what no model can be made of."""
+
+import pytest
+from helpers import ROOT
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.models import (
+    Architecture,
+    new_config,
+    new_model,
+    new_word_tokenizer,
+    vocabulary_problems,
+)
+
+PRESETS = ROOT / "recipes/configs/c4"
+# As published with the models' weights.
+PARAMETERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704,
+}
+
+
+def parsed(*argv: str):
+    return parse(recipe.load(ROOT / "recipes/c4.py").Args, argv, world_size=8)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_models(name):
+    """The preset parses, and its model on the meta device has exactly the published number of parameters."""
+    args = parsed("--config", str(PRESETS / f"{name}.yaml"))
+    model = new_model(new_config(args), args.attn_implementation)
+    assert model.num_parameters() == PARAMETERS[name]
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert f"{PARAMETERS[name]:,}" in (PRESETS / f"{name}.yaml").read_text()
+    assert model.config.tie_word_embeddings == name.startswith("llama3_2")
+    assert model.config.eos_token_id == (128001 if name.startswith("llama3") else 2)
+
+
+def test_llama3_stretches_its_rotary_waves():
+    """Long ones by the factor, short ones not at all. Source: the config.json of Llama 3.1 and 3.2."""
+    for name, factor in (("llama3_1_8b", 8.0), ("llama3_2_1b", 32.0)):
+        assert new_config(parsed("--config", str(PRESETS / f"{name}.yaml"))).rope_parameters == {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    default = new_config(parsed("--config", str(PRESETS / "llama2_7b.yaml"))).rope_parameters
+    assert default == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def test_any_field_can_be_overridden():
+    preset = ("--config", str(PRESETS / "mixtral_8x7b.yaml"))
+    config = new_config(parsed(*preset, "--num_hidden_layers", "2", "--num_local_experts", "4", "--head_dim", "64"))
+    assert (config.num_hidden_layers, config.num_local_experts, config.head_dim) == (2, 4, 64)
+    assert new_model(config, "sdpa").model.layers[1].mlp.experts.gate_up_proj.shape == (4, 2 * 14336, 4096)
+    for name in Architecture.__dataclass_fields__:
+        assert name == "model_type" or name.startswith("rope_") or hasattr(config, name), name
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--hidden_size", "100", "--num_attention_heads", "8"], "--hidden_size 100 is not an even multiple of"),
+        (["--num_key_value_heads", "5"], "--num_attention_heads 32 is not a multiple of --num_key_value_heads 5"),
+        (["--sliding_window", "4096"], "--sliding_window 4096: llama has none"),
+        (["--max_length", "8192"], "--max_length is 8192, but the model is made for --max_position_embeddings 4096"),
+        (["--tokenizer_name", ""], "--tokenizer_name is missing"),
+        (["--prefetch_layers", "-1"], "--prefetch_layers is -1"),
+    ],
+)
+def test_mistakes(flags, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parsed("--config", str(PRESETS / "llama2_7b.yaml"), *flags)
+
+
+def test_a_vocabulary_that_does_not_fit():
+    tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])  # 100 tokens; <s> is 1, </s> is 2
+    assert vocabulary_problems(new_config(Architecture(vocab_size=100)), tokenizer) == []
+    assert vocabulary_problems(new_config(Architecture(vocab_size=128)), tokenizer) == []
+    (problem,) = vocabulary_problems(new_config(Architecture(vocab_size=99)), tokenizer)
+    assert "the tokenizer has 100 tokens, the model's vocab_size is 99" in problem
+    (problem,) = vocabulary_problems(new_config(Architecture(eos_token_id=3)), tokenizer)
+    assert "the tokenizer's eos_token_id is 2, the model's is 3" in problem
