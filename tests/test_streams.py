@@ -4,6 +4,9 @@ import gzip
 import http.server
 import itertools
 import json
+import multiprocessing
+import os
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -147,17 +150,25 @@ def test_every_document_once_in_each_epoch(source, corpus, tokenizer):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_no_row_twice_and_no_token_lost(source, corpus, tokenizer):
-    """Counted in the rows: no word comes twice before the first stream begins its next epoch."""
-    loaders = [make_loader(source, rank, 2) for rank in range(2)]
-    iterators = [iter(loader) for loader in loaders]
-    words = []
-    while all(state.epoch == 0 for loader in loaders for state in loader.consumed.values()):
-        words += [token for iterator in iterators for row in next(iterator)["input_ids"].tolist() for token in row[:-1]]
-    words = [token for token in words if token != tokenizer.eos_token_id]
-    assert len(words) > 600
-    # The last row of a stream may reach into its second epoch.
-    assert sum(count - 1 for count in Counter(words).values()) <= 2 * MAX_LENGTH
+def test_no_row_twice_and_no_token_lost(source, corpus):
+    """Counted in the rows of two epochs: every word twice, but for what the streams' last rows hold of the third."""
+    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+    counts, of_first_epoch = Counter(), Counter()
+    for stream in range(NUM_STREAMS):
+        for pieces, state in stream_rows(source, order, stream, StreamState(), no_retry):
+            words = [token for piece in pieces for token in piece.tolist()]
+            counts.update(words)
+            if state.epoch == 0:
+                of_first_epoch.update(words)
+            if state.epoch == 2:
+                break
+    eos = source.tokenizer.eos_token_id if isinstance(source, TextShards) else counts.most_common(1)[0][0]
+    del counts[eos], of_first_epoch[eos]
+    assert len(counts) == sum(len(text.split()) for text in corpus)
+    assert set(counts.values()) == {2, 3}
+    assert sum(count == 3 for count in counts.values()) < NUM_STREAMS * MAX_LENGTH
+    assert set(of_first_epoch.values()) == {1}
+    assert len(of_first_epoch) > len(counts) - NUM_STREAMS * MAX_LENGTH
 
 
 def test_rows_run_through_the_documents(source):
@@ -216,6 +227,21 @@ def test_batches_join_rows_of_several_rounds(source):
     rows = [row for batch in itertools.islice(loader, 8) for row in batch["input_ids"].tolist()]
     assert rows == expected_rows(source, 120)[0::3]
     assert loader.step == 4
+
+
+@pytest.mark.timeout(120)
+def test_workers_survive_what_is_set_for_the_main_process(text_shards, corpus, monkeypatch):
+    """Threads of the tokenizer, which do not survive a fork; and SIGTERM, which Slurm sends to every process of a job."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    text_shards.encode(corpus)
+    loader = make_loader(text_shards, num_workers=2)
+    batches = iter(loader)
+    rows = [next(batches)["input_ids"][0].tolist()]
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+    rows += [next(batches)["input_ids"][0].tolist() for _ in range(199)]
+    assert rows == expected_rows(text_shards, 200)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
 def test_workers_leave_the_global_generators_alone(text_shards):

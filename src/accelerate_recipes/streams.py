@@ -15,6 +15,7 @@ workers have prepared beyond. To resume, each stream decompresses one shard from
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -100,10 +101,10 @@ class TextShards:
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        eos = self.tokenizer.eos_token_id
+        eos = [self.tokenizer.eos_token_id]
         # `_fast` leaves out the offsets of the tokens in the text, which nobody asks for here.
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*self.bos, *encoding.ids, eos], dtype=np.int32) for encoding in encodings]
+        return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
 
 
 class StreamState(NamedTuple):
@@ -354,6 +355,7 @@ def start_workers(rounds: Rounds, num_workers: int, rounds_ahead: int) -> Iterat
                 batch_size=None,
                 num_workers=num_workers,
                 prefetch_factor=rounds_ahead if num_workers else None,
+                worker_init_fn=outlive_sigterm,
                 generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
             )
         )
@@ -362,6 +364,14 @@ def start_workers(rounds: Rounds, num_workers: int, rounds_ahead: int) -> Iterat
             del os.environ["TOKENIZERS_PARALLELISM"]
         elif before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def outlive_sigterm(worker: int) -> None:
+    """A scheduler that wants the node back sends SIGTERM to all processes; the last steps and the save need the workers.
+
+    They end when the loader tells them to, or when their parent is gone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:
@@ -374,9 +384,12 @@ def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:
     for part in parts:
         if isinstance(part, str):
             raise DataError(part)
+    if num_workers == 1:
+        return parts[0]
     rows = concatenate([part for part in parts if part])
-    by_stream = rows["state"][:, 0].argsort()
-    return {name: tensor[by_stream] for name, tensor in rows.items()}
+    # In numpy: torch would wake all its threads for a copy of some hundred kB.
+    by_stream = np.argsort(rows["state"][:, 0].numpy())
+    return {name: torch.from_numpy(tensor.numpy()[by_stream]) for name, tensor in rows.items()}
 
 
 def regroup(rounds: Iterator[Batch], size: int) -> Iterator[Batch]:
