@@ -103,7 +103,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
             accelerator.save_state(str(output_dir / "save_state"))
         elif name != "none":
             args.async_save = name == "async"
-            checkpointer.save(number)
+            checkpointer.save(number, {})
         stall = max_over_ranks(time.perf_counter() - start, accelerator.device)
         for _ in range(flags.steps):
             train_step(accelerator, model, optimizer, [batch], next_token_loss, count_next_tokens, args.max_grad_norm)

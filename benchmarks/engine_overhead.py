@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -95,10 +96,10 @@ class OurLoop:
     """
 
     resumed_from = newest = None
+    data_states: ClassVar[list] = []
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
         self.accelerator, self.args, self.loader = accelerator, args, loader
-        self.batch_sampler = loader.batch_sampler
         self.model, self.optimizer = prepare(accelerator, model, adamw(model, args))
         self.scheduler = make_scheduler(self.optimizer, args, args.max_steps)
         self.step = 0
@@ -125,11 +126,22 @@ class OurLoop:
     def resume(self) -> int:
         return self.step
 
+    def start_at(self, step: int, states: list[dict]) -> None:
+        self.loader.start_at(step, states)
+
+    def state(self) -> dict:
+        return {}
+
+    counts = state
+
+    def wait(self) -> None:
+        pass
+
     def __iter__(self):
         self.start = now()
         return iter(self.loader)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, data_state: dict) -> None:
         self.seconds = now() - self.start
         self.step = step
 

@@ -96,7 +96,7 @@ def save(flags: argparse.Namespace) -> None:
     scheduler = make_scheduler(optimizer, args, 1)
     if accelerator.is_main_process:
         (flags.folder / "metrics.jsonl").touch()
-    Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None).save(1)
+    Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None).save(1, {})
     save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, str(flags.folder))
     accelerator.end_training()
 

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from accelerate_recipes.args import ConfigError, TrainArgs, parse
 
 # What `transformers.TrainingArguments` has no name for.
-OURS = {"total_batch_size", "min_lr_ratio", "keep_every_n_steps", "async_save", "step_timeout"}
+OURS = {"total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout"}
 
 
 def test_names_are_those_of_training_arguments():

@@ -61,7 +61,7 @@ def make_run(tmp_path, monkeypatch):
 
 def save(run: Checkpointer, step: int) -> Path:
     """To the end."""
-    path = run.save(step)
+    path = run.save(step, {})
     run.wait()
     return path
 
@@ -81,10 +81,10 @@ def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path)
     """Byte for byte the files of a synchronous save, although the weights change as soon as `save` returns."""
     run = make_run()
     run.args.async_save = False
-    wanted = (run.save(10) / "state/__0_0.distcp").read_bytes()
+    wanted = (run.save(10, {}) / "state/__0_0.distcp").read_bytes()
     run.args.async_save = True
     for step in (20, 30):  # the second time into memory that is there already
-        found = run.save(step)
+        found = run.save(step, {})
         with torch.no_grad():
             originals = [p.clone() for p in run.model.parameters()]
             for p in run.model.parameters():

@@ -22,7 +22,7 @@ CHESS = ROOT / "recipes" / "chess.py"
 STEPS = 40
 LOG_LINE = re.compile(
     r"Step \d+/\d+ Loss: \d+\.\d{5}, Speed: \d+\.\d\d samples/sec, \d+ tokens/sec, lr: \d\.\d{6}, grad norm: \d+\.\d\d, "
-    r"peak memory: \d+\.\d GiB"
+    r"peak memory: \d+\.\d GiB, data wait: \d+\.\d%"
 )
 
 

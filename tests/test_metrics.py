@@ -56,8 +56,8 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops_per_token=1e4)
     log.restore(None)
     window = metrics.Window()
-    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25)
-    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25)
+    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25, data_seconds=0.0)
+    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25, data_seconds=0.0)
     log.log_step(120, window, grad_norm=0.81, lr=2.9e-4, gib=23.4)
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == (

@@ -70,6 +70,9 @@ class TrainArgs:
     logging_steps: int = arg(10, "A log line every so many steps.")
     eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.")
     save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.")
+    save_minutes: float = arg(
+        0.0, "A checkpoint too when so many minutes have passed since the last; 0: by steps only."
+    )
     save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.")
     keep_every_n_steps: int = arg(0, "Keep those of every so many steps too; 0: none besides.")
     metric_for_best_model: str = arg("", "Keep the best by this value of the evaluation too, such as `loss`.")
@@ -91,7 +94,15 @@ class TrainArgs:
         for name in sizes:
             if getattr(self, name) < 1:
                 found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        limits = ("eval_steps", "save_steps", "save_total_limit", "keep_every_n_steps", "warmup_steps", "max_grad_norm")
+        limits = (
+            "eval_steps",
+            "save_steps",
+            "save_minutes",
+            "save_total_limit",
+            "keep_every_n_steps",
+            "warmup_steps",
+            "max_grad_norm",
+        )
         for name in (*limits, "weight_decay"):
             if getattr(self, name) < 0:
                 found.append(f"--{name} is {getattr(self, name)}; it must not be negative")

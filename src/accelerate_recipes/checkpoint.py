@@ -5,6 +5,7 @@
     state/               model and optimizer shards, in the one format of torch.distributed.checkpoint
     rng-<rank>.pt        random generators of each rank
     args.yaml            resolved arguments; with the step they give the schedule and the position in the data
+    data.json            what else the position in the data is, of data without a fixed order of rows
     metrics.jsonl        the records so far
     config.json, ...     configuration, tokenizer and generation config of the model
     model.safetensors    only under FULL_STATE_DICT
@@ -25,7 +26,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -245,6 +246,7 @@ class Checkpointer:
     artifacts: Sequence[Any]  # what has `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
     newest: Path | None = None
+    data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
 
     def __post_init__(self):
         # On a GPU its copies are pinned, and kept for the next save: to pin anew would cost more than to copy.
@@ -257,8 +259,11 @@ class Checkpointer:
         self.background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.in_flight: Future | None = None
 
-    def save(self, step: int) -> Path:
+    def save(self, step: int, data_state: dict) -> Path:
         """Write `checkpoint-<step>`, then remove those that are not to be kept. Returns its path.
+
+        `data_state` is what this rank's data need besides the step to go on; `data_states` holds those of all ranks
+        after `resume`.
 
         With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. One save at a time: the
         one before is waited for first.
@@ -270,10 +275,12 @@ class Checkpointer:
         self.wait()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         unfinished = final.with_name(f"{final.name}.partial")
+        data_states = on_all_ranks(data_state, self.group)
         with self._all_or_none(unfinished):
             if self.accelerator.is_main_process:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
+                (unfinished / "data.json").write_text(json.dumps(data_states))
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -400,6 +407,7 @@ class Checkpointer:
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
+        self.data_states = json.loads((checkpoint / "data.json").read_text())
         if marker["world_size"] == self.accelerator.num_processes:
             set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
         else:  # no generator fits a rank that was not there: derive one from the step

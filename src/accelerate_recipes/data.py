@@ -94,12 +94,35 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
     )
 
 
-class PackedRows(torch.utils.data.Dataset):
-    """Rows of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64; and `row`, its number.
+def make_row(
+    tokens: np.ndarray, lengths: Sequence[int], max_length: int, pad_token_id: int, document_mask: bool
+) -> dict[str, torch.Tensor]:
+    """A row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
 
-    With `document_mask`, positions restart with each document, from which transformers keeps attention inside it;
-    without, a row is one run of text. Either way the first token of a piece is no target: what precedes it is
-    another document, or was cut off. Index -1 is a row without targets, for places that no row is left for.
+    `tokens` are those of the pieces of documents in it, which have these `lengths`; padding fills the rest. With
+    `document_mask`, positions restart with each piece, from which transformers keeps attention inside it; without, a
+    row is one run of text. Either way the first token of a piece is no target: what precedes it is another document,
+    or was cut off.
+    """
+    input_ids = np.full(max_length, pad_token_id)
+    labels = np.full(max_length, IGNORE_INDEX)
+    position_ids = np.arange(max_length)
+    input_ids[: len(tokens)] = labels[: len(tokens)] = tokens
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    labels[starts[:-1]] = IGNORE_INDEX
+    if document_mask:
+        # The padding is a document of its own; the last start is where it begins.
+        position_ids -= np.repeat(starts, np.diff(np.append(starts, max_length)))
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "position_ids": torch.from_numpy(position_ids),
+        "labels": torch.from_numpy(labels),
+    }
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Rows of `max_length` tokens, as `make_row` gives them, with their number as `row`. Number -1 is a row without
+    targets, for places that no row is left for.
     """
 
     def __init__(self, rows: Dataset, max_length: int, pad_token_id: int, document_mask: bool):
@@ -113,23 +136,8 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = {"input_ids": [], "lengths": []} if index < 0 else self.rows[index]
-        num_tokens = len(row["input_ids"])
-        input_ids = np.full(self.max_length, self.pad_token_id)
-        labels = np.full(self.max_length, IGNORE_INDEX)
-        position_ids = np.arange(self.max_length)
-        input_ids[:num_tokens] = labels[:num_tokens] = row["input_ids"]
-        starts = np.cumsum([0, *row["lengths"]], dtype=np.int64)
-        labels[starts[:-1]] = IGNORE_INDEX
-        if self.document_mask:
-            # The padding is a document of its own; the last start is where it begins.
-            lengths = np.diff(np.append(starts, self.max_length))
-            position_ids -= np.repeat(starts, lengths)
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "position_ids": torch.from_numpy(position_ids),
-            "labels": torch.from_numpy(labels),
-            "row": torch.tensor(index),
-        }
+        tokens = make_row(row["input_ids"], row["lengths"], self.max_length, self.pad_token_id, self.document_mask)
+        return tokens | {"row": torch.tensor(index)}
 
     @property
     def padding_share(self) -> float:
@@ -195,9 +203,24 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
     return math.ceil(round(args.num_train_epochs * num_rows) / args.total_batch_size)
 
 
-def make_train_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> DataLoader:
+class StepLoader(DataLoader):
+    """Micro-batches by a StepOrder, whose position is the step and nothing else."""
+
+    def start_at(self, step: int, states: list[dict]) -> None:
+        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks."""
+        self.batch_sampler.start_step = step
+
+    def state(self) -> dict:
+        """What a checkpoint needs besides the step: nothing."""
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+
+def make_train_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> StepLoader:
     """This rank's micro-batches in the order of the steps."""
-    return DataLoader(
+    return StepLoader(
         rows,
         batch_sampler=StepOrder(len(rows), args, rank, world_size),
         num_workers=args.dataloader_num_workers,

@@ -8,15 +8,14 @@ depend on how the batch was divided. The clock is the completed optimizer step.
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import DataLoader
 
 from accelerate_recipes import stop
 from accelerate_recipes.args import ConfigError, TrainArgs
@@ -29,6 +28,21 @@ from accelerate_recipes.watch import Watch
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 CountFn = Callable[[Batch], torch.Tensor]
+
+
+class TrainLoader(Protocol):
+    """This rank's micro-batches in the order of the steps, without end. `row`, if a batch has it, names its rows."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def start_at(self, step: int, states: list[dict]) -> None:
+        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks."""
+
+    def state(self) -> dict:
+        """What a checkpoint needs besides the step, in numbers and strings."""
+
+    def counts(self) -> dict[str, int]:
+        """What this rank has read so far, for the log, which adds the ranks' counts up."""
 
 
 class NonFiniteError(RuntimeError):
@@ -48,6 +62,7 @@ class Step(NamedTuple):
     loss: torch.Tensor  # mean over all targets, in nats per token
     grad_norm: torch.Tensor  # before clipping
     num_targets: torch.Tensor
+    save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
 
 
@@ -59,16 +74,17 @@ def train_step(
     loss_fn: LossFn,
     count_fn: CountFn,
     max_grad_norm: float,
+    wants_save: bool = False,
 ) -> Step:
     """One optimizer step on this rank's micro-batches, which lie on its device.
 
     Raises:
         NonFiniteError: before the weights change.
     """
-    # One collective for two things: the number of targets, and whether a rank was asked to stop.
+    # One collective for all that the ranks must agree on: number of targets, a wish to save, and one to stop.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
-    asked = torch.tensor(int(stop.requested() is not None), device=accelerator.device)
-    num_targets, num_asked = sum_over_ranks(torch.stack([num_targets, asked]))
+    wishes = torch.tensor([int(wants_save), int(stop.requested() is not None)], device=accelerator.device)
+    num_targets, *num_wishes = sum_over_ranks(torch.cat([num_targets[None], wishes]))
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
     scale = accelerator.num_processes / num_targets.clamp(min=1)
     micro_losses = []
@@ -82,14 +98,14 @@ def train_step(
     if hasattr(grad_norm, "full_tensor"):
         grad_norm = grad_norm.full_tensor()
     # The one wait for the device in a step. All are sums over all ranks, so all ranks decide alike.
-    flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), num_asked > 0])
-    loss_is_finite, norm_is_finite, is_asked = flags.tolist()
+    flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), *(n > 0 for n in num_wishes)])
+    loss_is_finite, norm_is_finite, save_wanted, stop_wanted = flags.tolist()
     if not (loss_is_finite and norm_is_finite):
         message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
         raise NonFiniteError(message, torch.stack(micro_losses).tolist())
     optimizer.step()
     optimizer.zero_grad()
-    return Step(loss, grad_norm, num_targets, is_asked)
+    return Step(loss, grad_norm, num_targets, save_wanted, stop_wanted)
 
 
 def train(
@@ -97,7 +113,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
-    train_loader: DataLoader,
+    train_loader: TrainLoader,
     args: TrainArgs,
     *,
     total_steps: int,
@@ -109,7 +125,6 @@ def train(
 ) -> list[dict]:
     """Train to `total_steps`, from the checkpoint that `checkpointer` is to resume if there is one.
 
-    `train_loader` yields this rank's micro-batches in order; its batch sampler has a `start_step`.
     `evaluate_fn` runs on all ranks, before and after training and every `eval_steps`.
 
     Returns:
@@ -145,19 +160,25 @@ def train(
     if best and best not in measured:
         raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {', '.join(sorted(measured))}")
 
-    train_loader.batch_sampler.start_step = step
+    train_loader.start_at(step, checkpointer.data_states)
     micro_batches = iter(train_loader)
     accumulation_steps = args.accumulation_steps(accelerator.num_processes)
     window = Window()
     model.train()
     with Watch(output_dir) as watch:
+        last_save = time.perf_counter()
         step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
         while step < total_steps:
             watch.expect(f"step {step + 1}", step_timeout)
             start = time.perf_counter()
             batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
+            data_seconds = time.perf_counter() - start
+            # The first rank's clock counts.
+            save_by_time = accelerator.is_main_process and 0 < 60 * args.save_minutes < start - last_save
             try:
-                done = train_step(accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm)
+                done = train_step(
+                    accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time
+                )
             except NonFiniteError as error:
                 with contextlib.suppress(SaveError):
                     checkpointer.wait()
@@ -171,7 +192,7 @@ def train(
             scheduler.step()
             step += 1
             seconds = time.perf_counter() - start
-            window.add(done.loss, done.num_targets, args.total_batch_size, seconds)
+            window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
             if step_timeout == args.ddp_timeout:
                 step_timeout = max(args.step_timeout, 4 * seconds)
             log.progress.update()
@@ -181,15 +202,16 @@ def train(
             stopped = Stopped(stop.reason(accelerator)) if done.stop else None
             if last or stopped or step % args.logging_steps == 0:
                 gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
-                log.log_step(step, window, done.grad_norm.item(), lr, gib)
+                log.log_step(step, window, done.grad_norm.item(), lr, gib, train_loader.counts())
                 window = Window()
             if not stopped and evaluation_is_due(step, total_steps, args):
                 try:
                     log.log_evaluation(step, evaluate_fn())
                 except Stopped as error:
                     stopped = error
-            if last or stopped or (args.save_steps and step % args.save_steps == 0):
-                checkpointer.save(step)
+            if last or stopped or done.save or (args.save_steps and step % args.save_steps == 0):
+                last_save = time.perf_counter()
+                checkpointer.save(step, train_loader.state())
             if last or stopped:
                 checkpointer.wait()
             if stopped:

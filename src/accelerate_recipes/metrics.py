@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -77,13 +78,17 @@ class Window:
         self.num_targets: torch.Tensor | int = 0
         self.samples = 0
         self.seconds = 0.0
+        self.data_seconds = 0.0
 
-    def add(self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float) -> None:
-        """`loss` is the mean over `num_targets`."""
+    def add(
+        self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float, data_seconds: float
+    ) -> None:
+        """`loss` is the mean over `num_targets`; `data_seconds` of the `seconds` went into waiting for the batches."""
         self.loss_sum += loss.double() * num_targets
         self.num_targets += num_targets
         self.samples += samples
         self.seconds += seconds
+        self.data_seconds += data_seconds
 
     @property
     def mean_loss(self) -> float:
@@ -124,8 +129,13 @@ class MetricsLog:
             partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
             os.replace(partial, self.path)
 
-    def log_step(self, step: int, window: Window, grad_norm: float, lr: float, gib: float) -> None:
-        """One line for the steps of the window: mean loss, throughput of all ranks, peak memory."""
+    def log_step(
+        self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, int]
+    ) -> None:
+        """One line for the steps of the window: mean loss, throughput of all ranks, peak memory, wait for data.
+
+        `counts` are this rank's of what was read so far; metrics.jsonl gets their sums.
+        """
         record = {
             "step": step,
             "loss": window.mean_loss,
@@ -144,7 +154,14 @@ class MetricsLog:
             record["mfu"] = achieved / self.peak_flops
             line += f", MFU: {record['mfu']:.3f}"
         record["peak_memory_gib"] = gib
-        self._write(record, line + f", peak memory: {gib:.1f} GiB")
+        record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; the others wait for it, and it for them
+        parts = [counts]
+        if dist.is_initialized() and counts:
+            parts = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(parts, counts)
+        record |= {name: sum(part[name] for part in parts) for name in counts}
+        line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
+        self._write(record, line + (f", retries: {record['retries']}" if record.get("retries") else ""))
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         record = {"step": step} | {f"eval_{name}": value for name, value in values.items()}

@@ -23,6 +23,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.shards import DataError
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import LostRankError
 
@@ -64,7 +65,7 @@ def run(
         end_with(args, state="stopped", reason=str(reason))
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
-    except (ConfigError, NonFiniteError, SaveError) as error:
+    except (ConfigError, DataError, NonFiniteError, SaveError) as error:
         if int(os.environ.get("LOCAL_RANK", 0)) != 0:
             # The first process of the node has the same error. Were this one to exit first, the launcher would end
             # the other before it has said so. It ends this one instead.

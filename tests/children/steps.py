@@ -56,7 +56,7 @@ def main(args: Args) -> None:
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None)
 
     def steps(first: int) -> tuple[list[float], list[float]]:
-        loader.batch_sampler.start_step = first
+        loader.start_at(first, checkpointer.data_states)
         batches = iter(loader)
         found = []
         for _ in range(first, STEPS):
@@ -72,7 +72,7 @@ def main(args: Args) -> None:
             if len(found) + first == STEPS // 2:
                 if accelerator.is_main_process:
                     (Path(args.output_dir) / "metrics.jsonl").touch()
-                checkpointer.save(STEPS // 2)
+                checkpointer.save(STEPS // 2, loader.state())
         return found
 
     if accelerator.is_main_process:

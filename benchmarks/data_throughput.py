@@ -1,0 +1,120 @@
+"""Tokens/s per core from gzip shards to packed batches, beside what the tokenizer alone does with the same text.
+
+    python benchmarks/data_throughput.py --out benchmarks/results/data_throughput.json
+
+Makes gzip shards of documents as long as C4's from the shipped pages. A round is a segment of each of three, in turns, all
+on one core with one thread, so that whatever else the machine does meets all:
+
+    ours                StreamLoader without workers: read, decompress, decode JSON, shuffle, tokenise, pack
+    encode_batch        tokenizers' own, on all texts, which lie in memory, 1,000 at a time; ids are not taken out
+    encode_batch_fast   the same without the tokens' offsets, which is what ours calls
+
+A segment of ours is as many rows as one epoch has tokens; the loader goes on from segment to segment, so that what is
+tokenised ahead at the end of one is paid for there and used in the next. Read the ratio ours / encode_batch: the
+median over the rounds, with the smallest and the largest. A first round warms up and does not count.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from pages import machine, train_tokenizer, write_shards
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.shards import read_documents, text_of
+from accelerate_recipes.streams import StreamLoader, TextShards
+
+WAYS = ("ours", "encode_batch", "encode_batch_fast")
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default, text in (
+        ("documents", 4_500, "In all shards: as many pieces as the pages have."),
+        ("shards", 24, "Gzip files."),
+        ("mean_length", 2200, "Characters of a document; C4's have about as many."),
+        ("rounds", 5, "That count."),
+        ("max_length", 1024, "Tokens in a row."),
+        ("per_device_train_batch_size", 8, "Rows in a batch."),
+        ("vocab_size", 32768, "Of the tokenizer, which is trained on the pages."),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
+    return parser.parse_args()
+
+
+def main(flags: argparse.Namespace, folder: Path) -> None:
+    result = machine()
+    files = write_shards(folder, flags.documents, flags.shards, flags.mean_length)
+    source = TextShards(files, train_tokenizer(flags.vocab_size))
+    texts = [
+        text_of(file, *document, "text")
+        for file in files
+        for document in read_documents(file, "text", 0, 1, source.retry, on_retry=lambda: None)
+    ]
+    tokenizer = source.tokenizer.backend_tokenizer
+    # Without the end tokens that ours adds: the rates count what the tokenizer makes.
+    num_tokens = sum(len(encoding) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
+    batch_size = flags.per_device_train_batch_size
+    args = TrainArgs(total_batch_size=batch_size, per_device_train_batch_size=batch_size)
+    batches = iter(StreamLoader(source, args, 0, 1, max_length=flags.max_length))
+    num_batches = (num_tokens + len(texts)) // (flags.max_length * batch_size)
+
+    def encode_all(encode) -> int:
+        for start in range(0, len(texts), 1000):
+            encode(texts[start : start + 1000], add_special_tokens=False)
+        return num_tokens
+
+    def pack_all() -> int:
+        return sum(
+            int((batch["input_ids"] != source.tokenizer.eos_token_id).sum())
+            for batch in itertools.islice(batches, num_batches)
+        )
+
+    run = {
+        "ours": pack_all,
+        "encode_batch": lambda: encode_all(tokenizer.encode_batch),
+        "encode_batch_fast": lambda: encode_all(tokenizer.encode_batch_fast),
+    }
+    speeds, cpu_speeds = ({way: [] for way in WAYS} for _ in range(2))
+    for i in range(1 + flags.rounds):
+        for way in WAYS[i % 3 :] + WAYS[: i % 3]:
+            start, cpu_start = time.perf_counter(), time.process_time()
+            tokens = run[way]()
+            speeds[way].append(tokens / (time.perf_counter() - start))
+            cpu_speeds[way].append(tokens / (time.process_time() - cpu_start))
+    speeds, cpu_speeds = ({way: values[1:] for way, values in s.items()} for s in (speeds, cpu_speeds))
+    result |= {
+        "flags": vars(flags) | {"out": str(flags.out)},
+        "tokens": num_tokens,
+        "characters": sum(map(len, texts)),
+        "tokens_per_second": speeds,
+        "tokens_per_cpu_second": cpu_speeds,
+        "ratios": {
+            f"ours/{way}": [a / b for a, b in zip(speeds["ours"], speeds[way], strict=True)] for way in WAYS[1:]
+        },
+        "cpu_ratios": {
+            f"ours/{way}": [a / b for a, b in zip(cpu_speeds["ours"], cpu_speeds[way], strict=True)] for way in WAYS[1:]
+        },
+    }
+    for way in WAYS:
+        print(f"{way}: median {median(speeds[way]):,.0f} tokens/s, {median(cpu_speeds[way]):,.0f} tokens/CPU s")
+    for title, ratios in (("speed", result["ratios"]), ("speed per CPU second", result["cpu_ratios"])):
+        for name, values in ratios.items():
+            print(f"{title} {name}: {median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+    if flags.out:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        main(parse_flags(), Path(folder))

@@ -1,0 +1,690 @@
+"""Rows from streams: the same on any number of ranks and workers, exact after a resume, whatever the network does."""
+
+import gzip
+import http.server
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import ROOT
+from huggingface_hub import constants
+
+from accelerate_recipes import shards
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.data import make_eval_loader
+from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.shards import DataError, Retry, find_shards, lines, named_shards, read_documents, text_of
+from accelerate_recipes.streams import (
+    Order,
+    StreamLoader,
+    StreamState,
+    TextShards,
+    merge_states,
+    stream_documents,
+    stream_problems,
+    stream_rows,
+    validation_rows,
+)
+from accelerate_recipes.token_shards import MANIFEST, TokenShards, pretokenize
+
+PAGES = ROOT / "data/c4_pydoc"
+NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
+QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
+
+
+def no_retry() -> None:
+    raise AssertionError("nothing failed")
+
+
+def write_shard(file: Path, texts: list[str]) -> str:
+    content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    """Pieces of the shipped pages, 1 to 40 words each, every word numbered: no token comes twice in the corpus."""
+    (shard,) = find_shards(str(PAGES), "en/c4-validation.*.json.gz", "validation")
+    pages = [text_of(shard, *document, "text") for document in read_documents(shard, "text", 0, 1, QUICK, no_retry)]
+    words = iter(" ".join(pages).split()[:3000])
+    sizes = np.random.default_rng(0).integers(1, 41, size=120).tolist()
+    pieces = [list(itertools.islice(words, size)) for size in sizes]
+    return [" ".join(f"{word}#{n}.{k}" for k, word in enumerate(piece)) for n, piece in enumerate(pieces)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus):
+    return new_word_tokenizer(" ".join(corpus).split())
+
+
+@pytest.fixture(scope="module")
+def split_into(corpus, tokenizer, tmp_path_factory):
+    def write(num_shards: int) -> TextShards:
+        folder = tmp_path_factory.mktemp("shards")
+        files = [write_shard(folder / f"c4-train.{i:05d}.json.gz", corpus[i::num_shards]) for i in range(num_shards)]
+        return TextShards(files, tokenizer, retry=QUICK)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def text_shards(split_into) -> TextShards:
+    return split_into(29)
+
+
+@pytest.fixture(scope="module", params=["3 shards", "29 shards", "29 shards, pretokenised"])
+def source(request, split_into, text_shards, tmp_path_factory):
+    """Fewer shards than streams, and more: five are left over once each stream has one of its own."""
+    if request.param == "3 shards":
+        return split_into(3)
+    if request.param == "29 shards":
+        return text_shards
+    return pretokenize(tmp_path_factory.mktemp("tokens"), text_shards.tokenizer, lambda: text_shards.shards, {})
+
+
+def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0, **changes) -> StreamLoader:
+    args = TrainArgs(
+        total_batch_size=12, per_device_train_batch_size=1, seed=5, dataloader_num_workers=num_workers, **changes
+    )
+    return StreamLoader(
+        source, args, rank, world_size, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK
+    )
+
+
+def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[int]]:
+    """The rows of the steps in the order of the global batches; leaves the loaders' workers ended."""
+    iterators = [iter(loader) for loader in loaders]
+    rows = []
+    for _ in range(num_steps * 12 // len(loaders)):
+        for iterator in iterators:
+            batch = next(iterator)
+            assert set(batch) == {"input_ids", "position_ids", "labels"}
+            rows += batch["input_ids"].tolist()
+    return rows
+
+
+def expected_rows(source, num_rows: int) -> list[list[int]]:
+    """Row n is the (n div 24)-th row of stream n mod 24."""
+    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+    streams = [stream_rows(source, order, stream, StreamState(), no_retry) for stream in range(NUM_STREAMS)]
+    return [np.concatenate(next(streams[n % NUM_STREAMS])[0]).tolist() for n in range(num_rows)]
+
+
+NUM_STEPS = 40  # 480 rows of 16 tokens: the corpus has about 160, so three epochs
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_divide_the_same_rows(source, world_size, num_workers):
+    """Across the ends of epochs; with 5 and 6 and 8 streams a rank, and an odd share for one of two workers."""
+    loaders = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
+    assert run_steps(loaders, NUM_STEPS) == expected_rows(source, NUM_STEPS * 12)
+    assert min(loader.consumed[stream].epoch for loader in loaders for stream in loader.consumed) >= 1
+    assert sum(loader.counts()["rows"] for loader in loaders) == NUM_STEPS * 12
+    assert len({stream for loader in loaders for stream in loader.consumed}) == NUM_STREAMS
+
+
+def test_every_document_once_in_each_epoch(source, corpus, tokenizer):
+    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+    wanted = Counter(tuple([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in corpus)
+    epochs = [[], [], []]
+    for stream in range(NUM_STREAMS):
+        for (epoch, _, _), tokens in stream_documents(source, order, stream, StreamState(), no_retry):
+            if epoch == 3:
+                break
+            epochs[epoch].append(tuple(tokens.tolist()))
+    assert [Counter(documents) for documents in epochs] == [wanted] * 3
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_no_row_twice_and_no_token_lost(source, corpus):
+    """Counted in the rows of two epochs: every word twice, but for what the streams' last rows hold of the third."""
+    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+    counts, of_first_epoch = Counter(), Counter()
+    for stream in range(NUM_STREAMS):
+        for pieces, state in stream_rows(source, order, stream, StreamState(), no_retry):
+            words = [token for piece in pieces for token in piece.tolist()]
+            counts.update(words)
+            if state.epoch == 0:
+                of_first_epoch.update(words)
+            if state.epoch == 2:
+                break
+    eos = source.tokenizer.eos_token_id if isinstance(source, TextShards) else counts.most_common(1)[0][0]
+    del counts[eos], of_first_epoch[eos]
+    assert len(counts) == sum(len(text.split()) for text in corpus)
+    assert set(counts.values()) == {2, 3}
+    assert sum(count == 3 for count in counts.values()) < NUM_STREAMS * MAX_LENGTH
+    assert set(of_first_epoch.values()) == {1}
+    assert len(of_first_epoch) > len(counts) - NUM_STREAMS * MAX_LENGTH
+
+
+def test_rows_run_through_the_documents(source):
+    """Nothing truncated: the rows of a stream, end to end, are its documents; the first of a piece is no target."""
+    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+    documents = stream_documents(source, order, 0, StreamState(), no_retry)
+    tokens = np.concatenate([next(documents)[1] for _ in range(20)])
+    eos = tokens[-1]
+    batches = iter(make_loader(source, world_size=24 // 2, rank=0))  # two streams: every other row is of stream 0
+    rows = list(itertools.islice(batches, 0, 2 * (len(tokens) // MAX_LENGTH), 2))
+    assert torch.cat([row["input_ids"][0] for row in rows]).tolist() == tokens[: len(rows) * MAX_LENGTH].tolist()
+    for row in rows:
+        ids, labels, positions = (row[name][0] for name in ("input_ids", "labels", "position_ids"))
+        is_start = torch.cat([torch.tensor([True]), ids[:-1] == eos])
+        assert torch.equal(labels, torch.where(is_start, IGNORE_INDEX, ids))
+        assert torch.equal(positions == 0, is_start)
+
+
+@pytest.mark.parametrize(
+    "before, after, step",
+    [((2, 2), (2, 2), 5), ((2, 2), (4, 0), 5), ((4, 0), (1, 2), 23), ((3, 0), (2, 2), 36), ((1, 2), (3, 0), 1)],
+)
+def test_resume_is_exact(source, before, after, step):
+    """(ranks, workers) before and after; 12 rows a step of 24 streams leave a round half consumed."""
+    world_size, num_workers = before
+    first = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
+    rows = run_steps(first, step)
+    state = json.loads(json.dumps(merge_states([loader.state() for loader in first])))
+    assert state["step"] == step
+    world_size, num_workers = after
+    second = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
+    for loader in second:
+        loader.load_state(state)
+    rows += run_steps(second, NUM_STEPS - step)
+    assert rows == expected_rows(source, NUM_STEPS * 12)
+    whole = make_loader(source)
+    run_steps([whole], NUM_STEPS)
+    assert merge_states([loader.state() for loader in second]) == whole.state()
+    assert sum(loader.counts()["documents"] for loader in second) == whole.counts()["documents"]
+
+
+def test_state_is_of_whole_steps(source):
+    loader = make_loader(source)
+    batches = iter(loader)
+    states = [loader.state()]
+    for _ in range(24):
+        next(batches)
+        states.append(loader.state())
+    assert [state["step"] for state in states] == [0] * 12 + [1] * 12 + [2]
+    assert states[11] == states[0] and states[23] == states[12] != states[24]
+
+
+def test_batches_join_rows_of_several_rounds(source):
+    args = TrainArgs(total_batch_size=30, per_device_train_batch_size=5, seed=5)
+    loader = StreamLoader(source, args, 0, 3, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK)
+    rows = [row for batch in itertools.islice(loader, 8) for row in batch["input_ids"].tolist()]
+    assert rows == expected_rows(source, 120)[0::3]
+    assert loader.step == 4
+
+
+@pytest.mark.timeout(120)
+def test_workers_survive_what_is_set_for_the_main_process(text_shards, corpus, monkeypatch):
+    """Threads of the tokenizer, which do not survive a fork; and SIGTERM, which Slurm sends to every process of a job."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    text_shards.encode(corpus)
+    loader = make_loader(text_shards, num_workers=2)
+    batches = iter(loader)
+    rows = [next(batches)["input_ids"][0].tolist()]
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+    rows += [next(batches)["input_ids"][0].tolist() for _ in range(199)]
+    assert rows == expected_rows(text_shards, 200)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_workers_leave_the_global_generators_alone(text_shards):
+    before = torch.get_rng_state()
+    next(iter(make_loader(text_shards, num_workers=1)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_state_of_other_data_is_refused(text_shards):
+    loader = make_loader(text_shards)
+    next(iter(loader))
+    state = loader.state()
+    with pytest.raises(ConfigError, match="--num_streams is 24, the checkpoint has 12"):
+        make_loader(text_shards).load_state(state | {"num_streams": 12})
+    with pytest.raises(ConfigError, match=r"\d+ shards now, 7 then"):
+        make_loader(text_shards).load_state(state | {"shards": [7, "0"]})
+    with pytest.raises(ConfigError, match="with other names"):
+        make_loader(text_shards).load_state(state | {"shards": [len(text_shards.shards), "0"]})
+    with pytest.raises(ConfigError, match="has yielded 0 rows, but 4 steps of --total_batch_size 12 take 2"):
+        make_loader(text_shards).load_state(state | {"step": 4})
+
+
+def test_streams_divide_among_the_ranks(text_shards):
+    assert [stream_problems(24, size) for size in (1, 2, 3, 4, 6, 8, 12, 24)] == [[]] * 8
+    (problem,) = stream_problems(24, 5)
+    assert "24 is not a multiple of 5 processes" in problem and "1, 2, 3, 4, 6, 8, 12, 24" in problem
+    assert problem.endswith("--num_streams 25")
+    with pytest.raises(ConfigError, match=r"not a multiple of 16 processes.*--num_streams 32"):
+        make_loader(text_shards, 0, 16)
+
+
+def test_fewer_documents_than_streams(corpus, tokenizer, tmp_path):
+    source = TextShards([write_shard(tmp_path / "a.jsonl", corpus[:20])], tokenizer)
+    for num_workers in (0, 2):
+        with pytest.raises(DataError, match=r"stream 20 of 24 has no document .* lower --num_streams"):
+            next(iter(make_loader(source, num_workers=num_workers)))
+
+
+# Reading
+
+
+def test_lines_are_counted_across_chunks():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        wanted = [b"x" * n for n in generator.integers(1, 7, size=generator.integers(0, 12))]
+        data = b"\n".join(wanted) + b"\n" * (bool(wanted) and generator.random() < 0.5)
+        cuts = np.cumsum(generator.integers(1, 9, size=100)).tolist()
+        chunks = [data[a:b] for a, b in itertools.pairwise([0, *cuts]) if data[a:b]]
+        first, stride = generator.integers(0, 14), generator.integers(1, 5)
+        assert list(lines(chunks, first, stride)) == wanted[first::stride]
+
+
+@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.gz", "a.jsonl", "a.json", "a.parquet"])
+def test_kinds_of_files(corpus, tmp_path, name):
+    file = tmp_path / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": corpus, "n": range(len(corpus))}), file, row_group_size=7)
+    else:
+        write_shard(file, corpus)
+    for first, stride in ((0, 1), (20, 1), (3, 5), (len(corpus), 1)):
+        found = list(read_documents(*named_shards([str(file)]), "text", first, stride, QUICK, no_retry))
+        assert [index for index, _ in found] == list(range(first, len(corpus), stride))
+        assert [text_of("", *document, "text") for document in found] == corpus[first::stride]
+
+
+def test_gzip_of_several_members(corpus, tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    halves = [write_shard(tmp_path / f"{i}.jsonl.gz", corpus[i * 60 : (i + 1) * 60]) for i in range(2)]
+    file.write_bytes(b"".join(Path(half).read_bytes() for half in halves) + b"\0" * 100)
+    found = read_documents(str(file), "text", 0, 1, QUICK, no_retry)
+    assert [text_of("", *document, "text") for document in found] == corpus
+
+
+def test_another_column(tokenizer, corpus, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"content": corpus[0]}) + "\n")
+    (document,) = read_documents(str(file), "content", 0, 1, QUICK, no_retry)
+    assert text_of(str(file), *document, "content") == corpus[0]
+    with pytest.raises(DataError, match=r"a.jsonl, line 1 has no 'text', but the keys \['content'\]"):
+        text_of(str(file), *document, "text")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json.gz", b"<html>busy</html>", r"a.json.gz is not gzip: .*incorrect header"),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20], r"a.json.gz is cut off: .* after \d+ bytes"),
+        ("a.json.gz", b"", r"a.json.gz is cut off: .* after 0 bytes"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl, line 2 is not JSON: "),
+        ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 has no 'text', but a list"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: 'text' is no text, but NoneType"),
+        ("a.parquet", b"PAR", "a.parquet is not Parquet: "),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(name, content, message, tmp_path, tokenizer):
+    (tmp_path / name).write_bytes(content)
+    source = TextShards([str(tmp_path / name)], tokenizer)
+    with pytest.raises(DataError, match=message):
+        list(source.tokens(0, source.read(0, 0, 1, no_retry)))
+
+
+def test_columns_of_parquet(tmp_path, corpus):
+    pq.write_table(pa.table({"content": corpus}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"has the columns \['content'\], but no 'text'"):
+        list(read_documents(str(tmp_path / "a.parquet"), "text", 0, 1, QUICK, no_retry))
+
+
+def test_shards_of_a_folder():
+    found = find_shards(str(PAGES), "en/c4-train.*.json.gz", "train")
+    assert [Path(shard).name for shard in found] == [f"c4-train.{i:05d}-of-01024.json.gz" for i in range(4)]
+    with pytest.raises(ConfigError, match=r"there is no validation split: no file of the folder .* matches 'fr/"):
+        find_shards(str(PAGES), "fr/c4-validation.*.json.gz", "validation")
+
+
+def test_shards_named_one_by_one(tmp_path):
+    file = write_shard(tmp_path / "a.jsonl", [])
+    (tmp_path / "a.txt").touch()
+    remote = "hf://datasets/allenai/c4@main/en/c4-train.00000-of-01024.json.gz"
+    url = f"{constants.ENDPOINT}/datasets/allenai/c4/resolve/main/en/c4-train.00000-of-01024.json.gz"
+    assert named_shards([file, remote]) == [file, url]
+    for files, message in (
+        ([file, file], "named twice"),
+        ([str(tmp_path / "b.jsonl")], "no such file"),
+        ([str(tmp_path / "a.txt")], "must end with one of .json.gz"),
+        (["https://example.org/a.parquet"], "download it first"),
+        (["hf://allenai/c4"], "hf://datasets/ORG/NAME/PATH"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            named_shards(files)
+
+
+# The network
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Files on the loopback; each request takes the next of `faults`, and is logged with its range."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.faults, self.requests, self.always = files, [], [], None
+        self.ignores_range = False
+        self.end_stalls = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self):
+        server, fault = self.server, self.server.always
+        range_ = self.headers["Range"] or ""
+        server.requests.append((self.path, range_))
+        if server.faults:
+            fault = server.faults.pop(0)
+        if isinstance(fault, int):
+            self.send_response(fault)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        body = server.files.get(self.path.partition("?")[0])
+        if body is None:
+            return self.send_error(404)
+        start = 0 if server.ignores_range else int(range_.removeprefix("bytes=").removesuffix("-") or 0)
+        if start >= len(body) > 0:
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        part = body[start:]
+        if fault == "damage":
+            part = part[:40] + bytes(20) + part[60:]
+        # A third of what is left: the next request has to go on there.
+        self.wfile.write(part[: len(part) // 3] if fault in ("truncate", "stall") else part)
+        self.wfile.flush()
+        if fault == "stall":
+            server.end_stalls.wait(20)
+        return None
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(files: dict[str, bytes]) -> Server:
+        servers.append(Server(files))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end_stalls.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def shard_server(serve, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHUNK", 64)  # bytes: else one read takes the whole of a small shard
+    file = write_shard(tmp_path / "a.json.gz", corpus)
+    return serve({"/a.json.gz": Path(file).read_bytes()})
+
+
+@pytest.mark.parametrize("ignores_range", [False, True])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [429],
+        [503, 500, 429],
+        ["truncate"],
+        ["truncate", 429, "truncate"],
+        ["stall"],
+        ["damage"],
+        ["damage", "truncate"],
+    ],
+    ids=str,
+)
+def test_faults_are_overcome_and_counted(shard_server, corpus, faults, ignores_range):
+    shard_server.faults = list(faults)
+    shard_server.ignores_range = ignores_range
+    retries = Counter()
+    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 5, 2, QUICK, lambda: retries.update(["network"]))
+    assert [text_of("", *document, "text") for document in found] == corpus[5::2]
+    assert retries["network"] == len(faults)
+    positions = [int(range_.removeprefix("bytes=").removesuffix("-") or 0) for _, range_ in shard_server.requests]
+    if faults[-1] in ("truncate", "stall"):
+        assert positions[-1] > 0  # not from the start
+
+
+@pytest.mark.parametrize(
+    "fault, message, num_requests",
+    [
+        (503, r"cannot be read: HTTP 503 .*\(tried 4 times\)", 4),
+        (404, r"cannot be read: HTTP 404 Not Found$", 1),
+        (403, r"cannot be read: HTTP 403", 1),
+        ("stall", r"cannot be read from byte \d+: TimeoutError.*\(tried 4 times\)", None),
+        ("damage", r"is damaged before byte \d+.*\(tried 4 times\)", 4),
+    ],
+)
+def test_faults_that_stay_are_an_error(shard_server, fault, message, num_requests):
+    shard_server.always = fault
+    url = f"{shard_server.url}/a.json.gz"
+    if fault == "stall":
+        shard_server.ignores_range = True  # so that it never gets further
+    with pytest.raises(DataError, match=f"^{url} {message}"):
+        list(read_documents(url, "text", 0, 1, QUICK, lambda: None))
+    if num_requests:
+        assert len(shard_server.requests) == num_requests
+
+
+def test_a_server_that_is_not_there(shard_server):
+    shard_server.shutdown()
+    shard_server.server_close()
+    with pytest.raises(DataError, match=r"from byte 0: URLError: .*refused.*\(tried 4 times\)"):
+        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, lambda: None))
+
+
+def test_shards_cut_off_on_the_server(shard_server):
+    body = shard_server.files["/a.json.gz"]
+    shard_server.files["/a.json.gz"] = body[: len(body) // 2]
+    with pytest.raises(DataError, match=rf"is cut off: .* after {len(body) // 2} bytes \(tried 4 times\)"):
+        list(read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, lambda: None))
+
+
+def test_idle_connections_are_given_up(shard_server, corpus, monkeypatch):
+    monkeypatch.setattr(shards, "IDLE_SECONDS", -1.0)
+    found = read_documents(f"{shard_server.url}/a.json.gz", "text", 0, 1, QUICK, no_retry)
+    assert [text_of("", *document, "text") for document in found] == corpus
+    assert len(shard_server.requests) > 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
+    server = serve({f"/{Path(file).name}": Path(file).read_bytes() for file in text_shards.shards})
+    server.faults = [429, "truncate", 503]
+    source = TextShards(
+        [f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer, retry=QUICK
+    )
+    loader = make_loader(source, num_workers=num_workers)
+    assert run_steps([loader], 4) == expected_rows(text_shards, 48)
+    assert loader.counts()["retries"] == 3
+    assert loader.state() == merge_states([loader.state()])
+    make_loader(text_shards).load_state(loader.state())  # a copy of the data in a folder will do
+
+
+def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
+    """Found and read at HF_ENDPOINT, pinned to a commit; without a Hub, the error says how to go offline."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    names = ["en/c4-train.00000-of-00002.json.gz", "en/c4-train.00001-of-00002.json.gz"]
+    contents = [Path(write_shard(tmp_path / name, corpus[i::2])).read_bytes() for i, name in enumerate(names)]
+    api = "/api/datasets/allenai/c4"
+    tree = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in [names[1], "en/README.md", names[0]]]
+    server = serve(
+        {
+            f"{api}/revision/main": json.dumps({"id": "allenai/c4", "sha": commit}).encode(),
+            f"{api}/tree/{commit}/en": json.dumps(tree).encode(),
+        }
+        | {
+            f"/datasets/allenai/c4/resolve/{commit}/{name}": content
+            for name, content in zip(names, contents, strict=True)
+        }
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    found = find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+    assert found == [f"{server.url}/datasets/allenai/c4/resolve/{commit}/{name}" for name in names]
+    texts = [text_of("", *document, "text") for document in read_documents(found[1], "text", 0, 1, QUICK, no_retry)]
+    assert texts == corpus[1::2]
+    with pytest.raises(ConfigError, match=r"there is no validation split: .*matches 'en/c4-validation"):
+        find_shards("allenai/c4", "en/c4-validation.*.json.gz", "validation")
+    with pytest.raises(ConfigError, match="dataset 'allenai/nothing' cannot be read from"):
+        find_shards("allenai/nothing", "en/*.json.gz", "train")
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ConfigError, match=r"the Hub cannot be reached at http.*hf download .*HF_HUB_OFFLINE=1"):
+        find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set, and .* not in the local cache. .*hf download"):
+        find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
+
+
+# Tokens
+
+
+def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
+    words = tokenizer(corpus[0])["input_ids"]
+    (tokens,) = TextShards([], tokenizer).encode(corpus[:1])
+    assert tokens.tolist() == [*words, tokenizer.eos_token_id]
+    from tokenizers.processors import TemplateProcessing
+
+    with_bos = new_word_tokenizer(corpus[0].split())
+    with_bos.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", with_bos.bos_token_id)]
+    )
+    with_bos(corpus[0], truncation=True, max_length=2)  # which the backend remembers
+    (tokens,) = TextShards([], with_bos).encode(corpus[:1])
+    assert tokens.tolist() == [with_bos.bos_token_id, *range(4, 4 + len(words)), with_bos.eos_token_id]
+    with_bos.eos_token = None
+    with pytest.raises(ConfigError, match="no end token"):
+        TextShards([], with_bos)
+
+
+def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
+    """One after the other, as if killed in between; by two ranks; and then neither listed nor read."""
+    from accelerate_recipes import token_shards
+
+    shards_ = list(text_shards.shards)
+    broken = tmp_path / Path(shards_[2]).name
+    broken.write_bytes(b"no gzip")
+    folder = tmp_path / "tokens"
+    with pytest.raises(DataError, match="not gzip"):
+        pretokenize(folder, tokenizer, lambda: [*shards_[:2], str(broken), *shards_[3:]], {"subset": "en"})
+    with pytest.raises(ConfigError, match=r"has no manifest.json: --pretokenize has not finished"):
+        TokenShards(folder)
+    finished = {file: file.stat().st_mtime_ns for file in folder.glob("shard-*")}
+    assert len(finished) == 6
+    (folder / "shard-00009.tokens.partial-elsewhere-1").touch()
+    ranks = [
+        threading.Thread(
+            target=pretokenize,
+            args=(folder, tokenizer, lambda: shards_, {"subset": "en"}),
+            kwargs={"rank": rank, "world_size": 2},
+        )
+        for rank in range(2)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+    assert not list(folder.glob("*.partial*"))
+
+    def not_called():
+        raise AssertionError("the shards are listed")
+
+    tokens = pretokenize(folder, tokenizer, not_called, {"subset": "en"})
+    assert tokens.manifest["dtype"] == "<u2"
+    assert expected_rows(tokens, 50) == expected_rows(text_shards, 50)
+    with pytest.raises(ConfigError, match=r"settings was \{'subset': 'en'\}, is \{'subset': 'fr'\}.*another folder"):
+        pretokenize(folder, tokenizer, not_called, {"subset": "fr"})
+    with pytest.raises(ConfigError, match="tokenised from something else: tokenizer was"):
+        pretokenize(folder, new_word_tokenizer(["a"]), not_called, {"subset": "en"})
+
+    file = folder / "shard-00001.tokens"
+    content = file.read_bytes()
+    file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    token_shards.checksum_once.cache_clear()
+    with pytest.raises(DataError, match=r"shard-00001.tokens is damaged: .*--pretokenize makes it again"):
+        expected_rows(TokenShards(folder), 24)
+    file.write_bytes(content[:-2])
+    with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or has not the"):
+        TokenShards(folder)
+    # As the message says.
+    (folder / MANIFEST).unlink()
+    file.with_suffix(".json").unlink()
+    token_shards.checksum_once.cache_clear()
+    assert expected_rows(pretokenize(folder, tokenizer, lambda: shards_, {"subset": "en"}), 50) == expected_rows(
+        text_shards, 50
+    )
+
+
+def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
+    tokenizer = new_word_tokenizer([f"w{i}" for i in range(70_000)])
+    file = write_shard(tmp_path / "a.jsonl", ["w69999 w0"] * NUM_STREAMS)
+    tokens = pretokenize(tmp_path / "tokens", tokenizer, lambda: [file], {})
+    assert tokens.manifest["dtype"] == "<u4"
+    assert next(tokens.tokens(0, [0])).tolist() == [70_003, 4, tokenizer.eos_token_id]
+
+
+# Validation
+
+
+@pytest.mark.parametrize("num_rows, wanted", [(5, 5), (10_000, None)])
+def test_validation_rows_are_the_first_tokens(corpus, tokenizer, tmp_path, num_rows, wanted):
+    files = [write_shard(tmp_path / f"{i}.jsonl", corpus[i * 10 : (i + 1) * 10]) for i in range(2)]
+    found = validation_rows(TextShards(files, tokenizer), num_rows, MAX_LENGTH, 0, document_mask=True)
+    documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in corpus[:20]]
+    tokens = [token for document in documents for token in document]
+    assert len(found.rows) == (wanted or -(-len(tokens) // MAX_LENGTH))
+    tokens = tokens[: len(found.rows) * MAX_LENGTH]
+    assert [token for row in found.rows.rows["input_ids"][:] for token in row] == tokens
+    starts = {0, *np.cumsum([len(document) for document in documents]).tolist(), *range(0, len(tokens), MAX_LENGTH)}
+    labels = torch.cat([found.rows[i]["labels"] for i in range(len(found.rows))]).tolist()[: len(tokens)]
+    assert labels == [IGNORE_INDEX if i in starts else token for i, token in enumerate(tokens)]
+    assert found.texts == corpus[: len(found.texts)]
+    num_bytes = sum(len(text.encode()) for text in found.texts)
+    num_tokens = sum(len(text.split()) + 1 for text in found.texts)
+    assert found.bytes_per_token == pytest.approx(num_bytes / num_tokens)
+    assert num_tokens >= len(tokens) > num_tokens - len(documents[len(found.texts) - 1])
+
+    args = TrainArgs(per_device_eval_batch_size=2)
+    batches = [list(make_eval_loader(found.rows, args, rank, 4)) for rank in range(4)]
+    assert len({len(mine) for mine in batches}) == 1
+    targets = sum((batch["labels"] != IGNORE_INDEX).sum().item() for mine in batches for batch in mine)
+    assert targets == sum(label != IGNORE_INDEX for label in labels)
+
+
+def test_no_text_to_validate_on(tokenizer, tmp_path):
+    file = write_shard(tmp_path / "a.jsonl", [])
+    with pytest.raises(DataError, match=r"no document to validate on in .*a.jsonl"):
+        validation_rows(TextShards([file], tokenizer), 5, MAX_LENGTH, 0, document_mask=True)
