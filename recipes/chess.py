@@ -175,10 +175,10 @@ def main(args: Args) -> None:
         results = {"before": before, "baseline": baseline, "after": after}
         phases = [phase for phase in chess_rules.PHASES if f"eval_legal_move_rate_{phase}" in after]
         bars = {
-            name: {phase: result[f"eval_legal_move_rate_{phase}"] for phase in phases}
+            name: {phase: 100 * result[f"eval_legal_move_rate_{phase}"] for phase in phases}
             for name, result in results.items()
         }
-        draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games")
+        draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games", "%")
         start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
         source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
         description = f"{start} on {facts['train']:,} chess games in UCI, from {source}."

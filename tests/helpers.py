@@ -75,9 +75,10 @@ def losses(output_dir: Path) -> dict[int, float]:
 
 
 class Forks:
-    """Runs the toy recipe in forked ranks, under any shipped config; see tests/children/fork_server.py."""
+    """Runs a recipe in forked ranks, under any shipped config; see tests/children/fork_server.py."""
 
-    def __init__(self, tmp_path: Path):
+    def __init__(self, script: Path, tmp_path: Path):
+        self.script = str(script)
         self.process = subprocess.Popen(
             [sys.executable, str(CHILDREN / "fork_server.py")],
             cwd=ROOT,
@@ -89,14 +90,14 @@ class Forks:
 
     def run(self, out: Path, *args: object, config: str = "fsdp_full", num_processes: int = 2, **env: str) -> int:
         """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all."""
-        script = str(CHILDREN / "toy.py")
         flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
-        launched = launch_environment([*flags, "--num_processes", str(num_processes), script])
+        launched = launch_environment([*flags, "--num_processes", str(num_processes), self.script])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         world_size = int(launched["WORLD_SIZE"])
         job = {
+            "script": self.script,
             "world_size": world_size,
             "env": {name: str(value) for name, value in (launched | env).items()},
             "argv": ["--output_dir", str(out), *map(str, args)],

@@ -1,7 +1,7 @@
 """SIGKILL at every kind of point: the next run goes on from the newest complete checkpoint, as if nothing had been.
 
 The toy recipe takes 10 steps on 2 ranks and saves after 3, 6, 9 and 10. Each fault strikes inside the real code, see
-tests/children/toy.py.
+tests/children/faults.py.
 """
 
 import json
@@ -20,7 +20,7 @@ STEPS = 10
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    server = Forks(tmp_path_factory.mktemp("forks"))
+    server = Forks(CHILDREN / "toy.py", tmp_path_factory.mktemp("forks"))
     yield server
     server.close()
 

@@ -56,13 +56,13 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops_per_token=1e4)
     log.restore(None)
     window = metrics.Window()
-    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25, data_seconds=0.0)
-    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25, data_seconds=0.0)
-    log.log_step(120, window, grad_norm=0.81, lr=2.9e-4, gib=23.4)
+    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25, data_seconds=0.01)
+    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25, data_seconds=0.01)
+    log.log_step(120, window, grad_norm=0.81, lr=2.9e-4, gib=23.4, counts={"tokens_seen": 4096, "retries": 2})
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == (
         "Step 120/1000 Loss: 2.50000, Speed: 32.00 samples/sec, 800 tokens/sec, lr: 0.000290, grad norm: 0.81, "
-        "MFU: 0.008, peak memory: 23.4 GiB"
+        "MFU: 0.008, peak memory: 23.4 GiB, data wait: 4.0%, retries: 2"
     )
     assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
     (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -76,4 +76,7 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "grad_norm": 0.81,
         "mfu": 0.008,
         "peak_memory_gib": 23.4,
+        "data_wait": 0.04,
+        "tokens_seen": 4096,
+        "retries": 2,
     }

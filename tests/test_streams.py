@@ -107,11 +107,13 @@ def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0
 def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[int]]:
     """The rows of the steps in the order of the global batches; leaves the loaders' workers ended."""
     iterators = [iter(loader) for loader in loaders]
+    first = loaders[0].step * 12
     rows = []
     for _ in range(num_steps * 12 // len(loaders)):
         for iterator in iterators:
             batch = next(iterator)
-            assert set(batch) == {"input_ids", "position_ids", "labels"}
+            assert set(batch) == {"input_ids", "position_ids", "labels", "row"}
+            assert batch["row"].tolist() == [first + len(rows)]
             rows += batch["input_ids"].tolist()
     return rows
 
@@ -133,7 +135,7 @@ def test_ranks_divide_the_same_rows(source, world_size, num_workers):
     loaders = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
     assert run_steps(loaders, NUM_STEPS) == expected_rows(source, NUM_STEPS * 12)
     assert min(loader.consumed[stream].epoch for loader in loaders for stream in loader.consumed) >= 1
-    assert sum(loader.counts()["rows"] for loader in loaders) == NUM_STEPS * 12
+    assert sum(loader.counts()["tokens_seen"] for loader in loaders) == NUM_STEPS * 12 * MAX_LENGTH
     assert len({stream for loader in loaders for stream in loader.consumed}) == NUM_STREAMS
 
 
@@ -207,7 +209,7 @@ def test_resume_is_exact(source, before, after, step):
     whole = make_loader(source)
     run_steps([whole], NUM_STEPS)
     assert merge_states([loader.state() for loader in second]) == whole.state()
-    assert sum(loader.counts()["documents"] for loader in second) == whole.counts()["documents"]
+    assert sum(loader.counts()["documents_seen"] for loader in second) == whole.counts()["documents_seen"]
 
 
 def test_state_is_of_whole_steps(source):

@@ -52,7 +52,7 @@ from transformers import AutoConfig
 import accelerate_recipes
 from accelerate_recipes import lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
-from accelerate_recipes.distributed import strategy_name
+from accelerate_recipes.distributed import on_first_rank, strategy_name
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -168,17 +168,9 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             another run uses the output directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    in_use = None
-    if rank == 0:
-        try:
-            lock.take(Path(args.output_dir))
-        except ConfigError as error:
-            in_use = str(error)
-    (in_use, *_) = on_all_ranks(in_use)
-    if in_use:
-        raise ConfigError(in_use)
+    on_first_rank(lambda: lock.take(Path(args.output_dir)))
     while True:
-        (chosen, *_) = on_all_ranks(find_resume(args))
+        chosen = on_first_rank(lambda: find_resume(args))
         if chosen is None:
             return None
         unseen = [i for i, reason in enumerate(on_all_ranks(defect(chosen))) if reason]

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.init import initialize
+
+T = TypeVar("T")
 
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
 
@@ -399,6 +402,22 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
         else:
             model.set_reshard_after_backward(is_last)
     yield
+
+
+def on_first_rank(compute: Callable[[], T]) -> T:
+    """What `compute` returns on rank 0, on every rank; what it raises there, raised on every rank."""
+    found = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found[0] = compute()
+        except Exception as error:
+            found[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    result, error = found
+    if error is not None:
+        raise error
+    return result
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

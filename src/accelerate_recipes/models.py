@@ -1,15 +1,18 @@
 """Models and tokenizers: from a name, a folder or a configuration; and generation on every rank."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import (
@@ -155,6 +158,26 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on the texts; it begins each with a begin token."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special.values()),
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    begin = special["bos_token"]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

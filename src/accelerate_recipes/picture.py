@@ -6,8 +6,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 
-def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]], bars_title: str) -> None:
-    """Write a PNG. `records` as in metrics.jsonl; `bars` maps each series to its shares (of 1) by label."""
+def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]], bars_title: str, unit: str) -> None:
+    """Write a PNG. `records` as in metrics.jsonl; `bars` maps each series to its values, in `unit`, by label."""
     matplotlib.use("agg")  # there may be no display
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curve, chart = figure.subplots(1, 2)
@@ -24,10 +24,11 @@ def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]],
     colors = ("0.75", "tab:orange", "tab:blue")
     for i, (series, values) in enumerate(bars.items()):
         places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(values))]
-        drawn = chart.bar(places, [100 * v for v in values.values()], width * 0.95, label=series, color=colors[i % 3])
-        chart.bar_label(drawn, fmt="%.0f", fontsize=8)
+        drawn = chart.bar(places, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
+        chart.bar_label(drawn, fmt="%.3g", fontsize=8)
         chart.set_xticks(range(len(values)), list(values))
-    chart.set(ylabel="%", title=bars_title, ylim=(0, 112))
+    chart.set(ylabel=unit, title=bars_title)
+    chart.margins(y=0.12)
     chart.grid(alpha=0.3, axis="y")
     chart.legend()
     figure.savefig(path, dpi=110)

@@ -186,6 +186,13 @@ def read_documents(
             wait_or_give_up(f"{shard} {error}", failures, retry, on_retry)
 
 
+def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
+    """The texts of all documents, shard after shard."""
+    for shard in shards:
+        for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
+            yield text_of(shard, index, document, text_column)
+
+
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """The same of a Parquet file; row groups before `first` are not read at all."""
     try:

@@ -1,21 +1,19 @@
 """The smallest whole recipe: `engine.train` on a tiny Llama, a second or two a run. For tests that kill and resume.
 
-Which rows each step trained on goes to <output_dir>/rows.jsonl. Where TOY_FAULT stands in the environment, as JSON
-{"event", "path", "count", "rank", "everyone"}, the process kills itself, or its whole process group, at the count-th
-audit event of that name whose first argument contains `path`: Python raises one before it opens, renames or removes
-a file, so a fault lies inside the real save, between two of its system calls. TOY_FSIZE is the size in bytes that
-no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_POISON a row whose loss is not a number.
+Which rows each step trained on goes to <output_dir>/rows.jsonl. In the environment, TOY_FAULT is where it dies (see
+faults.py), TOY_FSIZE the size in bytes that no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_POISON
+a row whose loss is not a number.
 """
 
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import faults
 import numpy as np
 import torch
 from datasets import Dataset
@@ -74,24 +72,6 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None:
-    """Arm the fault on its rank."""
-    if int(os.environ["RANK"]) != rank:
-        return
-    seen = 0
-
-    def hook(name: str, arguments: tuple) -> None:
-        nonlocal seen
-        if name == event and path in str(arguments[0]):
-            seen += 1
-            if seen == count and everyone:
-                os.killpg(0, signal.SIGKILL)
-            elif seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
 def main(args: Args) -> None:
     find_resume(args)
     accelerator = make_accelerator(args)
@@ -122,8 +102,6 @@ def main(args: Args) -> None:
     def evaluate_fn() -> dict[str, float]:
         return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
 
-    if fault := os.environ.get("TOY_FAULT"):
-        die_at(**json.loads(fault))
     if limit := os.environ.get("TOY_FSIZE"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
@@ -147,4 +125,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    faults.arm()
     run(main, Args, requirements)

@@ -1,0 +1,34 @@
+"""A process that kills itself inside real code: at an audit event, which Python raises before a system call.
+
+TOY_FAULT in the environment is JSON {"event", "path", "count", "rank", "everyone"}: the process of that rank kills
+itself, or its whole process group, at the count-th event of that name whose first argument contains `path`. Python
+raises `open`, `os.rename`, `os.remove`, ... before it does so.
+"""
+
+import json
+import os
+import signal
+import sys
+
+
+def arm() -> None:
+    """If the environment asks for a fault in this rank."""
+    if fault := os.environ.get("TOY_FAULT"):
+        die_at(**json.loads(fault))
+
+
+def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None:
+    if int(os.environ["RANK"]) != rank:
+        return
+    seen = 0
+
+    def hook(name: str, arguments: tuple) -> None:
+        nonlocal seen
+        if name == event and path in str(arguments[0]):
+            seen += 1
+            if seen == count and everyone:
+                os.killpg(0, signal.SIGKILL)
+            elif seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)

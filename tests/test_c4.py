@@ -1,0 +1,164 @@
+"""The pretraining recipe on a few real pages: streamed, killed, resumed on other numbers of ranks, validated, exported."""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, Forks, launch_ok, losses, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+C4 = ROOT / "recipes" / "c4.py"
+STEPS = 12
+SIZES = (
+    "--vocab_size", 300, "--hidden_size", 32, "--intermediate_size", 64, "--num_hidden_layers", 2,
+    "--num_attention_heads", 2, "--max_position_embeddings", 64, "--bos_token_id", 0, "--eos_token_id", 1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> Path:
+    """Beginnings of the shipped pages, under the names that C4 has."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "en").mkdir()
+    for i, file in enumerate(sorted((ROOT / "data/c4_pydoc/en").glob("*.json.gz"))):
+        with gzip.open(file, "rt") as lines, gzip.open(folder / "en" / file.name, "wt") as out:
+            for _, line in zip(range(20), lines, strict=False):
+                page = json.loads(line)
+                out.write(json.dumps(page | {"text": page["text"][: 200 + 100 * i]}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(pages) -> tuple:
+    return (
+        "--dataset_name", pages, *SIZES, "--max_length", 64, "--max_steps", STEPS, "--total_batch_size", 8,
+        "--per_device_train_batch_size", 2, "--num_validation_rows", 10, "--learning_rate", 1e-2, "--logging_steps", 1,
+        "--save_steps", 4, "--save_total_limit", 0, "--dataloader_num_workers", 2, "--async_save", "false",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    server = Forks(C4, tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(arguments, tmp_path_factory) -> tuple[Path, str]:
+    """A whole run on 2 ranks through the launcher, and what it printed."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    done = launch_ok(out.parent, "fsdp_full", C4, *arguments, "--output_dir", out)
+    return out, done.stdout
+
+
+# All ranks, by SIGKILL, when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
+AFTER_STEP_6 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
+}
+
+
+def test_it_says_what_it_does(undisturbed):
+    out, printed = undisturbed
+    assert "Data: 4 shards, in rows of 64 tokens; validation on 10 rows" in printed
+    steps = re.findall(r"Step (\d+)/12 Loss: .*, data wait: \d+\.\d%", printed)
+    assert steps == [str(step) for step in range(1, STEPS + 1)], "max_steps is exact"
+    assert re.search(r"Bits per byte of the validation text \([\d,]+ bytes\): before .*, gzip .*, after ", printed)
+    records = [record for record in read_metrics(out) if "loss" in record]
+    assert [record["tokens_seen"] for record in records] == [8 * 64 * step for step in range(1, STEPS + 1)]
+    assert records[-1]["retries"] == 0 and records[-1]["documents_seen"] > records[0]["documents_seen"]
+    assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_learns_and_what_it_learnt_is_exported(undisturbed):
+    out, _ = undisturbed
+    before, after = (record for record in read_metrics(out) if "eval_loss" in record)
+    assert after["eval_bits_per_byte"] < before["eval_bits_per_byte"] - 0.3
+    tokenizer = AutoTokenizer.from_pretrained(out / "export")
+    model = AutoModelForCausalLM.from_pretrained(out / "export")
+    assert tokenizer.decode(tokenizer("A page.")["input_ids"], skip_special_tokens=True) == "A page."
+    assert model.config.vocab_size == len(tokenizer) == 300
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def resumed(forks, arguments, killed: Path, out: Path, num_processes: int) -> dict[int, float]:
+    shutil.copytree(killed, out)
+    code = forks.run(out, *arguments, num_processes=num_processes)
+    log = out.with_suffix(".log").read_text()
+    assert code == 0, log[-3000:]
+    assert re.search(r"Resumed .*checkpoint-(\d+) \(step", log)
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def killed(forks, arguments, tmp_path_factory) -> dict[int, Path]:
+    """Runs on 2 and on 4 ranks, killed after step 6."""
+    found = {}
+    for num_processes in (2, 4):
+        out = found[num_processes] = tmp_path_factory.mktemp("killed") / "out"
+        code = forks.run(out, *arguments, num_processes=num_processes, **AFTER_STEP_6)
+        assert code == -9, out.with_suffix(".log").read_text()[-3000:]
+        assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
+    return found
+
+
+def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, killed, undisturbed, tmp_path):
+    """With workers that had read ahead: bit for bit."""
+    assert resumed(forks, arguments, killed[2], tmp_path / "out", 2) == losses(undisturbed[0])
+
+
+@pytest.mark.parametrize("before, after", [(2, 4), (4, 1)])
+def test_resumed_on_other_numbers_of_ranks(forks, arguments, killed, undisturbed, tmp_path, before, after):
+    found = resumed(forks, arguments, killed[before], tmp_path / "out", after)
+    assert found == pytest.approx(losses(undisturbed[0]), rel=1e-5)
+
+
+def test_pretokenised_is_the_same_run(forks, arguments, undisturbed, tmp_path):
+    """Same rows in the same order; a second run reads the tokens without the text."""
+    tokens = ("--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed[0] / "export")
+    assert forks.run(tmp_path / "out", *arguments, *tokens) == 0, (tmp_path / "out.log").read_text()[-3000:]
+    assert losses(tmp_path / "out") == losses(undisturbed[0])
+
+
+def test_validation_is_the_same_number_on_the_same_weights(forks, arguments, undisturbed, tmp_path):
+    """Twice in a row while nothing is learnt, and on 1 rank as on 2."""
+    still = ("--learning_rate", 0, "--eval_steps", 1, "--max_steps", 2)
+    assert forks.run(tmp_path / "out", *arguments, *still, num_processes=1) == 0
+    found = [record["eval_loss"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record]
+    assert len(found) == 3 and len(set(found)) == 1
+    first = next(record["eval_loss"] for record in read_metrics(undisturbed[0]) if "eval_loss" in record)
+    assert found[0] == pytest.approx(first, rel=1e-6)
+
+
+def test_checkpoints_by_time(forks, arguments, tmp_path):
+    """The first rank's clock decides for all: a checkpoint at other steps than --save_steps."""
+    assert forks.run(tmp_path / "out", *arguments, "--save_steps", 0, "--save_minutes", 1e-9) == 0
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == STEPS
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (("--max_length", 128), "--max_length is 128, but the model is made for --max_position_embeddings 64"),
+        (("--max_steps", -1), "--max_steps is missing"),
+        (("--num_streams", 5), "--num_streams 5 is not a multiple of 2 processes"),
+        (("--validation_dataset_files", "en/none.*"), "there is no validation split: no file of"),
+        (("--dataset_name", "allenai/c4"), "hf download --repo-type dataset allenai/c4"),
+        (("--text_column", "body"), "has no 'body'"),
+    ],
+)
+def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, *arguments, *wrong) == 2
+    assert message in log.read_text() and "Traceback" not in log.read_text(), log.read_text()[-3000:]
+    assert not out.exists()
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undisturbed, tmp_path):
+    args = ("--tokenizer_name", undisturbed[0] / "export", "--vocab_size", 200)
+    assert forks.run(tmp_path / "out", *arguments, *args) == 2
+    log = (tmp_path / "out.log").read_text()
+    assert "the tokenizer has 300 tokens, the model's vocab_size is 200; set --vocab_size to 300 or more" in log
