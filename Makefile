@@ -5,11 +5,15 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo test test-slow check fix
+.PHONY: demo demo-c4 test test-slow check fix
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/chess.py --config recipes/configs/chess/laptop.yaml
+
+demo-c4: .venv/recipes
+	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
+		recipes/c4.py --config recipes/configs/c4/laptop.yaml
 
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow"

@@ -44,9 +44,10 @@ def launch(
     flags: tuple[str, ...] = (),
     timeout: int = 400,
     gpu: bool = False,
+    **env: str,
 ) -> subprocess.CompletedProcess:
     """Run to the end; the caller looks at `returncode`, `stdout` and `stderr`."""
-    variables = environment(tmp_path)
+    variables = environment(tmp_path) | env
     if gpu:
         del variables["CUDA_VISIBLE_DEVICES"]
     return subprocess.run(

@@ -162,3 +162,17 @@ def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undistu
     assert forks.run(tmp_path / "out", *arguments, *args) == 2
     log = (tmp_path / "out.log").read_text()
     assert "the tokenizer has 300 tokens, the model's vocab_size is 200; set --vocab_size to 300 or more" in log
+
+
+@pytest.mark.slow
+def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
+    """dynamo_config of the YAML: the kernels change, the losses do not; each rank has a cache of its own."""
+    caches = tmp_path / "caches"
+    done = launch_ok(
+        tmp_path, "fsdp_full", C4, *arguments, "--max_steps", 4, "--output_dir", tmp_path / "out",
+        flags=("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"),
+        TORCHINDUCTOR_CACHE_DIR=str(caches),
+    )  # fmt: skip
+    assert sorted(path.name for path in caches.iterdir()) == ["rank-0", "rank-1"], done.stderr[-2000:]
+    first = {step: loss for step, loss in losses(undisturbed[0]).items() if step <= 2}
+    assert {step: loss for step, loss in losses(tmp_path / "out").items() if step <= 2} == pytest.approx(first, rel=1e-5)

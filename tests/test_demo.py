@@ -1,24 +1,29 @@
-"""What `make demo` promises, with the command that it runs."""
+"""What the demos promise, with the commands that they run."""
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment, read_metrics
+
+
+def run_target(target: str, tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
+    """What the Makefile does for a target, with its output in `tmp_path / "out"`."""
+    makefile = (ROOT / "Makefile").read_text()
+    command = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+    command = command.replace("$(BIN)", ".venv/bin").replace("\\\n", " ").split()
+    command += map(str, ["--output_dir", tmp_path / "out", *args])
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=2900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_demo_reaches_what_it_says(tmp_path):
     """Held-out legal moves from about 0 to over 60 %, moves as played over 18 % and over the baseline."""
-    makefile = (ROOT / "Makefile").read_text()
-    command = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
-    command = command.replace("$(BIN)", ".venv/bin").replace("\\\n", " ").strip()
-    command += f" --output_dir {tmp_path / 'out'} --data_cache_dir {tmp_path / 'cache'}"
-    done = subprocess.run(
-        command.split(), cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=2900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_target("demo", tmp_path, "--data_cache_dir", tmp_path / "cache")
     before, *_, after = (record for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     assert before["eval_legal_move_rate"] < 0.03
     assert after["eval_legal_move_rate"] > 0.60

@@ -15,24 +15,11 @@ from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-SHORT = [
-    "--max_steps",
-    "2",
-    "--per_device_train_batch_size",
-    "4",
-    "--num_positions",
-    "6",
-    "--hidden_size",
-    "32",
-    "--intermediate_size",
-    "32",
-    "--num_attention_heads",
-    "2",
-    "--num_hidden_layers",
-    "1",
-    "--eval_steps",
-    "0",
-]
+SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
+SHORT = {
+    "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
+    "recipes/c4.py": [*SIZES, "--num_validation_rows", 4],
+}
 
 
 def commands(elsewhere: bool) -> list[str]:
@@ -53,16 +40,10 @@ def test_command_runs(command, tmp_path, tmp_path_factory):
         return  # the demo has a test of its own; this is `make test`
     if words[0] == "accelerate":
         cache = tmp_path_factory.getbasetemp() / "readme-cache"
-        words = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--main_process_port",
-            "0",
-            *words[2:],
-            *SHORT,
-        ]
-        words += ["--output_dir", str(tmp_path / "out"), "--data_cache_dir", str(cache)]
+        (recipe,) = set(words) & set(SHORT)
+        words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]]
+        words += map(str, [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"])
+        words += ["--data_cache_dir", str(cache)] if recipe == "recipes/chess.py" else []
     elif words[0] == "python":
         words[0] = sys.executable
     done = subprocess.run(words, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
@@ -116,10 +97,8 @@ def test_python_example(tmp_path):
 def test_every_config_and_flag_on_the_page_exists():
     table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {path.stem for path in CONFIGS.glob("*.yaml")}
-    known = {f"--{name}" for name in load(ROOT / "recipes/chess.py").Args.__dataclass_fields__} | {
-        "--config",
-        "--help",
-    }
+    recipes = [load(ROOT / recipe).Args.__dataclass_fields__ for recipe in SHORT]
+    known = {f"--{name}" for fields in recipes for name in fields} | {"--config", "--help"}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     other = {"--repo-type", "--include"}
     assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README)) <= known | launch | other

@@ -8,8 +8,10 @@ What Accelerate 1.15 gets wrong is put right here and nowhere else, each with th
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -152,6 +154,11 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for warning in environment_warnings(os.environ, num_devices, num_cores):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        # Ranks compile the same at the same time: each into a folder of its own, rather than waiting for locks.
+        for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
+            base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
+            os.environ[name] = str(base / f"rank-{os.environ.get('RANK', 0)}")
     timeout = timedelta(seconds=args.ddp_timeout)
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
