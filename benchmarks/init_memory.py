@@ -80,12 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--config_file", default="accelerate_configs/fsdp_full.yaml", help="The accelerate YAML.")
     parser.add_argument("--preset", default="recipes/configs/c4/llama3_2_1b.yaml", help="Whose model.")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="Which to measure.")
     parser.add_argument("--num_processes", type=int, default=2, help="Processes to launch.")
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
     flags = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in WAYS:
+        for way in flags.ways:
             command = f"""{sys.executable} -m accelerate.commands.launch --config_file {flags.config_file}
                 --mixed_precision no --num_processes {flags.num_processes} --main_process_port 0 {__file__}
                 --config {flags.preset} --output_dir {folder} --way {way}"""
@@ -105,7 +106,7 @@ def main() -> None:
         versions = {m.__name__: m.__version__ for m in (torch, accelerate, transformers)}
         machine = {"python": platform.python_version(), "cores": os.cpu_count()} | versions
         flags.out.write_text(json.dumps({"machine": machine, "preset": flags.preset, "ways": results}, indent=1) + "\n")
-    if any(r["above_imports_gib"] > r["bound_gib"] for r in results["ours"]):
+    if any(r["above_imports_gib"] > r["bound_gib"] for r in results.get("ours", [])):
         sys.exit("ours is over the bound")
 
 

@@ -1,7 +1,11 @@
 """First weights by the model's own rule. That they are the same under every strategy: tests/test_equivalence.py."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from helpers import ROOT, environment
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -65,6 +69,14 @@ def test_a_value_depends_on_seed_and_name_only():
         assert key.endswith("norm.weight") or not torch.equal(value, another_seed[key])
     matrices = [value for key, value in one.items() if value.shape == (192, 128)]
     assert not any(torch.equal(a, b) for a in matrices for b in matrices if a is not b)
+
+
+@pytest.mark.slow
+def test_no_process_holds_the_model(tmp_path):
+    """Llama 3.2 1B on two: the benchmark ends with an error where a process holds more than its shard and a parameter."""
+    command = [sys.executable, "benchmarks/init_memory.py", "--ways", "ours"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 def test_what_the_rule_does_not_know_is_named():

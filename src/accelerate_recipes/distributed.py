@@ -228,9 +228,9 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Shard the model as the strategy says, then build the optimizer on what this rank holds.
 
-    A model on the meta device gets its first weights here, seeded as `make_accelerator` seeded all ranks: under FSDP2
-    once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it from
-    the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; here nothing is, and it is off.
+    A new model (`models.new_model`) gets its first weights here, seeded as `make_accelerator` seeded all ranks: under
+    FSDP2 once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it
+    from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; here nothing is, and it is off.
 
     Accelerate 1.15 wants an FSDP2 model prepared together with its optimizer and renames the optimizer's
     parameters by `data_ptr`, which is 0 for each on the meta device: all entries silently become one tensor.
@@ -238,7 +238,8 @@ def prepare(
     `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
-    is_new = any(p.is_meta for p in model.parameters())
+    # Not whether parameters are meta: those that a checkpoint lacks may be too, and on some ranks only.
+    is_new = getattr(model, "is_new", False)
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     if accelerator.is_fsdp2:

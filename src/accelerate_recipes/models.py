@@ -144,6 +144,7 @@ def new_model(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedM
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
     model.config.architectures = [type(model).__name__]
+    model.is_new = True  # until it has them
     return model
 
 
