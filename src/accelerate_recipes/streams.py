@@ -243,7 +243,8 @@ class Rounds(IterableDataset):
 class StreamLoader:
     """This rank's micro-batches in the order of the steps, without end, and the state of its streams.
 
-    Iterate over it once; `load_state` comes before. Batches lie in (pinned) memory of the host.
+    Each iteration goes on behind the last whole step of the one before, or where `load_state` says. Batches lie in
+    memory of the host, pinned where there is a GPU.
     """
 
     def __init__(
@@ -271,9 +272,9 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A worker without a stream would have nothing to do.
         num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
+        self.rounds.states, handed_out = dict(self.consumed), dict(self.consumed)
         chunks = start_workers(self.rounds, num_workers, rounds_ahead=self._rounds_of_two_steps())
         rounds = (next_round(chunks, max(1, num_workers)) for _ in count())
-        handed_out = dict(self.consumed)
         for i, batch in enumerate(regroup(rounds, self.args.per_device_train_batch_size), 1):
             for stream, *state in batch.pop("state").tolist():
                 handed_out[stream] = StreamState(*state)
@@ -294,7 +295,7 @@ class StreamLoader:
         """
         return {
             "step": self.step,
-            "num_streams": self.rounds.order.num_streams,
+            "order": self.rounds.order._asdict(),
             "shards": fingerprint(self.rounds.source.shards),
             "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
         }
@@ -303,13 +304,12 @@ class StreamLoader:
         """Go on from the states of all streams, saved by any number of ranks.
 
         Raises:
-            ConfigError: for the state of other data or another number of streams.
+            ConfigError: for the state of other data, or of another order.
         """
         now, order = self.state(), self.rounds.order
-        if merged["num_streams"] != now["num_streams"]:
-            raise ConfigError(
-                f"--num_streams is {now['num_streams']}, the checkpoint has {merged['num_streams']}; set it back"
-            )
+        for name, value in now["order"].items():
+            if merged["order"][name] != value:
+                raise ConfigError(f"--{name} is {value}, the checkpoint has {merged['order'][name]}; set it back")
         if merged["shards"] != now["shards"]:
             raise ConfigError(
                 f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {merged['shards'][0]} then"
@@ -326,7 +326,6 @@ class StreamLoader:
                     f"--total_batch_size {self.args.total_batch_size} take {before + (stream < rest)}; set it back"
                 )
             self.consumed[stream] = state
-        self.rounds.states = dict(self.consumed)
 
     def counts(self) -> dict[str, int]:
         """What this rank's streams have gone through since the start of the run: add them up over the ranks.
@@ -386,6 +385,7 @@ def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:
             raise DataError(part)
     if num_workers == 1:
         return parts[0]
+    # A round that a checkpoint has cut may have no row left for a worker.
     rows = concatenate([part for part in parts if part])
     # In numpy: torch would wake all its threads for a copy of some hundred kB.
     by_stream = np.argsort(rows["state"][:, 0].numpy())
