@@ -14,11 +14,13 @@ Every row carries the state of its stream behind it, six numbers, so a checkpoin
 workers have prepared beyond. To resume, each stream decompresses one shard from its start, at most.
 """
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import xxhash
 from datasets import Dataset
+from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
@@ -74,12 +77,17 @@ class TextShards:
     text_column: str = "text"
     retry: Retry = field(default_factory=Retry)
     bos: list[int] = field(init=False)
+    backend: Tokenizer = field(init=False)
 
     def __post_init__(self):
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
         bos = self.tokenizer.bos_token_id
         self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
+        # A copy: the original's truncation and padding change with every call of others.
+        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
     def read(
         self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
@@ -98,12 +106,9 @@ class TextShards:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
         eos = [self.tokenizer.eos_token_id]
         # `_fast` leaves out the offsets of the tokens in the text, which nobody asks for here.
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
 
 
@@ -223,6 +228,10 @@ class Rounds(IterableDataset):
         streams = sorted(self.states)[worker.id :: worker.num_workers] if worker else sorted(self.states)
         rows = {stream: self._rows(stream) for stream in streams}
         try:
+            # On all cores: what a resume passes over is decompressed outside of the interpreter's lock.
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                first = list(pool.map(lambda stream: next(rows[stream]), streams))
+            rows = {stream: chain([row], rows[stream]) for stream, row in zip(streams, first, strict=True)}
             for finished in count(min(state.rows for state in self.states.values())):
                 due = [stream for stream in streams if self.states[stream].rows <= finished]
                 yield torch.utils.data.default_collate([next(rows[stream]) for stream in due]) if due else None
