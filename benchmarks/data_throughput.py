@@ -2,14 +2,14 @@
 
     python benchmarks/data_throughput.py --out benchmarks/results/data_throughput.json
 
-Makes gzip shards of documents as long as C4's from the shipped pages. A round is a segment of each of three, in turns, all
-on one core with one thread, so that whatever else the machine does meets all:
+Makes gzip shards of documents as long as C4's from the shipped pages. A round goes once through this text in each of
+three ways, with one thread, a twentieth of it at a time and in turns, so that whatever else the machine does meets all:
 
     ours                StreamLoader without workers: read, decompress, decode JSON, shuffle, tokenise, pack
-    encode_batch        tokenizers' own, on all texts, which lie in memory, 1,000 at a time; ids are not taken out
+    encode_batch        tokenizers' own, of texts that lie in memory; the ids are not taken out
     encode_batch_fast   the same without the tokens' offsets, which is what ours calls
 
-A segment of ours is as many rows as one epoch has tokens; the loader goes on from segment to segment, so that what is
+A round of ours is as many rows as an epoch has tokens; the loader goes on from round to round, so that what is
 tokenised ahead at the end of one is paid for there and used in the next. Read the ratio ours / encode_batch: the
 median over the rounds, with the smallest and the largest. A first round warms up and does not count.
 """
@@ -20,6 +20,7 @@ import json
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.shards import read_documents, text_of
 from accelerate_recipes.streams import StreamLoader, TextShards
 
+NUM_PARTS = 20
 WAYS = ("ours", "encode_batch", "encode_batch_fast")
 
 
@@ -66,29 +68,33 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
     batches = iter(StreamLoader(source, args, 0, 1, max_length=flags.max_length))
     num_batches = (num_tokens + len(texts)) // (flags.max_length * batch_size)
 
-    def encode_all(encode) -> int:
-        for start in range(0, len(texts), 1000):
-            encode(texts[start : start + 1000], add_special_tokens=False)
-        return num_tokens
+    parts = [texts[i::NUM_PARTS] for i in range(NUM_PARTS)]
 
-    def pack_all() -> int:
-        return sum(
-            int((batch["input_ids"] != source.tokenizer.eos_token_id).sum())
-            for batch in itertools.islice(batches, num_batches)
-        )
+    def pack_part(i: int) -> int:
+        size = num_batches * (i + 1) // NUM_PARTS - num_batches * i // NUM_PARTS
+        eos = source.tokenizer.eos_token_id
+        return sum(int((batch["input_ids"] != eos).sum()) for batch in itertools.islice(batches, size))
+
+    def encode_part(encode, i: int) -> int:
+        return sum(len(encoding) for encoding in encode(parts[i], add_special_tokens=False))
 
     run = {
-        "ours": pack_all,
-        "encode_batch": lambda: encode_all(tokenizer.encode_batch),
-        "encode_batch_fast": lambda: encode_all(tokenizer.encode_batch_fast),
+        "ours": pack_part,
+        "encode_batch": partial(encode_part, tokenizer.encode_batch),
+        "encode_batch_fast": partial(encode_part, tokenizer.encode_batch_fast),
     }
     speeds, cpu_speeds = ({way: [] for way in WAYS} for _ in range(2))
-    for i in range(1 + flags.rounds):
-        for way in WAYS[i % 3 :] + WAYS[: i % 3]:
-            start, cpu_start = time.perf_counter(), time.process_time()
-            tokens = run[way]()
-            speeds[way].append(tokens / (time.perf_counter() - start))
-            cpu_speeds[way].append(tokens / (time.process_time() - cpu_start))
+    for _ in range(1 + flags.rounds):
+        tokens, seconds, cpu_seconds = (dict.fromkeys(WAYS, 0.0) for _ in range(3))
+        for i in range(NUM_PARTS):
+            for way in WAYS[i % 3 :] + WAYS[: i % 3]:
+                start, cpu_start = time.perf_counter(), time.process_time()
+                tokens[way] += run[way](i)
+                seconds[way] += time.perf_counter() - start
+                cpu_seconds[way] += time.process_time() - cpu_start
+        for way in WAYS:
+            speeds[way].append(tokens[way] / seconds[way])
+            cpu_speeds[way].append(tokens[way] / cpu_seconds[way])
     speeds, cpu_speeds = ({way: values[1:] for way, values in s.items()} for s in (speeds, cpu_speeds))
     result |= {
         "flags": vars(flags) | {"out": str(flags.out)},

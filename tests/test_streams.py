@@ -221,6 +221,8 @@ def test_state_is_of_whole_steps(source):
         states.append(loader.state())
     assert [state["step"] for state in states] == [0] * 12 + [1] * 12 + [2]
     assert states[11] == states[0] and states[23] == states[12] != states[24]
+    next(batches)  # of a step that is not finished
+    assert run_steps([loader], 3) == expected_rows(source, 60)[24:]
 
 
 def test_batches_join_rows_of_several_rounds(source):
@@ -256,8 +258,10 @@ def test_state_of_other_data_is_refused(text_shards):
     loader = make_loader(text_shards)
     next(iter(loader))
     state = loader.state()
+    with pytest.raises(ConfigError, match="--shuffle_block is 4, the checkpoint has 1024"):
+        make_loader(text_shards).load_state(state | {"order": state["order"] | {"shuffle_block": 1024}})
     with pytest.raises(ConfigError, match="--num_streams is 24, the checkpoint has 12"):
-        make_loader(text_shards).load_state(state | {"num_streams": 12})
+        make_loader(text_shards).load_state(state | {"order": state["order"] | {"num_streams": 12}})
     with pytest.raises(ConfigError, match=r"\d+ shards now, 7 then"):
         make_loader(text_shards).load_state(state | {"shards": [7, "0"]})
     with pytest.raises(ConfigError, match="with other names"):

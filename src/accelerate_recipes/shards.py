@@ -8,6 +8,7 @@ import fnmatch
 import http.client
 import json
 import random
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -112,7 +113,7 @@ def in_cache(dataset_name: str, pattern: str) -> list[str]:
 
 def on_hub(dataset_name: str, pattern: str) -> list[str]:
     """URLs of one commit, so that a dataset that changes under a run does not change the run."""
-    folder = pattern.split("*")[0].rpartition("/")[0]
+    folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision="main").sha
@@ -162,7 +163,7 @@ def read_documents(
 ) -> Iterator[tuple[int, bytes | str]]:
     """Documents `first`, `first + stride`, ... of a shard, as (index, line of JSON or text).
 
-    What comes before `first` is decompressed, but neither split into lines nor decoded: 10 s for a shard of C4.
+    What comes before `first` is decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
     `on_retry` is called before each new try.
 
     Raises:

@@ -14,11 +14,13 @@ Every row carries the state of its stream behind it, six numbers, so a checkpoin
 workers have prepared beyond. To resume, each stream decompresses one shard from its start, at most.
 """
 
+import copy
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import xxhash
 from datasets import Dataset
+from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
@@ -74,12 +77,17 @@ class TextShards:
     text_column: str = "text"
     retry: Retry = field(default_factory=Retry)
     bos: list[int] = field(init=False)
+    backend: Tokenizer = field(init=False)
 
     def __post_init__(self):
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
         bos = self.tokenizer.bos_token_id
         self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
+        # A copy: the original's truncation and padding change with every call of others.
+        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
 
     def read(
         self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
@@ -98,12 +106,9 @@ class TextShards:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
         eos = [self.tokenizer.eos_token_id]
         # `_fast` leaves out the offsets of the tokens in the text, which nobody asks for here.
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
 
 
@@ -223,6 +228,10 @@ class Rounds(IterableDataset):
         streams = sorted(self.states)[worker.id :: worker.num_workers] if worker else sorted(self.states)
         rows = {stream: self._rows(stream) for stream in streams}
         try:
+            # On all cores: what a resume passes over is decompressed outside of the interpreter's lock.
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                first = list(pool.map(lambda stream: next(rows[stream]), streams))
+            rows = {stream: chain([row], rows[stream]) for stream, row in zip(streams, first, strict=True)}
             for finished in count(min(state.rows for state in self.states.values())):
                 due = [stream for stream in streams if self.states[stream].rows <= finished]
                 yield torch.utils.data.default_collate([next(rows[stream]) for stream in due]) if due else None
@@ -243,7 +252,8 @@ class Rounds(IterableDataset):
 class StreamLoader:
     """This rank's micro-batches in the order of the steps, without end, and the state of its streams.
 
-    Iterate over it once; `start_at` comes before. Batches lie in (pinned) memory of the host.
+    Each iteration goes on behind the last whole step of the one before, or where `start_at` says. Batches lie in
+    memory of the host, pinned where there is a GPU.
     """
 
     def __init__(
@@ -271,9 +281,9 @@ class StreamLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A worker without a stream would have nothing to do.
         num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
+        self.rounds.states, handed_out = dict(self.consumed), dict(self.consumed)
         chunks = start_workers(self.rounds, num_workers, rounds_ahead=self._rounds_of_two_steps())
         rounds = (next_round(chunks, max(1, num_workers)) for _ in count())
-        handed_out = dict(self.consumed)
         for i, batch in enumerate(regroup(rounds, self.args.per_device_train_batch_size), 1):
             states = [(stream, StreamState(*state)) for stream, *state in batch.pop("state").tolist()]
             handed_out |= dict(states)
@@ -296,7 +306,7 @@ class StreamLoader:
         """
         return {
             "step": self.step,
-            "num_streams": self.rounds.order.num_streams,
+            "order": self.rounds.order._asdict(),
             "shards": fingerprint(self.rounds.source.shards),
             "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
         }
@@ -311,13 +321,12 @@ class StreamLoader:
         """Go on from the states of all streams, saved by any number of ranks.
 
         Raises:
-            ConfigError: for the state of other data or another number of streams.
+            ConfigError: for the state of other data, or of another order.
         """
         now, order = self.state(), self.rounds.order
-        if merged["num_streams"] != now["num_streams"]:
-            raise ConfigError(
-                f"--num_streams is {now['num_streams']}, the checkpoint has {merged['num_streams']}; set it back"
-            )
+        for name, value in now["order"].items():
+            if merged["order"][name] != value:
+                raise ConfigError(f"--{name} is {value}, the checkpoint has {merged['order'][name]}; set it back")
         if merged["shards"] != now["shards"]:
             raise ConfigError(
                 f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {merged['shards'][0]} then"
@@ -334,7 +343,6 @@ class StreamLoader:
                     f"--total_batch_size {self.args.total_batch_size} take {before + (stream < rest)}; set it back"
                 )
             self.consumed[stream] = state
-        self.rounds.states = dict(self.consumed)
 
     def counts(self) -> dict[str, int]:
         """What this rank's streams have gone through since the start of the run: add them up over the ranks.
@@ -393,6 +401,7 @@ def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:
             raise DataError(part)
     if num_workers == 1:
         return parts[0]
+    # A round that a checkpoint has cut may have no row left for a worker.
     rows = concatenate([part for part in parts if part])
     # In numpy: torch would wake all its threads for a copy of some hundred kB.
     by_stream = np.argsort(rows["state"][:, 0].numpy())
