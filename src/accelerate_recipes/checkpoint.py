@@ -45,6 +45,7 @@ from accelerate.utils import set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig
@@ -226,6 +227,19 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; the older ones are intact."""
 
 
+class HostCopy(BlockingAsyncStager):
+    """Copies a state dict into host memory, pinned for a GPU, and keeps that for the next copy.
+
+    Getting the memory takes longer than the copy. torch 2.13's BlockingAsyncStager keeps it only where it can be pinned;
+    its DefaultStager cannot copy the ShardedTensors of FSDP1.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.state_dict_cache is None:
+            self.state_dict_cache = _create_cpu_state_dict(state_dict, pin_memory=torch.cuda.is_available())
+        return _copy_state_dict(state_dict, self.state_dict_cache)
+
+
 @dataclass
 class Checkpointer:
     """Saves and restores all that a run consists of. Call its methods on every rank."""
@@ -241,9 +255,7 @@ class Checkpointer:
     data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
 
     def __post_init__(self):
-        # On a GPU its copies are pinned, and kept for the next save: to pin anew would cost more than to copy.
-        # DefaultStager (torch 2.13) cannot copy the ShardedTensors of FSDP1.
-        self.stager = BlockingAsyncStager(cache_staged_state_dict=self.accelerator.device.type == "cuda")
+        self.stager = HostCopy()
         # What is said in the background must not come between the collectives of training.
         self.group = None
         if dist.is_initialized():
