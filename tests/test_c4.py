@@ -175,4 +175,6 @@ def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
     )  # fmt: skip
     assert sorted(path.name for path in caches.iterdir()) == ["rank-0", "rank-1"], done.stderr[-2000:]
     first = {step: loss for step, loss in losses(undisturbed[0]).items() if step <= 2}
-    assert {step: loss for step, loss in losses(tmp_path / "out").items() if step <= 2} == pytest.approx(first, rel=1e-5)
+    assert {step: loss for step, loss in losses(tmp_path / "out").items() if step <= 2} == pytest.approx(
+        first, rel=1e-5
+    )

@@ -30,3 +30,15 @@ def test_demo_reaches_what_it_says(tmp_path):
     assert after["eval_next_move_accuracy"] > 0.18
     baseline = float(re.search(r"moves as played: .*baseline ([\d.]+)%", done.stdout)[1]) / 100
     assert after["eval_next_move_accuracy"] > baseline > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_demo_c4_reaches_what_it_says(tmp_path):
+    """Bits per byte of the validation pages from about 3.9 to under 2.2, and under gzip's."""
+    done = run_target("demo-c4", tmp_path)
+    before, *_, after = (
+        record["eval_bits_per_byte"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record
+    )
+    gzip = float(re.search(r"Bits per byte .*gzip ([\d.]+)", done.stdout)[1])
+    assert before > 3.8 and after < 2.2 < gzip
