@@ -97,8 +97,10 @@ class Args(TrainArgs, Architecture):
 
 
 def requirements(args: Args) -> Requirements:
-    name = args.model_name_or_path or args.tokenizer_name
-    return Requirements(models=[name] if name else [])
+    return Requirements(
+        models=[args.model_name_or_path] if args.model_name_or_path else [],
+        tokenizers=[args.tokenizer_name] if args.tokenizer_name else [],
+    )
 
 
 def main(args: Args) -> None:

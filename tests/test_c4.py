@@ -139,6 +139,14 @@ def test_checkpoints_by_time(forks, arguments, tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == STEPS
 
 
+def test_pretraining_goes_on_from_a_model(forks, arguments, undisturbed, tmp_path):
+    """A new run from an export starts with the loss that the other ended with."""
+    export = undisturbed[0] / "export"
+    assert forks.run(tmp_path / "out", *arguments, "--model_name_or_path", export, "--max_steps", 1) == 0
+    last = [record["eval_loss"] for record in read_metrics(undisturbed[0]) if "eval_loss" in record][-1]
+    assert read_metrics(tmp_path / "out")[0]["eval_loss"] == pytest.approx(last, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -148,6 +156,7 @@ def test_checkpoints_by_time(forks, arguments, tmp_path):
         (("--validation_dataset_files", "en/none.*"), "there is no validation split: no file of"),
         (("--dataset_name", "allenai/c4"), "hf download --repo-type dataset allenai/c4"),
         (("--text_column", "body"), "has no 'body'"),
+        (("--tokenizer_name", "no/tokenizer"), "hf download no/tokenizer --include 'token*'"),
     ],
 )
 def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):

@@ -68,6 +68,7 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
+# Of these, with one rank killed, not only in the slow tests.
 ONE_RANK = [
     "in a step",
     "before the first file of the other rank",
@@ -104,7 +105,10 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
 @pytest.mark.parametrize(
     "point, everyone",
     [pytest.param(point, True, id=f"all, {point}") for point in POINTS]
-    + [pytest.param(point, False, id=f"one, {point}") for point in ONE_RANK],
+    + [
+        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.slow)
+        for point in POINTS
+    ],
 )
 def test_killed(forks, undisturbed, tmp_path, point, everyone):
     """A rank that is left alone ends by itself, and says which other is gone."""

@@ -7,12 +7,17 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from helpers import CHILDREN, launch_ok
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.distributed import prefetch_layers
 from accelerate_recipes.init import initialize
-from accelerate_recipes.losses import IGNORE_INDEX, next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.losses import (
+    IGNORE_INDEX,
+    count_next_tokens,
+    next_token_loss,
+    next_token_loss_without_logits,
+)
 from accelerate_recipes.models import new_llama, new_model
 
 BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
@@ -100,6 +105,21 @@ def test_no_logits_are_made(implementation, monkeypatch):
     with pytest.raises(IndexError):
         next_token_loss_without_logits(model, batch | {"input_ids": batch["input_ids"] + VOCABULARY})
     assert model(input_ids=batch["input_ids"]).logits.shape == (BATCH_SIZE, LENGTH, VOCABULARY)
+
+
+@pytest.mark.parametrize("loss_fn", [next_token_loss, next_token_loss_without_logits])
+def test_experts_are_balanced_as_transformers_does_it(loss_fn):
+    """While training; the loss of an evaluation is the text's alone."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5, initializer_range=0.2,
+    )  # fmt: skip
+    model, batch = initialize(new_model(config, "sdpa"), 0, "cpu"), make_batch()
+    num_targets = count_next_tokens(batch)
+    for is_training in (True, False):
+        model.train(is_training)
+        wanted = model(**batch, output_router_logits=is_training).loss
+        assert (loss_fn(model, batch) / num_targets).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_a_model_that_changes_its_logits_is_refused():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 
 def model_problem(name: str) -> str | None:
@@ -21,6 +21,20 @@ def model_problem(name: str) -> str | None:
     return None
 
 
+def tokenizer_problem(name: str) -> str | None:
+    """The same for a tokenizer alone, whose model is not needed."""
+    try:
+        AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        if Path(name).is_dir():
+            return f"{name} is a folder, but holds no tokenizer: {first_sentence(error)}"
+        return (
+            f"tokenizer {name!r} is no folder, not in the local cache, and {unreachable()}; "
+            f"where there is internet, run: hf download {name} --include 'token*' --include 'config.json'"
+        )
+    return None
+
+
 def dataset_problem(name: str, files: str) -> str | None:
     """The same for the files of a dataset that match the pattern `files`."""
     try:
@@ -30,7 +44,7 @@ def dataset_problem(name: str, files: str) -> str | None:
         pass
     try:
         HfApi().dataset_info(name)
-    except OSError:
+    except Exception:  # a connection that fails is no OSError with every version of the Hub's client
         return (
             f"dataset {name!r} ({files}) is not in the local cache, and {unreachable()}; "
             f"where there is internet, run: hf download --repo-type dataset {name} --include '{files}'"

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import ModelOutput
 
 IGNORE_INDEX = -100
 
@@ -18,9 +19,13 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 
     No attention mask is passed: transformers reads the documents of a packed row from the position ids that
     restart, and keeps attention inside each.
+
+    While training a mixture of experts, the loss that balances them is added (`router_aux_loss_coef` of its
+    configuration, for each target). It is the balance within this batch, so, unlike all else, it depends a little on
+    how a global batch is divided.
     """
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    return summed_cross_entropy(logits.flatten(0, 1), next_tokens(batch))
+    output, balance = predict(model, batch)
+    return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
 
 
 def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -35,8 +40,8 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     Raises:
         ValueError: for a model that scales or caps its logits behind the output layer.
     """
-    # DDP and torch.compile wrap the model, FSDP1 perhaps the output layer too.
-    causal_lm = next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
+    causal_lm = unwrapped(model)
+    # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     scaled = [
         name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if hasattr(causal_lm.config, name)
@@ -45,9 +50,23 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
         raise ValueError(f"{causal_lm.config.model_type} has {scaled[0]} behind its output layer; use next_token_loss")
     head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
     try:
-        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        output, balance = predict(model, batch)
     finally:
         del head.forward  # the class's own, for logits
+    return output.logits + balance
+
+
+def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
+    """The model's output for a packed batch, and what balancing its experts adds to the summed loss: 0 without any."""
+    coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0) if model.training else 0.0
+    router = {"output_router_logits": True} if coefficient else {}
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **router)
+    return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The transformers model inside what DDP, FSDP1 and torch.compile put around it."""
+    return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
 
 
 @torch.compiler.disable

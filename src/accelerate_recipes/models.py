@@ -82,6 +82,7 @@ class Architecture:
     sliding_window: int = arg(0, "mistral and mixtral: tokens that attention looks back; 0: all.")
     num_local_experts: int = arg(8, "mixtral: experts in a layer.")
     num_experts_per_tok: int = arg(2, "mixtral: experts that compute a token.")
+    router_aux_loss_coef: float = arg(0.0, "mixtral: weight of the loss that balances the experts.")
     bos_token_id: int = arg(1, "Of the tokenizer; goes into the model's config.json.")
     eos_token_id: int = arg(2, "The same.")
 

@@ -30,14 +30,16 @@ from accelerate_recipes.watch import LostRankError
 
 @dataclass
 class Requirements:
-    """What a run reads of the Hub: names of models, and of datasets with the pattern of the files."""
+    """What a run reads of the Hub: names of models, of tokenizers without one, and of datasets with a pattern."""
 
     models: list[str] = field(default_factory=list)
+    tokenizers: list[str] = field(default_factory=list)
     datasets: list[tuple[str, str]] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """What of it cannot be had, one sentence each."""
         found = [hub.model_problem(name) for name in self.models]
+        found += [hub.tokenizer_problem(name) for name in self.tokenizers]
         found += [hub.dataset_problem(name, files) for name, files in self.datasets]
         return [problem for problem in found if problem]
 
