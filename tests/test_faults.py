@@ -115,7 +115,7 @@ def test_killed(forks, undisturbed, tmp_path, point, everyone):
     out, log = tmp_path / "out", tmp_path / "out.log"
     code = forks.run(out, *DROPOUT, **fault(point, everyone))
     assert code == (-9 if everyone else 128 + 9), f"the fault did not strike: {log.read_text()[-3000:]}"
-    if not everyone:
+    if not everyone and point != "in the export":  # when training is over, nobody waits for anybody
         assert re.search(r"error: (rank \d \(on .*\)|the first node \(.*\)): gone during", log.read_text())
     newest = newest_complete(out, point)
     log.unlink()
