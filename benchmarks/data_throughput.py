@@ -25,9 +25,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from pages import machine, train_tokenizer, write_shards
+from machine import machine
+from pages import read_pages, write_shards
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.models import new_bpe_tokenizer
 from accelerate_recipes.shards import read_documents, text_of
 from accelerate_recipes.streams import StreamLoader, TextShards
 
@@ -52,9 +54,9 @@ def parse_flags() -> argparse.Namespace:
 
 
 def main(flags: argparse.Namespace, folder: Path) -> None:
-    result = machine()
+    result = machine(torch.device("cpu"))
     files = write_shards(folder, flags.documents, flags.shards, flags.mean_length)
-    source = TextShards(files, train_tokenizer(flags.vocab_size))
+    source = TextShards(files, new_bpe_tokenizer(read_pages(), flags.vocab_size))
     texts = [
         text_of(file, *document, "text")
         for file in files

@@ -17,7 +17,6 @@ an error.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,28 +24,26 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import accelerate
 import psutil
 import torch
-import transformers
+from machine import machine
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes.args import TrainArgs, arg, parse
+from accelerate_recipes.args import arg, parse
 from accelerate_recipes.distributed import local_numel, make_accelerator, prepare
 from accelerate_recipes.metrics import device_name, peak_memory_gib
-from accelerate_recipes.models import Architecture, new_config, new_model
+from accelerate_recipes.models import new_config, new_model
 from accelerate_recipes.optim import adamw
-from accelerate_recipes.recipe import leave
+from accelerate_recipes.recipe import leave, load
 
 WAYS = ("ours", "plain")
+ROOT = Path(__file__).parents[1]
 GIB = 2**30
 
 
 @dataclass
-class Args(TrainArgs, Architecture):
+class Args(load(ROOT / "recipes/c4.py").Args):
     way: str = arg("ours", "How the model is made.", choices=list(WAYS))
-    tokenizer_name: str = arg("", "Of a preset; not used.")
-    max_length: int = arg(0, "Of a preset; not used.")
 
 
 def measure(args: Args) -> None:
@@ -73,7 +70,7 @@ def measure(args: Args) -> None:
         "device": device_name(accelerator.device),
     }
     Path(args.output_dir, f"{args.way}-{accelerator.process_index}.json").write_text(json.dumps(result))
-    leave()
+    leave(0)
 
 
 def main() -> None:
@@ -103,9 +100,8 @@ def main() -> None:
                 f"{r['largest_parameter_gib']:.2f}); {r['seconds']:.1f} s"
             )
     if flags.out:
-        versions = {m.__name__: m.__version__ for m in (torch, accelerate, transformers)}
-        machine = {"python": platform.python_version(), "cores": os.cpu_count()} | versions
-        flags.out.write_text(json.dumps({"machine": machine, "preset": flags.preset, "ways": results}, indent=1) + "\n")
+        found = {"machine": machine(torch.device("cpu")), "preset": flags.preset, "ways": results}
+        flags.out.write_text(json.dumps(found, indent=1) + "\n")
     if any(r["above_imports_gib"] > r["bound_gib"] for r in results.get("ours", [])):
         sys.exit("ours is over the bound")
 

@@ -15,8 +15,6 @@ more than 1e-4 of their norm, the benchmark ends with an error.
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,8 +24,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
+from machine import machine
 
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import next_token_loss, next_token_loss_without_logits
@@ -107,10 +105,10 @@ def main(flags: argparse.Namespace) -> None:
             f"{r['seconds']:.1f} s, loss {r['loss']:.6f}, gradients off by {r['gradient_distance']:.1e}"
         )
     if flags.out:
-        machine = {"python": platform.python_version(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-        machine |= {m.__name__: m.__version__ for m in (torch, transformers)}
         options = {name: value for name, value in vars(flags).items() if name not in ("way", "folder", "out")}
-        flags.out.write_text(json.dumps({"machine": machine, "flags": options, "ways": results}, indent=1) + "\n")
+        flags.out.write_text(
+            json.dumps({"machine": machine(torch.device("cpu")), "flags": options, "ways": results}, indent=1) + "\n"
+        )
     if flags.mixed_precision == "no" and max(r["gradient_distance"] for r in results.values()) > 1e-4:
         sys.exit("the gradients differ")
 

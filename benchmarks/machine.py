@@ -24,6 +24,7 @@ def machine(device: torch.device) -> dict:
         "command": " ".join(sys.argv),
         "device": names[0] if names else platform.machine(),
         "cores": psutil.cpu_count(),
+        "load_average": psutil.getloadavg()[0],
         "threads_per_process": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in modules},
     }

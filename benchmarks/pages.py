@@ -1,34 +1,20 @@
-"""What the benchmarks of the data share: shards of any size from the shipped pages, a tokenizer, the machine."""
+"""What the benchmarks of the data share: shards of any size from the shipped pages."""
 
 import gzip
 import itertools
 import json
-import platform
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
-import tokenizers
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-import accelerate_recipes
-from accelerate_recipes.shards import Retry, find_shards, read_documents, text_of
+from accelerate_recipes.shards import all_texts, find_shards
 
 PAGES = Path(__file__).parents[1] / "data" / "c4_pydoc"
 
 
 def read_pages() -> list[str]:
-    return [
-        text_of(shard, *document, "text")
-        for shard in find_shards(str(PAGES), "en/c4-train.*.json.gz", "train")
-        for document in read_documents(shard, "text", 0, 1, Retry(), on_retry=lambda: None)
-    ]
+    return list(all_texts(find_shards(str(PAGES), "en/c4-train.*.json.gz", "training"), "text"))
 
 
 def pieces(text: str, mean_length: int, seed: int = 0) -> Iterator[str]:
@@ -58,33 +44,3 @@ def write_shards(folder: Path, num_documents: int, num_shards: int, mean_length:
         file.write_bytes(gzip.compress(content.encode(), compresslevel=6))
         files.append(str(file))
     return files
-
-
-def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on the pages."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(read_pages(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-
-def machine() -> dict:
-    """On what it ran, with which versions, started by which command."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
-    modules = (accelerate_recipes, torch, tokenizers, transformers)
-    return {
-        "command": " ".join(sys.argv),
-        "device": names[0] if names else platform.machine(),
-        "cores": psutil.cpu_count(),
-        "load_average_before": psutil.getloadavg()[0],
-        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in modules},
-    }

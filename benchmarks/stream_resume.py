@@ -19,9 +19,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from pages import machine, train_tokenizer, write_shards
+from machine import machine
+from pages import read_pages, write_shards
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.models import new_bpe_tokenizer
 from accelerate_recipes.streams import NUM_STREAMS, StreamLoader, TextShards
 
 PLACES = (0.01, 0.95)
@@ -63,7 +65,7 @@ def iterate(source: TextShards, flags: argparse.Namespace) -> dict[float, tuple[
     start = time.perf_counter()
     batches = iter(loader)
     for place in PLACES:
-        while loader.counts()["documents"] < place * flags.documents:
+        while loader.counts()["documents_seen"] < place * flags.documents:
             next(batches)
         state, seconds = loader.state(), time.perf_counter() - start
         found[place] = (state, next(batches)["input_ids"], seconds)
@@ -71,9 +73,9 @@ def iterate(source: TextShards, flags: argparse.Namespace) -> dict[float, tuple[
 
 
 def main(flags: argparse.Namespace, folder: Path) -> None:
-    result = machine()
+    result = machine(torch.device("cpu"))
     files = write_shards(folder, flags.documents, flags.shards, flags.mean_length)
-    source = TextShards(files, train_tokenizer(flags.vocab_size))
+    source = TextShards(files, new_bpe_tokenizer(read_pages(), flags.vocab_size))
     skipped = iterate(source, flags)
     seconds = {place: [] for place in PLACES}
     for _ in range(flags.rounds):

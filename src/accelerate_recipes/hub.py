@@ -1,5 +1,6 @@
 """Whether the models and datasets of a run are here or can be fetched; and how to fetch them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -9,28 +10,23 @@ from transformers import AutoConfig, AutoTokenizer
 
 def model_problem(name: str) -> str | None:
     """Why the model cannot be had, with the remedy; None if it is a folder, in the cache, or on the Hub."""
-    try:
-        AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            return f"{name} is a folder, but holds no model: {first_sentence(error)}"
-        return (
-            f"model {name!r} is no folder, not in the local cache, and {unreachable()}; "
-            f"where there is internet, run: hf download {name}"
-        )
-    return None
+    return problem("model", name, AutoConfig.from_pretrained, "")
 
 
 def tokenizer_problem(name: str) -> str | None:
     """The same for a tokenizer alone, whose model is not needed."""
+    return problem("tokenizer", name, AutoTokenizer.from_pretrained, " --include 'token*' --include 'config.json'")
+
+
+def problem(kind: str, name: str, load: Callable[[str], object], files: str) -> str | None:
     try:
-        AutoTokenizer.from_pretrained(name)
+        load(name)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
-            return f"{name} is a folder, but holds no tokenizer: {first_sentence(error)}"
+            return f"{name} is a folder, but holds no {kind}: {first_sentence(error)}"
         return (
-            f"tokenizer {name!r} is no folder, not in the local cache, and {unreachable()}; "
-            f"where there is internet, run: hf download {name} --include 'token*' --include 'config.json'"
+            f"{kind} {name!r} is no folder, not in the local cache, and {unreachable()}; "
+            f"where there is internet, run: hf download {name}{files}"
         )
     return None
 
