@@ -11,6 +11,8 @@ from datasets import Dataset
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import (
+    LENGTH_WINDOW,
+    LengthOrder,
     PackedRows,
     StepOrder,
     cached,
@@ -141,6 +143,70 @@ def test_starting_later_is_the_same_order():
     assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
 
 
+def steps_of(make_order, args: TrainArgs, num: int, world_size: int = 1) -> list[list[list[int]]]:
+    """Of each step its micro-batches, those of all ranks in turn."""
+    orders = [iter(make_order(args, rank, world_size)) for rank in range(world_size)]
+    per_step = args.accumulation_steps(world_size)
+    return [[next(order) for _ in range(per_step) for order in orders] for _ in range(num)]
+
+
+@pytest.mark.parametrize("num_rows", [27, 5, 8, 800, 1003])
+def test_grouped_by_length_every_row_once_in_each_epoch_on_any_number_of_ranks(num_rows):
+    args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=3)
+    lengths = np.random.default_rng(0).integers(1, 100, num_rows)
+
+    def make_order(args, rank, world_size):
+        return LengthOrder(lengths, args, rank, world_size)
+
+    steps = steps_of(make_order, args, num_steps(args, num_rows))
+    for world_size in (2, 4):
+        assert steps_of(make_order, args, len(steps), world_size) == steps
+    counts = Counter(row for step in steps for micro in step for row in micro)
+    assert counts.pop(-1, 0) == 8 * len(steps) - 3 * num_rows
+    assert counts == dict.fromkeys(range(num_rows), 3)
+    # Nor is any row there again before all have been: a step in which two epochs meet has what is left of the one.
+    seen = Counter(dict.fromkeys(range(num_rows), 0))
+    for step in steps:
+        seen.update(row for micro in step for row in micro if row >= 0)
+        assert max(seen.values()) == math.ceil(seen.total() / num_rows)
+    # In a step the micro-batches go from short to long, without gaps between them.
+    for step in steps:
+        found = [lengths[row] for micro in step for row in micro if row >= 0]
+        assert found == sorted(found)
+
+
+def test_grouped_by_length_starting_later_is_the_same_order():
+    args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, max_steps=100)
+    lengths = np.arange(10)
+    order, later = LengthOrder(lengths, args, 0, 1), LengthOrder(lengths, args, 0, 1)
+    later.start_step = 7
+    whole = [micro for micro, _ in zip(order, range(12), strict=False)]
+    assert [micro for micro, _ in zip(later, range(5), strict=False)] == whole[7:]
+
+
+def test_batches_are_grouped_and_shuffled_within_a_window():
+    """Rows stay in their window, so an epoch is still mixed; the batches of a window cut its lengths into pieces."""
+    args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, num_train_epochs=2)
+    num = 2 * LENGTH_WINDOW + 10  # whole batches in an epoch
+    lengths = np.random.default_rng(0).permutation(4 * num + 3)
+
+    def steps(order_class, lengths, seed=42) -> np.ndarray:
+        args.seed = seed
+        return np.array(steps_of(lambda *some: order_class(lengths, *some), args, 2 * num + 1)).reshape(-1, 4)
+
+    grouped, plain = steps(LengthOrder, lengths), steps(StepOrder, len(lengths))
+    for epoch in (0, num + 1):  # between the two lies the batch with the last 3 rows of the one
+        for start in range(0, num, LENGTH_WINDOW):
+            window = slice(epoch + start, epoch + min(start + LENGTH_WINDOW, num))
+            assert sorted(grouped[window].ravel()) == sorted(plain[window].ravel())
+            ends = sorted((min(lengths[batch]), max(lengths[batch])) for batch in grouped[window])
+            assert all(longest < shortest for (_, longest), (shortest, _) in itertools.pairwise(ends))
+            means = lengths[grouped[window]].mean(1)
+            assert (np.diff(means) > 0).any() and (np.diff(means) < 0).any(), "batches are in no order of length"
+    assert not np.array_equal(grouped[:num], grouped[num + 1 :]), "epochs differ"
+    assert not np.array_equal(grouped, steps(LengthOrder, lengths, seed=1)), "seeds differ"
+
+
 @pytest.mark.parametrize("num_rows, world_size, size", [(10, 4, 2), (3, 4, 2), (16, 2, 4), (1, 1, 8)])
 def test_evaluation_reads_every_row_once_in_equally_many_batches(num_rows, world_size, size):
     class Rows(torch.utils.data.Dataset):
@@ -155,6 +221,11 @@ def test_evaluation_reads_every_row_once_in_equally_many_batches(num_rows, world
     assert len({len(mine) for mine in batches}) == 1
     rows = [row for mine in batches for batch in mine for row in batch.tolist()]
     assert sorted(row for row in rows if row >= 0) == list(range(num_rows))
+    # By length too; and the batches of the ranks are alike.
+    lengths = np.random.default_rng(0).permutation(num_rows)
+    batches = [list(make_eval_loader(Rows(), args, rank, world_size, lengths=lengths)) for rank in range(world_size)]
+    in_turn = [row for step in zip(*batches, strict=True) for row in torch.stack(step, 1).flatten().tolist()]
+    assert in_turn == [*np.argsort(lengths), *[-1] * (len(rows) - num_rows)]
 
 
 def test_loaders_leave_the_global_generator_alone():

@@ -1,4 +1,4 @@
-"""Packed rows, and the order in which the ranks see them.
+"""Packed rows, and the order in which the ranks see rows of any kind.
 
 The order is a pure function of (seed, optimizer step): resuming needs no saved iterator and is exact on any number
 of ranks. Nothing here knows a task.
@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.losses import IGNORE_INDEX
+
+LENGTH_WINDOW = 50  # global batches whose rows are sorted by length together: enough to pad little, few enough to mix
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:
@@ -162,15 +164,42 @@ def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
 
 
-def rows_of_step(step: int, batch_size: int, num_rows: int, seed: int, end: float = math.inf) -> list[int]:
+def rows_of_step(
+    step: int,
+    batch_size: int,
+    num_rows: int,
+    seed: int,
+    end: float = math.inf,
+    order_of_epoch: Callable[[int, int, int], np.ndarray] = permutation,
+) -> list[int]:
     """Rows of the global batch that optimizer step `step` (from 0) trains on.
 
     Epochs follow each other without a gap, so every row comes once in each. Behind `end` rows in all, -1.
     """
     places = range(step * batch_size, (step + 1) * batch_size)
     return [
-        int(permutation(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1 for place in places
+        int(order_of_epoch(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1
+        for place in places
     ]
+
+
+def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epoch: int, seed: int) -> np.ndarray:
+    """`order`, of the rows of an epoch, with rows of similar `lengths` in each global batch.
+
+    In every LENGTH_WINDOW batches the rows are sorted by length, and the batches then shuffled: neither short nor long
+    rows come first. Nothing here knows the ranks. A batch in which two epochs meet is left as it is: what of it lies
+    in this epoch cannot know the lengths of the rest.
+    """
+    order = order.copy()
+    start = -epoch * len(order) % batch_size  # epochs have no gap: the first batch of this one may begin in the last
+    num_batches = max(0, len(order) - start) // batch_size
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # not the draws of the permutation
+    for first in range(0, num_batches, LENGTH_WINDOW):
+        last = min(first + LENGTH_WINDOW, num_batches)
+        window = order[start + first * batch_size : start + last * batch_size]
+        by_length = window[np.argsort(lengths[window], kind="stable")]
+        window[:] = generator.permutation(by_length.reshape(-1, batch_size)).ravel()
+    return order
 
 
 class StepOrder(Sampler[list[int]]):
@@ -189,11 +218,42 @@ class StepOrder(Sampler[list[int]]):
         share = args.total_batch_size // self.world_size
         step = self.start_step
         while True:
-            rows = rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, end)
-            mine = rows[self.rank * share : (self.rank + 1) * share]
+            mine = self.share_of(rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, end, self.epoch))
             for start in range(0, share, args.per_device_train_batch_size):
                 yield mine[start : start + args.per_device_train_batch_size]
             step += 1
+
+    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+        """Order of the rows in one epoch; the same on all ranks."""
+        return permutation(num_rows, seed, epoch)
+
+    def share_of(self, rows: list[int]) -> list[int]:
+        """Which of a global batch are this rank's."""
+        share = len(rows) // self.world_size
+        return rows[self.rank * share : (self.rank + 1) * share]
+
+
+class LengthOrder(StepOrder):
+    """The same with rows of similar length together, in a global batch and, more so, in a micro-batch.
+
+    `lengths` has any number for each row that grows with its cost. The ranks' micro-batches of one forward pass are
+    neighbours in length, since the ranks wait for the slowest.
+    """
+
+    def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
+        super().__init__(len(lengths), args, rank, world_size)
+        self.lengths = lengths
+        self.epoch = lru_cache(maxsize=2)(self.epoch)  # a batch may lie in two
+
+    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+        order = permutation(num_rows, seed, epoch)
+        return group_by_length(order, self.lengths, self.args.total_batch_size, epoch, seed)
+
+    def share_of(self, rows: list[int]) -> list[int]:
+        rows = sorted(rows, key=lambda row: math.inf if row < 0 else self.lengths[row])
+        size = self.args.per_device_train_batch_size
+        starts = range(self.rank * size, len(rows), self.world_size * size)
+        return [row for start in starts for row in rows[start : start + size]]
 
 
 def num_steps(args: TrainArgs, num_rows: int) -> int:
@@ -218,27 +278,51 @@ class StepLoader(DataLoader):
         return {}
 
 
-def make_train_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> StepLoader:
-    """This rank's micro-batches in the order of the steps."""
+def make_train_loader(
+    rows: torch.utils.data.Dataset,
+    args: TrainArgs,
+    rank: int,
+    world_size: int,
+    lengths: np.ndarray | None = None,
+    collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+) -> StepLoader:
+    """This rank's micro-batches in the order of the steps; with `lengths`, rows of similar length together."""
+    if lengths is None:
+        order = StepOrder(len(rows), args, rank, world_size)
+    else:
+        order = LengthOrder(lengths, args, rank, world_size)
     return StepLoader(
         rows,
-        batch_sampler=StepOrder(len(rows), args, rank, world_size),
+        batch_sampler=order,
+        collate_fn=collate_fn,
         num_workers=args.dataloader_num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
     )
 
 
-def make_eval_loader(rows: torch.utils.data.Dataset, args: TrainArgs, rank: int, world_size: int) -> DataLoader:
-    """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets."""
+def make_eval_loader(
+    rows: torch.utils.data.Dataset,
+    args: TrainArgs,
+    rank: int,
+    world_size: int,
+    lengths: np.ndarray | None = None,
+    collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+) -> DataLoader:
+    """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets.
+
+    With `lengths`, from the shortest row to the longest.
+    """
     size = args.per_device_eval_batch_size
     num_batches = math.ceil(len(rows) / (size * world_size))
+    order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
     places = range(rank, num_batches * size * world_size, world_size)
-    mine = [place if place < len(rows) else -1 for place in places]
+    mine = [order[place] if place < len(rows) else -1 for place in places]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
     return DataLoader(
         rows,
         batch_sampler=batches,
+        collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # evaluating must not shift the dropout of the steps behind it
     )
