@@ -69,6 +69,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
 
 
+def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Summed cross-entropy of an encoder-decoder, in nats, as an fp32 scalar.
+
+    `batch` holds `input_ids` and `attention_mask`, (B, S), and `labels`, (B, T), which are padded with IGNORE_INDEX on
+    the right: no target there, and the decoder, which looks back only, needs no mask.
+    """
+    # Not `labels`: from these transformers would take a mean, of the logits in the precision that they come in.
+    decoder_input_ids = unwrapped(model).prepare_decoder_input_ids_from_labels(batch["labels"])
+    output = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=decoder_input_ids,
+        use_cache=False,
+    )
+    return summed_cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+
+
 @torch.compiler.disable
 def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Summed cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
@@ -116,3 +133,8 @@ def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Number of targets in the batch, as a scalar on its device. The label at position 0 is never one."""
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
+
+
+def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Number of targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: here every label is one."""
+    return (batch["labels"] != IGNORE_INDEX).sum()

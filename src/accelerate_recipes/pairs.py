@@ -1,0 +1,331 @@
+"""Pairs of source and target texts for an encoder-decoder: from files or the Hub to padded batches."""
+
+import itertools
+import json
+import os
+import shutil
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import xxhash
+from datasets.exceptions import DatasetGenerationError
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.data import cached
+from accelerate_recipes.losses import IGNORE_INDEX
+
+KINDS = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
+PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
+
+
+def prepare_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    train_files: Sequence[str],
+    eval_files: Sequence[str],
+    dataset_name: str,
+    dataset_config: str,
+    train_split: str,
+    eval_split: str,
+    source_column: str,
+    target_column: str,
+    task_prefix: str,
+    max_source_length: int,
+    max_target_length: int,
+    heldout_share: float,
+    skip_bad_pairs: bool,
+    cache_dir: str,
+) -> Path:
+    """Build, or find, the folder that holds the pairs as
+
+    `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
+                              `source`, without the prefix, and `references`, a list
+    `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
+                              `truncated_targets` were cut off at the lengths given; in all: `skipped`
+
+    The files are `train_files`, else the `train_split` of a dataset. Held out are `eval_files` or `eval_split` where
+    given; else the pairs whose source, apart from case and white space, has a hash under `heldout_share`: a source
+    that comes several times lies on one side, in whatever order files come.
+
+    A column is named by its path, such as `translation.en`. A target may be a list of texts, all of them right: each
+    is trained on, as a pair of its own; of a held-out pair the loss takes the first and metrics take all.
+
+    Raises:
+        ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
+    """
+    files = [*train_files, *eval_files]
+    settings = {
+        "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in files]
+        or [dataset_name, dataset_config],
+        "parts": [len(train_files), train_split, eval_split],
+        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "settings": [source_column, target_column, task_prefix, max_source_length, max_target_length, skip_bad_pairs],
+        "heldout_share": heldout_share,
+    }
+    if train_files:
+        sources = [(file, "train", False) for file in train_files] + [(file, "train", True) for file in eval_files]
+    else:
+        sources = [(dataset_name, train_split, False)] + ([(dataset_name, eval_split, True)] if eval_split else [])
+    by_hash = not any(is_heldout for *_, is_heldout in sources)
+
+    def build(folder: Path) -> None:
+        tmp = folder / "tmp"
+        parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
+        bad: list[str] = []
+        for i, (source, split, is_heldout) in enumerate(sources):
+            rows = load_rows(source, None if train_files else dataset_config, split, tmp / f"source-{i}")
+            where = source if train_files else f"{source}, split {split}"
+            share = heldout_share if by_hash else float(is_heldout)
+            texts = read_columns(rows, source_column, target_column, share, where, tmp / f"texts-{i}.arrow")
+            heldout, good = np.array(texts["heldout"]), np.array(texts["defect"]) == ""
+            bad += [f"{where}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
+            parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
+            parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
+        if bad and not skip_bad_pairs:
+            more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+            raise ConfigError(
+                error_list(f"These pairs cannot be used; --skip_bad_pairs leaves them out{more}", bad[:5])
+            )
+        facts: dict = {"skipped": len(bad)}
+        num_pairs = sum(len(part) for some in parts.values() for part in some)
+        for name, some in parts.items():
+            texts = datasets.concatenate_datasets(some)
+            if not len(texts):
+                remedy = f"; change --heldout_share {heldout_share}" if num_pairs and by_hash else ""
+                raise ConfigError(f"of {num_pairs} pairs of texts none is left for {name}{remedy}")
+            lengths = (max_source_length, max_target_length)
+            pairs = tokenize_pairs(texts, tokenizer, task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
+            facts[name] = {"pairs": len(pairs)}
+            for side in ("source", "target"):
+                facts[name][f"truncated_{side}s"] = sum(pairs[f"{side}_is_cut"])
+            pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
+        (folder / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(tmp)
+
+    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+
+
+def load_rows(source: str, config: str | None, split: str, cache_dir: Path) -> datasets.Dataset:
+    """One local file, where `config` is None, or a split of a dataset on the Hub in this configuration ("": its only).
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    try:
+        if config is not None:
+            return datasets.load_dataset(source, config or None, split=split)
+        if is_empty(source):
+            raise ValueError("it has 0 rows")
+        kind = KINDS[Path(source).suffix]
+        # A text may well be "None" or "NA".
+        options = {"keep_default_na": False} if kind == "csv" else {}
+        return datasets.load_dataset(kind, data_files=source, split="train", cache_dir=str(cache_dir), **options)
+    except (ValueError, OSError, DatasetGenerationError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ConfigError(f"{source} cannot be read{'' if config is None else f', split {split}'}: {reason}") from error
+
+
+def is_empty(file: str) -> bool:
+    """Whether a local file has no rows; what datasets says of one would help nobody."""
+    if file.endswith(".parquet"):
+        return pq.read_metadata(file).num_rows == 0
+    with open(file, "rb") as lines:
+        return len(list(itertools.islice(lines, 2))) < (2 if file.endswith(".csv") else 1)  # a .csv has a header
+
+
+def read_columns(
+    rows: datasets.Dataset, source_column: str, target_column: str, heldout_share: float, where: str, cache_file: Path
+) -> datasets.Dataset:
+    """`source` (text), `references` (list of texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
+    types = dict(leaves(rows.data.schema))
+    for column in (source_column, target_column):
+        if column not in types:
+            raise ConfigError(f"{where} has no column {column!r}; it has {', '.join(types) or 'none'}")
+    several = pa.types.is_list(types[target_column]) or pa.types.is_large_list(types[target_column])
+    wanted = {source_column: types[source_column]}
+    wanted[target_column] = types[target_column].value_type if several else types[target_column]
+    for column, kind in wanted.items():
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+            raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
+    features = datasets.Features(
+        {
+            "source": datasets.Value("string"),
+            "references": datasets.List(datasets.Value("string")),
+            "defect": datasets.Value("string"),
+            "heldout": datasets.Value("bool"),
+        }
+    )
+
+    def read(batch: dict[str, list]) -> dict[str, list]:
+        sources = values(batch, source_column)
+        references = [target if several else [target] for target in values(batch, target_column)]
+        return {
+            "source": sources,
+            "references": references,
+            "defect": [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)],
+            "heldout": [falls_under(source or "", heldout_share) for source in sources],
+        }
+
+    top = sorted({column if column in rows.column_names else column.split(".")[0] for column in wanted})
+    return rows.select_columns(top).map(
+        read,
+        batched=True,
+        remove_columns=top,
+        features=features,
+        num_proc=num_proc(len(rows)),
+        cache_file_name=str(cache_file),
+        desc="Reading",
+    )
+
+
+def leaves(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    """Path and type of every column, also of those inside others: `translation.en`."""
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            yield from leaves(field.type, f"{above}{field.name}.")
+        else:
+            yield f"{above}{field.name}", field.type
+
+
+def values(batch: dict[str, list], column: str) -> list:
+    """The values of a column, given its path; None where a column around it is."""
+    if column in batch:  # also one with a dot in its name
+        return batch[column]
+    first, *rest = column.split(".")
+    found = batch[first]
+    for name in rest:
+        found = [None if value is None else value[name] for value in found]
+    return found
+
+
+def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
+    """Why a pair cannot be used, or ""."""
+    if not (source or "").strip():
+        return "its source is empty"
+    if not references or not all((text or "").strip() for text in references):
+        return "its target is empty"
+    return ""
+
+
+def falls_under(source: str, share: float) -> bool:
+    """Whether the hash of a source does; apart from case and white space, in which texts that repeat may differ."""
+    text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
+    return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)
+
+
+def tokenize_pairs(
+    texts: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    task_prefix: str,
+    max_lengths: tuple[int, int],
+    is_train: bool,
+    cache_file: Path,
+) -> datasets.Dataset:
+    """`source_ids` and `target_ids`, cut at `max_lengths`, and whether they were: `source_is_cut`, `target_is_cut`.
+
+    For training one pair for each reference; otherwise of the first, with the texts.
+    """
+
+    def tokenize(batch: dict[str, list]) -> dict[str, list]:
+        chosen = [(i, text) for i, texts in enumerate(batch["references"]) for text in texts[: None if is_train else 1]]
+        sources = tokenizer([task_prefix + text for text in batch["source"]], verbose=False)["input_ids"]
+        targets = tokenizer(text_target=[text for _, text in chosen], verbose=False)["input_ids"]
+        result = {}
+        sides = {"source": [sources[i] for i, _ in chosen], "target": targets}
+        for (side, ids_of_rows), max_length in zip(sides.items(), max_lengths, strict=True):
+            result[f"{side}_ids"] = [cut(ids, max_length) for ids in ids_of_rows]
+            result[f"{side}_is_cut"] = [len(ids) > max_length for ids in ids_of_rows]
+        return result if is_train else result | {name: batch[name] for name in ("source", "references")}
+
+    ends = {ids[-1] for ids in tokenizer(["a", "b"])["input_ids"]}
+    if ends != {tokenizer.eos_token_id}:
+        raise ConfigError(
+            "the tokenizer does not put its end token behind a text, so a model trained with it would never stop; "
+            "use the tokenizer of an encoder-decoder"
+        )
+    return texts.map(
+        tokenize,
+        batched=True,
+        remove_columns=texts.column_names,
+        num_proc=num_proc(len(texts)),
+        cache_file_name=str(cache_file),
+        desc="Tokenising",
+    )
+
+
+def num_proc(num_rows: int) -> int | None:
+    """Processes worth starting for so many rows; None is this one."""
+    wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // 20_000)
+    return wanted if wanted > 1 else None
+
+
+def cut(ids: list[int], max_length: int) -> list[int]:
+    """At most `max_length` tokens; the last, the end token, is kept."""
+    return ids if len(ids) <= max_length else [*ids[: max_length - 1], ids[-1]]
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Tokenised pairs: `source_ids`, `target_ids` and the number `row`. Number -1 is a pair without targets, for
+    places that no row is left for.
+
+    `collate` pads them; `lengths` is what to group them by (see `data.LengthOrder`).
+    """
+
+    def __init__(self, rows: datasets.Dataset, pad_token_id: int):
+        self.rows = rows.select_columns(["source_ids", "target_ids"]).with_format("numpy")
+        self.pad_token_id = pad_token_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray | int]:
+        if index < 0:
+            # One token to attend to: attention over none is not finite with every kernel.
+            return {"source_ids": np.array([self.pad_token_id]), "target_ids": np.array([], int), "row": -1}
+        return self.rows[index] | {"row": index}
+
+    def collate(self, pairs: list[dict]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask`, (B, S), `labels`, (B, T), and `row`, (B,); all int64.
+
+        S and T are each the longest in the batch, rounded up to a multiple of 8.
+        """
+        sources, targets = [pair["source_ids"] for pair in pairs], [pair["target_ids"] for pair in pairs]
+        return {
+            "input_ids": pad(sources, self.pad_token_id),
+            # Not from the ids: for some tokenizers the padding token is also a real one.
+            "attention_mask": pad([np.ones_like(ids) for ids in sources], 0),
+            "labels": pad(targets, IGNORE_INDEX),
+            "row": torch.tensor([pair["row"] for pair in pairs]),
+        }
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """A number for each pair by which it is sorted first by the padded length of its source, then by its target's.
+
+        Their sum would put long sources beside short ones.
+        """
+        source, target = (self.num_tokens(side).astype(np.int64) for side in ("source", "target"))
+        return -(-source // PAD_MULTIPLE) * (target.max() + 1) + target
+
+    def num_tokens(self, side: str) -> np.ndarray:
+        """Of each `source` or `target`."""
+        chunks = self.rows.data.column(f"{side}_ids").chunks
+        found = np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks])
+        assert len(found) == len(self), "rows with a pending selection: flatten_indices first"
+        return found
+
+
+def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
+    """(B, T) int64, filled up with `value` on the right; T is a multiple of 8."""
+    longest = max(1, *(len(row) for row in rows))
+    padded = np.full((len(rows), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE), value)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return torch.from_numpy(padded)
