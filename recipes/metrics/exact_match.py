@@ -1,0 +1,34 @@
+"""Share of texts that are right, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+
+import datasets
+import evaluate
+
+DESCRIPTION = """
+Of 100 predictions, how many are one of their references, white space aside: tokenizers do not keep it.
+"""
+
+INPUTS = """
+Args:
+    predictions: texts.
+    references: for each a list of texts, all of them right.
+Returns:
+    exact_match, from 0 to 100.
+"""
+
+
+class ExactMatch(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation="",
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": text, "references": datasets.List(text)}),
+        )
+
+    def _compute(self, predictions, references):
+        right = [
+            prediction.split() in [text.split() for text in texts]
+            for prediction, texts in zip(predictions, references, strict=True)
+        ]
+        return {"exact_match": 100 * sum(right) / len(right)}
