@@ -179,7 +179,7 @@ def main(args: Args) -> None:
         loss = evaluate_loss(accelerator, model, validation_loader, loss_fn, count_next_tokens)
         # A token at the start of a row or document is no target: it is taken to cost what the others do.
         bits_per_byte = loss / math.log(2) / validation.bytes_per_token
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "bits_per_byte": bits_per_byte}
+        return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits_per_byte}
 
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(

@@ -88,6 +88,8 @@ def requirements(args: Args) -> Requirements:
 
 def main(args: Args) -> None:
     find_resume(args)  # refuses, before any work, what could not be continued
+    accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
     if args.from_scratch:
@@ -113,8 +115,6 @@ def main(args: Args) -> None:
     )
 
     # Model and optimizer
-    accelerator = make_accelerator(args)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
     resumed_from = agree_on_resume(accelerator, args)
     if args.from_scratch:
         model = new_llama(

@@ -545,7 +545,8 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name in marker["files"]:
-        if "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt")) and "model.safetensors" not in name:
+        is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
+        if is_artifact and name != "data.json" and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, partial)
     if dtype is None:
         dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32

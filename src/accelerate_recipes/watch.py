@@ -39,16 +39,21 @@ class Watch:
         self.rank = int(os.environ.get("RANK", 0))
         self.expect("the start", float("inf"))
         self.ended = threading.Event()
+        self.gave_up = threading.Event()
 
     def __enter__(self) -> "Watch":
         if dist.is_initialized():
             # A connection of its own: the main one is busy while another thread waits for a key.
-            self.store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store().clone())
+            # The launcher keeps the store when it restarts the ranks.
+            prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
             self._give_sign(0)
             threading.Thread(target=self._run, daemon=True, name="watch").start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
+        if self.gave_up.is_set():
+            time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
         gone = []
         if dist.is_initialized() and kind and (kind is RuntimeError or issubclass(kind, dist.DistError)):
             try:
@@ -73,15 +78,19 @@ class Watch:
             self.seconds_left -= 1
             try:
                 self._give_sign(beat)
+                # The first to give up speaks for all: to a later one it would seem gone.
+                if self.store.check(["verdict"]):
+                    self._end(self.store.get("verdict").decode())
                 if self.seconds_left > 0:
                     before = None
                 elif before is None:
                     before = self._signs()
                 elif self.seconds_left <= -SECONDS_TO_MISS:
-                    self._give_up(self._find(before, self._signs()))
+                    verdict = self._verdict(before, self._signs())
+                    self._end(self.store.compare_set("verdict", "", verdict).decode())
             except dist.DistError:
                 if self.seconds_left <= 0:
-                    self._give_up(f"gone: {NO_STORE}")
+                    self._end(f"{self._lateness()}; gone: {NO_STORE}")
 
     def _give_sign(self, beat: int) -> None:
         frame = sys._current_frames()[threading.main_thread().ident]
@@ -102,21 +111,21 @@ class Watch:
             if rank != self.rank and now[rank]["beat"] == before[rank]["beat"]
         ]
 
-    def _find(self, before: dict[int, dict], now: dict[int, dict]) -> str:
-        """Who is gone, else where everybody is; the same text on all ranks."""
-        if gone := self._gone(before, now):
-            found = f"gone: {', '.join(gone)}"
-        else:
-            ranks_at = defaultdict(list)
-            for rank, sign in now.items():
-                ranks_at[sign["at"]].append(rank)
-            places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # the odd ones out first
-            found = "; ".join(f"rank {', '.join(map(str, ranks))} at {place}" for place, ranks in places)
-        # The first to give up speaks for all: to a later one it would seem gone.
-        return self.store.compare_set("verdict", "", found).decode()
+    def _lateness(self) -> str:
+        return f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout)"
 
-    def _give_up(self, found: str) -> None:
-        message = f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout); {found}"
+    def _verdict(self, before: dict[int, dict], now: dict[int, dict]) -> str:
+        """Who is gone, else where everybody is."""
+        if gone := self._gone(before, now):
+            return f"{self._lateness()}; gone: {', '.join(gone)}"
+        ranks_at = defaultdict(list)
+        for rank, sign in now.items():
+            ranks_at[sign["at"]].append(rank)
+        places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # the odd ones out first
+        return "; ".join([self._lateness(), *(f"rank {', '.join(map(str, r))} at {place}" for place, r in places)])
+
+    def _end(self, message: str) -> None:
+        self.gave_up.set()
         print(f"error: {message}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
         if self.rank == 0:
