@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -16,6 +15,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from faults import kill_run
 from helpers import CHILDREN, ROOT, environment, launch, launch_command, launch_ok, losses, read_metrics
 
 CHESS = ROOT / "recipes" / "chess.py"
@@ -73,8 +73,8 @@ def running(tiny: list[str], tmp_path: Path, step: int) -> Iterator[subprocess.P
             time.sleep(0.005)
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill_run(psutil.Process(process.pid))
         process.wait()
 
 

@@ -1,14 +1,17 @@
 """A process that kills itself inside real code: at an audit event, which Python raises before a system call.
 
 TOY_FAULT in the environment is JSON {"event", "path", "count", "rank", "everyone"}: the process of that rank kills
-itself, or its whole process group, at the count-th event of that name whose first argument contains `path`. Python
+itself, or the whole run, at the count-th event of that name whose first argument contains `path`. Python
 raises `open`, `os.rename`, `os.remove`, ... before it does so.
 """
 
+import contextlib
 import json
 import os
 import signal
 import sys
+
+import psutil
 
 
 def arm() -> None:
@@ -27,8 +30,21 @@ def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None
         if name == event and path in str(arguments[0]):
             seen += 1
             if seen == count and everyone:
-                os.killpg(0, signal.SIGKILL)
+                kill_run(psutil.Process().parent())
             elif seen == count:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+
+
+def kill_run(launcher: psutil.Process) -> None:
+    """SIGKILL the launcher, then its ranks and their workers; each rank is a session of its own. A rank that does it
+    goes last."""
+    run = [launcher, *launcher.children(recursive=True)]
+    is_mine = any(process.pid == os.getpid() for process in run)
+    for process in run:
+        if process.pid != os.getpid():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    if is_mine:
+        os.kill(os.getpid(), signal.SIGKILL)
