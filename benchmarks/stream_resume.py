@@ -67,8 +67,8 @@ def iterate(source: TextShards, flags: argparse.Namespace) -> dict[float, tuple[
     for place in PLACES:
         while loader.counts()["documents_seen"] < place * flags.documents:
             next(batches)
-        state, seconds = loader.state(), time.perf_counter() - start
-        found[place] = (state, next(batches)["input_ids"], seconds)
+        step, state, seconds = loader.step, loader.state(), time.perf_counter() - start
+        found[place] = (step, state, next(batches)["input_ids"], seconds)
     return found
 
 
@@ -80,10 +80,10 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
     seconds = {place: [] for place in PLACES}
     for _ in range(flags.rounds):
         for place in PLACES:
-            state, rows, _ = skipped[place]
+            step, state, rows, _ = skipped[place]
             start = time.perf_counter()
             loader = new_loader(source, flags)
-            loader.load_state(state)
+            loader.start_at(step, [state])
             batch = next(iter(loader))
             seconds[place].append(time.perf_counter() - start)
             if not torch.equal(batch["input_ids"], rows):

@@ -86,11 +86,9 @@ class Args(TrainArgs, Architecture):
                     f"--max_length is {self.max_length}, but the model is made for --max_position_embeddings "
                     f"{self.max_position_embeddings}"
                 )
-        for name in ("prefetch_layers", "num_validation_rows"):
-            if getattr(self, name) < 0:
-                found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
-        if self.max_length < 2:
-            found.append(f"--max_length is {self.max_length}; it must be at least 2")
+        for name, least in (("prefetch_layers", 0), ("num_validation_rows", 1), ("max_length", 2)):
+            if getattr(self, name) < least:
+                found.append(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.max_steps < 1:
             found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found + stream_problems(self.num_streams, world_size)

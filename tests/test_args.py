@@ -74,6 +74,19 @@ def test_a_total_too_small_for_the_ranks_is_refused():
         parse(TrainArgs, ["--total_batch_size", "8", "--per_device_train_batch_size", "4"], world_size=4)
 
 
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--keep_every_n_steps", "300"], "--keep_every_n_steps 300 is not a multiple of --save_steps 500"),
+        (["--metric_for_best_model", "loss"], r"make --save_steps \(500\) a multiple of --eval_steps \(0\)"),
+        (["--step_timeout", "0"], "--step_timeout is 0; it must be at least 1"),
+    ],
+)
+def test_numbers_that_contradict(argv, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse(TrainArgs, argv, world_size=1)
+
+
 def test_abbreviations_are_unknown():
     with pytest.raises(ConfigError, match="unknown argument 'learning'"):
         parse(TrainArgs, ["--learning", "1"], world_size=1)

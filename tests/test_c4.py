@@ -151,6 +151,7 @@ def test_pretraining_goes_on_from_a_model(forks, arguments, undisturbed, tmp_pat
     "wrong, message",
     [
         (("--max_length", 128), "--max_length is 128, but the model is made for --max_position_embeddings 64"),
+        (("--num_validation_rows", 0), "--num_validation_rows is 0; it must be at least 1"),
         (("--max_steps", -1), "--max_steps is missing"),
         (("--num_streams", 5), "--num_streams 5 is not a multiple of 2 processes"),
         (("--validation_dataset_files", "en/none.*"), "there is no validation split: no file of"),
@@ -164,6 +165,12 @@ def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
     assert forks.run(out, *arguments, *wrong) == 2
     assert message in log.read_text() and "Traceback" not in log.read_text(), log.read_text()[-3000:]
     assert not out.exists()
+
+
+def test_rows_longer_than_a_pretrained_model_reads(forks, arguments, undisturbed, tmp_path):
+    args = ("--model_name_or_path", undisturbed[0] / "export", "--max_length", 128)
+    assert forks.run(tmp_path / "out", *arguments, *args) == 2
+    assert "--max_length is 128, the model's is 64" in (tmp_path / "out.log").read_text()
 
 
 def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undisturbed, tmp_path):

@@ -200,6 +200,21 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     assert status["state"] == "failed" and "rank 1" in status["reason"], status
 
 
+def test_a_metric_that_the_evaluation_does_not_give(forks, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, "--metric_for_best_model", "accuracy", "--eval_steps", 3) == 2
+    assert "error: --metric_for_best_model accuracy: the evaluation gives loss" in log.read_text()
+    assert not losses(out), "before the first step"
+
+
+def test_activations_are_kept_on_the_cpu(forks, undisturbed, tmp_path):
+    """`fsdp_activation_checkpointing_offload` of the YAML: it is in force, and the losses are the same."""
+    names = ("FSDP_ACTIVATION_CHECKPOINTING", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
+    assert forks.run(tmp_path / "out", *DROPOUT, **dict.fromkeys(names, "true")) == 0
+    assert "activations recomputed from inputs kept on the CPU" in (tmp_path / "out.log").read_text()
+    assert losses(tmp_path / "out") == undisturbed
+
+
 def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
     """Row 17 is poisoned: the run ends before the weights change, and says where to look."""
     out, log = tmp_path / "out", tmp_path / "out.log"

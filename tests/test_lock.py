@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -50,6 +51,18 @@ def test_a_second_living_run_is_an_error(tmp_path):
 def test_a_lock_of_another_host_counts_while_it_is_touched(tmp_path):
     file = tmp_path / "lock.json"
     file.write_text(json.dumps(OTHER))
+    owner_is_dead = threading.Event()
+
+    def keep() -> None:
+        while not owner_is_dead.wait(0.05):
+            file.touch()
+
+    owner = threading.Thread(target=keep)
+    owner.start()
+    with pytest.raises(ConfigError, match=r"in use by process 1 on elsewhere \(job 17\), which is alive"):
+        lock.take(tmp_path)
+    owner_is_dead.set()
+    owner.join()
     lock.take(tmp_path)  # nobody touched it for SILENCE
     assert owner_of(tmp_path)["process"] == os.getpid()
 

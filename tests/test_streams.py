@@ -30,7 +30,6 @@ from accelerate_recipes.streams import (
     StreamLoader,
     StreamState,
     TextShards,
-    merge_states,
     stream_documents,
     stream_problems,
     stream_rows,
@@ -198,28 +197,29 @@ def test_resume_is_exact(source, before, after, step):
     world_size, num_workers = before
     first = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
     rows = run_steps(first, step)
-    state = json.loads(json.dumps(merge_states([loader.state() for loader in first])))
-    assert state["step"] == step
+    states = json.loads(json.dumps([loader.state() for loader in first]))
     world_size, num_workers = after
     second = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
     for loader in second:
-        loader.load_state(state)
+        loader.start_at(step, states)
     rows += run_steps(second, NUM_STEPS - step)
     assert rows == expected_rows(source, NUM_STEPS * 12)
     whole = make_loader(source)
     run_steps([whole], NUM_STEPS)
-    assert merge_states([loader.state() for loader in second]) == whole.state()
+    streams = [loader.state()["streams"] for loader in second]
+    assert {stream: state for part in streams for stream, state in part.items()} == whole.state()["streams"]
     assert sum(loader.counts()["documents_seen"] for loader in second) == whole.counts()["documents_seen"]
 
 
 def test_state_is_of_whole_steps(source):
     loader = make_loader(source)
     batches = iter(loader)
-    states = [loader.state()]
+    states, steps = [loader.state()], [loader.step]
     for _ in range(24):
         next(batches)
         states.append(loader.state())
-    assert [state["step"] for state in states] == [0] * 12 + [1] * 12 + [2]
+        steps.append(loader.step)
+    assert steps == [0] * 12 + [1] * 12 + [2]
     assert states[11] == states[0] and states[23] == states[12] != states[24]
     next(batches)  # of a step that is not finished
     assert run_steps([loader], 3) == expected_rows(source, 60)[24:]
@@ -258,16 +258,16 @@ def test_state_of_other_data_is_refused(text_shards):
     loader = make_loader(text_shards)
     next(iter(loader))
     state = loader.state()
-    with pytest.raises(ConfigError, match="--shuffle_block is 4, the checkpoint has 1024"):
-        make_loader(text_shards).load_state(state | {"order": state["order"] | {"shuffle_block": 1024}})
-    with pytest.raises(ConfigError, match="--num_streams is 24, the checkpoint has 12"):
-        make_loader(text_shards).load_state(state | {"order": state["order"] | {"num_streams": 12}})
+    with pytest.raises(ConfigError, match="shuffle_block is 4, the checkpoint has 1024"):
+        make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {"shuffle_block": 1024}}])
+    with pytest.raises(ConfigError, match="num_streams is 24, the checkpoint has 12"):
+        make_loader(text_shards).start_at(0, [state | {"order": state["order"] | {"num_streams": 12}}])
     with pytest.raises(ConfigError, match=r"\d+ shards now, 7 then"):
-        make_loader(text_shards).load_state(state | {"shards": [7, "0"]})
+        make_loader(text_shards).start_at(0, [state | {"shards": [7, "0"]}])
     with pytest.raises(ConfigError, match="with other names"):
-        make_loader(text_shards).load_state(state | {"shards": [len(text_shards.shards), "0"]})
+        make_loader(text_shards).start_at(0, [state | {"shards": [len(text_shards.shards), "0"]}])
     with pytest.raises(ConfigError, match="has yielded 0 rows, but 4 steps of --total_batch_size 12 take 2"):
-        make_loader(text_shards).load_state(state | {"step": 4})
+        make_loader(text_shards).start_at(4, [state])
 
 
 def test_streams_divide_among_the_ranks(text_shards):
@@ -534,8 +534,7 @@ def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
     loader = make_loader(source, num_workers=num_workers)
     assert run_steps([loader], 4) == expected_rows(text_shards, 48)
     assert loader.counts()["retries"] == 3
-    assert loader.state() == merge_states([loader.state()])
-    make_loader(text_shards).load_state(loader.state())  # a copy of the data in a folder will do
+    make_loader(text_shards).start_at(4, [loader.state()])  # a copy of the data in a folder will do
 
 
 def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):

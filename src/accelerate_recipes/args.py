@@ -118,7 +118,7 @@ class TrainArgs:
         if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:
             found.append(
                 f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}: "
-                "there would be no checkpoint to keep"
+                "make it one, since only what is saved can be kept"
             )
         if self.metric_for_best_model and (self.eval_steps < 1 or self.save_steps % self.eval_steps):
             found.append(

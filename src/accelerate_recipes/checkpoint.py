@@ -53,7 +53,7 @@ from transformers import AutoConfig
 import accelerate_recipes
 from accelerate_recipes import lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
-from accelerate_recipes.distributed import on_first_rank, strategy_name
+from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -192,15 +192,6 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
             chosen.rename(chosen.with_name(f"{chosen.name}.damaged"))
         accelerator.wait_for_everyone()
-
-
-def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Each rank's value, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
@@ -541,22 +532,22 @@ def export(
     one safetensors shard of `max_shard_size` (bytes, or such as "500MB").
     """
     marker = read_marker(checkpoint)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    unfinished = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     for name in marker["files"]:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
         if is_artifact and name != "data.json" and "model.safetensors" not in name:
-            shutil.copy(checkpoint / name, partial)
+            shutil.copy(checkpoint / name, unfinished)
     if dtype is None:
         dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
-    write_safetensors(checkpoint, partial, dtype, max_shard_size)
-    config = json.loads((partial / "config.json").read_text())
+    write_safetensors(checkpoint, unfinished, dtype, max_shard_size)
+    config = json.loads((unfinished / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (partial / "README.md").write_text(model_card(checkpoint, description))
+    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (unfinished / "README.md").write_text(model_card(checkpoint, description))
     shutil.rmtree(out, ignore_errors=True)
-    partial.rename(out)
+    unfinished.rename(out)
 
 
 def model_card(checkpoint: Path, description: str) -> str:

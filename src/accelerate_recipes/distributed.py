@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
@@ -379,6 +379,11 @@ def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, loca
     if accelerator.distributed_type == DistributedType.FSDP:
         classes = sorted({type(getattr(unit, "_fsdp_wrapped_module", unit)).__name__ for unit in units})
         parts.append(f"{len(units)} FSDP units ({', '.join(c.removeprefix('FSDP') for c in classes)})")
+    modules = list(model.modules())
+    if any(isinstance(module, OffloadWrapper) for module in modules):
+        parts.append("activations recomputed from inputs kept on the CPU")
+    elif any(isinstance(module, CheckpointWrapper) for module in modules):
+        parts.append("activations recomputed")
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
@@ -410,6 +415,15 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
         else:
             model.set_reshard_after_backward(is_last)
     yield
+
+
+def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """Each rank's value, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def on_first_rank(compute: Callable[[], T]) -> T:

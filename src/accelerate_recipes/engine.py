@@ -19,8 +19,8 @@ from torch import nn
 
 from accelerate_recipes import stop
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer, SaveError, on_all_ranks
-from accelerate_recipes.distributed import accumulate, max_over_ranks, sum_over_ranks
+from accelerate_recipes.checkpoint import Checkpointer, SaveError
+from accelerate_recipes.distributed import accumulate, max_over_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import Watch
@@ -31,7 +31,7 @@ CountFn = Callable[[Batch], torch.Tensor]
 
 
 class TrainLoader(Protocol):
-    """This rank's micro-batches in the order of the steps, without end. `row`, if a batch has it, names its rows."""
+    """This rank's micro-batches in the order of the steps, without end. `row`, of each, names its rows."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -202,7 +202,9 @@ def train(
             stopped = Stopped(stop.reason(accelerator)) if done.stop else None
             if last or stopped or step % args.logging_steps == 0:
                 gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
-                log.log_step(step, window, done.grad_norm.item(), lr, gib, train_loader.counts())
+                parts = on_all_ranks(train_loader.counts())
+                counts = {name: sum(part[name] for part in parts) for name in parts[0]}
+                log.log_step(step, window, done.grad_norm.item(), lr, gib, counts)
                 window = Window()
             if not stopped and evaluation_is_due(step, total_steps, args):
                 try:
@@ -230,7 +232,7 @@ def dump_non_finite(
     newest: Path | None,
 ) -> Path:
     """Write which rows the step after `step` had, and the loss of each micro-batch, to non_finite.json."""
-    rows = [batch["row"].tolist() if "row" in batch else [] for batch in batches]
+    rows = [batch["row"].tolist() for batch in batches]
     ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
     file = output_dir / "non_finite.json"
     if accelerator.is_main_process:

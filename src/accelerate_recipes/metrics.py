@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -134,7 +133,7 @@ class MetricsLog:
     ) -> None:
         """One line for the steps of the window: mean loss, throughput of all ranks, peak memory, wait for data.
 
-        `counts` are this rank's of what was read so far; metrics.jsonl gets their sums.
+        `counts` are those of all ranks, of what was read so far.
         """
         record = {
             "step": step,
@@ -155,11 +154,7 @@ class MetricsLog:
             line += f", MFU: {record['mfu']:.3f}"
         record["peak_memory_gib"] = gib
         record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; the others wait for it, and it for them
-        parts = [counts]
-        if dist.is_initialized() and counts:
-            parts = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(parts, counts)
-        record |= {name: sum(part[name] for part in parts) for name in counts}
+        record |= counts
         line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
         self._write(record, line + (f", retries: {record['retries']}" if record.get("retries") else ""))
 

@@ -53,7 +53,7 @@ def run(
     if not sys.stderr.isatty():  # a job's log: plain lines
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    args = None
+    args, code = None, 0
     try:
         args = parse(args_class, other_problems=launch_problems())
         if int(os.environ.get("RANK", 0)) == 0:
@@ -79,23 +79,23 @@ def run(
     except LostRankError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         end_with(args, state="failed", reason=str(error))
-        leave(1)  # a save in the background may wait for that rank for long
+        code = 1
     except Exception as error:
         end_with(args, state="failed", reason=f"{type(error).__name__}: {error}")
         raise
     finally:
         lock.release()
-    leave(0)
+    leave(code)
 
 
 def leave(code: int) -> None:
     """End a launched process, whose work is done, without the interpreter's teardown.
 
     With torch 2.13 on gloo that aborts now and then ("terminate called without an active exception": a thread that
-    nobody joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished.
+    nobody joins), and the launcher takes the finished run for a failed one. And after a lost rank, a save in the
+    background would be waited for. Files are closed and trackers finished.
     """
     if "LOCAL_RANK" in os.environ:
-        lock.release()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

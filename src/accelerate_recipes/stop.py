@@ -12,11 +12,9 @@ import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
-from accelerate_recipes.distributed import sum_over_ranks
+from accelerate_recipes.distributed import on_all_ranks, sum_over_ranks
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -67,9 +65,7 @@ def raise_if_requested(accelerator: Accelerator) -> None:
 
 def reason(accelerator: Accelerator) -> str:
     """By what, on all ranks; the file is removed, so that the next run may start."""
-    found = [requested()]
-    if dist.is_initialized():
-        found = gather_object(found)
+    found = on_all_ranks(requested())
     if accelerator.is_main_process and _file is not None:
         _file.unlink(missing_ok=True)
     return ", ".join(dict.fromkeys(filter(None, found)))

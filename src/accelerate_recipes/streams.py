@@ -302,40 +302,38 @@ class StreamLoader:
     def state(self) -> dict:
         """State of this rank's streams behind the last step of which all micro-batches were handed out.
 
-        Plain numbers and strings, fit for JSON; `merge_states` makes one of those of all ranks.
+        Plain numbers and strings, fit for JSON.
         """
         return {
-            "step": self.step,
             "order": self.rounds.order._asdict(),
             "shards": fingerprint(self.rounds.source.shards),
             "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
         }
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks."""
-        if states:
-            self.load_state(merge_states(states))
-        assert self.step == step, f"the states are those of step {self.step}, not {step}"
+        """Before iterating: begin behind `step` optimizer steps.
 
-    def load_state(self, merged: dict) -> None:
-        """Go on from the states of all streams, saved by any number of ranks.
+        `states` are what `state` gave then on all ranks, of whatever number; none at the start of a run.
 
         Raises:
             ConfigError: for the state of other data, or of another order.
         """
-        now, order = self.state(), self.rounds.order
+        self.step = step
+        if not states:
+            return
+        then, now, order = states[0], self.state(), self.rounds.order
         for name, value in now["order"].items():
-            if merged["order"][name] != value:
-                raise ConfigError(f"--{name} is {value}, the checkpoint has {merged['order'][name]}; set it back")
-        if merged["shards"] != now["shards"]:
+            if then["order"][name] != value:
+                raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
+        if then["shards"] != now["shards"]:
             raise ConfigError(
-                f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {merged['shards'][0]} then"
-                f"{', with other names' if now['shards'][0] == merged['shards'][0] else ''}; a run goes on with the shards that "
+                f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {then['shards'][0]} then"
+                f"{', with other names' if now['shards'][0] == then['shards'][0] else ''}; a run goes on with the shards that "
                 "it started with"
             )
-        self.step = merged["step"]
+        streams = {stream: state for part in states for stream, state in part["streams"].items()}
         for stream in self.consumed:
-            state = StreamState(*merged["streams"][str(stream)])
+            state = StreamState(*streams[str(stream)])
             before, rest = divmod(self.step * self.args.total_batch_size, order.num_streams)
             if state.rows != before + (stream < rest):
                 raise ConfigError(
@@ -432,11 +430,6 @@ def fingerprint(shards: Sequence[str]) -> list:
     """Number of shards and a hash of their names. Not of their folders: a run may go on with a copy of the data."""
     names = "\n".join(PurePath(shard).name for shard in shards)
     return [len(shards), xxhash.xxh64_hexdigest(names.encode())]
-
-
-def merge_states(states: Sequence[dict]) -> dict:
-    """One state from those of all ranks."""
-    return states[0] | {"streams": {stream: state for part in states for stream, state in part["streams"].items()}}
 
 
 class ValidationRows(NamedTuple):
