@@ -116,7 +116,7 @@ class OurLoop:
                 total_steps=self.step + num_steps,
                 loss_fn=next_token_loss,
                 count_fn=count_next_tokens,
-                evaluate_fn=dict,
+                evaluate_fn=lambda step: {},
                 checkpointer=self,
                 flops_per_token=0.0,
             )

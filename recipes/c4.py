@@ -23,11 +23,11 @@ from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export,
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prefetch_layers, prepare
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
     Architecture,
-    continue_greedily,
     load_model,
     load_tokenizer,
     new_bpe_tokenizer,
@@ -173,7 +173,7 @@ def main(args: Args) -> None:
     loss_fn = next_token_loss if args.whole_logits else next_token_loss_without_logits
     validation_loader = make_eval_loader(validation.rows, args, rank, world_size)
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(accelerator, model, validation_loader, loss_fn, count_next_tokens)
         # A token at the start of a row or document is no target: it is taken to cost what the others do.
         bits_per_byte = loss / math.log(2) / validation.bytes_per_token
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
 
     # Result
     starts = [tokenizer(text)["input_ids"][:16] for text in validation.texts[:3]]
-    continuations = continue_greedily(accelerator, model, tokenizer, starts, 40, batch_size=1)
+    continuations = generate_texts(accelerator, model, tokenizer, starts, 40, batch_size=1)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record["eval_bits_per_byte"] for record in records if "eval_loss" in record)

@@ -146,7 +146,7 @@ def main(args: Args) -> None:
     heldout_loader = make_eval_loader(heldout_rows, args, rank, world_size)
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
 

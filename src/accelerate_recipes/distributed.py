@@ -20,7 +20,13 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
@@ -57,8 +63,8 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 
     if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         found.append(
-            "mixed_precision: fp16 is not supported: it needs a gradient scaler whose overflow check all ranks "
-            "share, and every GPU that shards well has bf16; set `mixed_precision: bf16`, or `no`"
+            "mixed_precision: fp16 is not supported: models trained in bf16, T5 above all, overflow in it, and it needs a "
+            "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
         )
     if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         found.append(
@@ -251,6 +257,8 @@ def prepare(
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
+        # Its embedding and last norms are gathered too when `generate` calls an encoder by itself.
+        register_fsdp_forward_method(accelerator.unwrap_model(model, keep_torch_compile=False), "generate")
     else:
         model = accelerator.prepare(model)
     local = sum(local_numel(p) for p in model.parameters())

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import fsdp_units, make_accelerator, prefetch_layers, prepare
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import (
     IGNORE_INDEX,
     count_next_tokens,
     next_token_loss,
     next_token_loss_without_logits,
 )
-from accelerate_recipes.models import Architecture, continue_greedily, new_config, new_model, new_word_tokenizer
+from accelerate_recipes.models import Architecture, new_config, new_model, new_word_tokenizer
 from accelerate_recipes.optim import WRAPPERS, adamw
 from accelerate_recipes.recipe import Requirements, run
 
@@ -99,7 +100,7 @@ def main(args: Args) -> None:
             "losses": losses,
             "distance": {key: ((grads[1][key] - g).norm() / g.norm()).item() for key, g in grads[0].items()},
             "trajectory": train(model, optimizer),
-            "texts": continue_greedily(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
+            "texts": generate_texts(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
         }
         if accelerator.is_fsdp2:
             model, optimizer = new(values)

@@ -99,7 +99,7 @@ def main(args: Args) -> None:
         loss = next_token_loss(model, batch)
         return loss * float("nan") if int(os.environ.get("TOY_POISON", -1)) in batch["row"] else loss
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
 
     if limit := os.environ.get("TOY_FSIZE"):
