@@ -27,7 +27,7 @@ from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import load_t5, load_tokenizer, new_bpe_tokenizer, new_t5
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.pairs import KINDS, Pairs, PairSource, prepare_pairs, source_texts
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, run
@@ -201,6 +201,7 @@ def main(args: Args) -> None:
     if args.from_scratch:
         model = new_t5(
             args.attn_implementation,
+            args.param_dtype,
             vocab_size=len(tokenizer),
             d_model=args.d_model,
             d_kv=args.d_kv,
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
             decoder_start_token_id=tokenizer.pad_token_id,
         )
     else:
-        model = load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate)
+        model = load_t5(args.model_name_or_path, args.attn_implementation, args.param_dtype, args.dropout_rate)
     generation = {
         "max_new_tokens": args.generation_max_length or args.max_target_length,
         "num_beams": args.generation_num_beams,
@@ -223,7 +224,7 @@ def main(args: Args) -> None:
     model.generation_config.update(**generation)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_target(model, train_pairs.num_tokens("source"), train_pairs.num_tokens("target"))
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(train_pairs))
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.print(

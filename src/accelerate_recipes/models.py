@@ -154,8 +154,8 @@ def new_llama(attn_implementation: str, **config) -> PreTrainedModel:
     return new_model(LlamaConfig(**config), attn_implementation)
 
 
-def load_t5(name: str, attn_implementation: str, dropout_rate: float) -> PreTrainedModel:
-    """A pretrained T5, T5 v1.1, FLAN-T5 or mT5 in fp32, as `load_model` loads one.
+def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rate: float) -> PreTrainedModel:
+    """A pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads one.
 
     Not from safetensors only: some of the published ones have none.
 
@@ -166,20 +166,22 @@ def load_t5(name: str, attn_implementation: str, dropout_rate: float) -> PreTrai
     if config.model_type not in T5_TYPES:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}")
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attn_implementation, dropout_rate=dropout_rate
+        name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate
     )
     return share_embedding(model)
 
 
-def new_t5(attn_implementation: str, **config) -> PreTrainedModel:
-    """A T5 of these sizes in fp32, with its first weights: the same on all ranks, from the seed that all have.
+def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrainedModel:
+    """A T5 of these sizes, with its first weights: the same on all ranks, from the seed that all have.
 
     Each rank makes it whole: T5's rule for first weights reaches from a module into its children, which does not work
     on the meta device (see `init`).
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(torch.initial_seed())
-        model = AutoModelForSeq2SeqLM.from_config(T5Config(**config), attn_implementation=attn_implementation)
+        model = AutoModelForSeq2SeqLM.from_config(
+            T5Config(**config), dtype=dtype, attn_implementation=attn_implementation
+        )
     model.config.architectures = [type(model).__name__]
     return share_embedding(model)
 

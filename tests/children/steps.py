@@ -20,7 +20,7 @@ from accelerate_recipes.distributed import fsdp_units, local_numel, make_acceler
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.optim import WRAPPERS, adamw, make_scheduler
+from accelerate_recipes.optim import WRAPPERS, make_scheduler
 from accelerate_recipes.recipe import run
 
 STEPS = 4
@@ -48,7 +48,7 @@ def main(args: Args) -> None:
     model, tokenizer = toy.make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     start = checksums(model)
     scheduler = make_scheduler(optimizer, args, 2 * STEPS)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
