@@ -160,6 +160,43 @@ def test_upstream_still_drops_the_rng_in_recomputation():
     assert "preserve_rng_state=False" in getsource(fsdp2_apply_ac)
 
 
+T5_UNDER_FSDP2 = """
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+    from accelerate_recipes.args import TrainArgs
+    from accelerate_recipes.distributed import make_accelerator
+    from accelerate_recipes.models import share_embedding
+    accelerator = make_accelerator(TrainArgs())
+    sizes = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+    SHARE
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            CALL
+        print("fine")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+def test_upstream_still_divides_a_tied_embedding():
+    """When this fails, torch or transformers made one of a T5's: models.share_embedding can leave out its last line."""
+    assert "is shared with a parameter already managed by another FSDP group" in run_python(
+        T5_UNDER_FSDP2.replace("SHARE", "").replace("CALL", "model(input_ids=ids, decoder_input_ids=ids)")
+    )
+
+
+def test_upstream_still_generates_beside_the_forward_pass():
+    """When this fails, an encoder's call gathers the root: distributed.prepare need not register `generate`."""
+    shared = T5_UNDER_FSDP2.replace("SHARE", "share_embedding(model)")
+    call = "model.generate(ids, max_new_tokens=2)"
+    assert run_python(shared.replace("CALL", call)) != "fine"
+    registered = f"torch.distributed.fsdp.register_fsdp_forward_method(model, 'generate'); {call}"
+    assert run_python(shared.replace("CALL", registered)) == "fine"
+
+
 def test_copies_are_an_error():
     """What every rank of an FSDP launch on a CPU would get from Accelerate alone."""
     code = """

@@ -587,6 +587,9 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     tied = set(model.all_tied_weights_keys)
+    if not json.loads((checkpoint / "config.json").read_text()).get("tie_word_embeddings", True):
+        # transformers 5.23 takes the output layer of every T5 for its embedding; see models.share_embedding.
+        tied.discard("lm_head.weight")
     tensors = {}
     for key, entry in saved.items():
         name = key.removeprefix("model.")
