@@ -19,6 +19,7 @@ SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads"
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
     "recipes/c4.py": [*SIZES, "--num_validation_rows", 4],
+    "recipes/t5.py": ["--d_model", 16, "--num_layers", 1, "--num_eval_pairs", 4, "--generation_max_length", 4],
 }
 
 
@@ -43,7 +44,7 @@ def test_command_runs(command, tmp_path, tmp_path_factory):
         (recipe,) = set(words) & set(SHORT)
         words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]]
         words += map(str, [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"])
-        words += ["--data_cache_dir", str(cache)] if recipe == "recipes/chess.py" else []
+        words += ["--data_cache_dir", str(cache)] if recipe != "recipes/c4.py" else []
     elif words[0] == "python":
         words[0] = sys.executable
     done = subprocess.run(words, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)

@@ -1,5 +1,6 @@
 """Models and tokenizers: from a name, a folder or a configuration."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -200,6 +201,8 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
         head.weight = model.shared.weight if is_tied else nn.Parameter(torch.empty_like(model.shared.weight))
     model.config.tie_word_embeddings = is_tied
     model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+    # FSDP2 warns of it: T5's layers hand on the position bias, a view. Nothing writes to it in place.
+    warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
 
 
