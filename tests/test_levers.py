@@ -41,7 +41,7 @@ def levers(forks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
-@pytest.mark.parametrize("n, calls", [(1, [2, 2, 2]), (2, [2, 1, 2]), (3, [2, 1, 1])])
+@pytest.mark.parametrize("n, calls", [(1, [2, 2, 2]), (2, [2, 1, 2])])
 def test_each_nth_layer_is_recomputed(levers, config, n, calls):
     """A layer that is recomputed is called twice a step. Losses are those of a run that recomputes nothing, bit for bit."""
     plain, log = levers(config=config)
@@ -66,7 +66,8 @@ def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, 
     """Whatever the layers compute in, and without touching the precision in which weights are kept."""
     args = KAHAN if precision == "pure bf16" else ()
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if precision == "bf16" else {}
-    found, _ = levers("--reduce_dtype", dtype, *args, config=config, **env)
+    found, log = levers("--reduce_dtype", dtype, *args, config=config, **env)
+    assert ("precision no, weights bfloat16 |" in log) == (precision == "pure bf16")
     assert found["reduced"] == [name]
     assert found["stored"] == ["torch.bfloat16" if precision == "pure bf16" else "torch.float32"]
     assert found["losses"] == pytest.approx(levers()[0]["losses"], rel=3e-3)
@@ -80,8 +81,9 @@ def whole_runs(forks, tmp_path_factory):
     def result(optim: str, config: str = "fsdp_full", num_processes: int = 2):
         key = (optim, config, num_processes)
         if key not in done:
-            done[key] = tmp_path_factory.mktemp("whole") / "out"
-            run_toy(forks, done[key], optim, config, num_processes)
+            out = tmp_path_factory.mktemp("whole") / "out"
+            run_toy(forks, out, optim, config, num_processes)
+            done[key] = out
         return done[key]
 
     return result

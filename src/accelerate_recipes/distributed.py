@@ -431,6 +431,8 @@ def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, loca
         f"backend {accelerator.state.backend or 'none'}",
         f"precision {accelerator.mixed_precision}",
     ]
+    if (dtype := next(model.parameters()).dtype) != torch.float32:
+        parts[-1] += f", weights {str(dtype).removeprefix('torch.')}"
     if accelerator.distributed_type == DistributedType.FSDP:
         classes = sorted({type(getattr(unit, "_fsdp_wrapped_module", unit)).__name__ for unit in units})
         parts.append(f"{len(units)} FSDP units ({', '.join(c.removeprefix('FSDP') for c in classes)})")

@@ -33,7 +33,7 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             return Adafactor(groups, args.learning_rate)
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         if args.optim == "adamw_8bit":
-            from bitsandbytes.optim import AdamW8bit  # not among the requirements: it needs a GPU
+            from bitsandbytes.optim import AdamW8bit  # not among the requirements
 
             return AdamW8bit(groups, **adam)
         # Fused: one kernel, on CPU and GPU, for plain tensors and DTensors alike.
@@ -45,9 +45,9 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
 class KahanAdamW(torch.optim.AdamW):
     """AdamW for weights in bf16: what rounding takes from an update is kept, and added to the next.
 
-    bf16 has 8 bits: an update of less than 1/256 of a weight is lost. 8 bytes a parameter (weight, two moments,
-    compensation) and 2 of gradient, instead of 16. The second moment is kept in bf16 too, where a beta2 over 0.995 or so
-    no longer moves it down.
+    bf16 has 8 bits: an update of less than 1/512 of a weight is lost. 8 bytes a parameter (weight, two moments,
+    compensation) and 2 of gradient, instead of 16. The second moment is kept in bf16 too, where with a beta2 over 0.996
+    it can be stuck: what it would fall by in a step is rounded away.
 
     Source: Zamirai et al., Revisiting BFloat16 Training, 2020, algorithm 1 (Kahan summation); torchdistx's
     AnyPrecisionAdamW.
