@@ -42,6 +42,11 @@ def test_sound_environments(env):
             4,
             ["SIZE_BASED_WRAP", "fsdp1_size_wrap.yaml"],
         ),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            4,
+            ["fsdp_activation_checkpointing", "NO_WRAP"],
+        ),
         (FSDP1 | {"FSDP_USE_ORIG_PARAMS": "false"}, 4, ["fsdp_use_orig_params"]),
         (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, 0, ["FSDP1 hybrid", "fsdp_hybrid.yaml"]),
         (FSDP1 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 0, ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
@@ -63,6 +68,7 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
         assert name in problem
 
 
+DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 
 
@@ -77,6 +83,11 @@ RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
             FSDP2,
             ["--checkpoint_every_n_layers 2", "fsdp_activation_checkpointing: true"],
         ),
+        ({"reduce_dtype": "bf16"}, DDP, ["--reduce_dtype bf16", "here fp32; set it to fp32"]),
+        ({"optim": "adamw_bf16_kahan"}, DDP, ["--reduce_dtype fp32", "here bf16; set it to bf16"]),
+        ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
+        ({"optim": "adamw_8bit"}, FSDP2, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
+        ({"optim": "adamw_8bit"}, FSDP1, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         (
             {"optim": "adamw_bf16_kahan"},
             FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"},
@@ -96,6 +107,11 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
         ({"prefetch_layers": 2}, FSDP2),
         ({"checkpoint_every_n_layers": 2}, RECOMPUTED),
         ({"optim": "adamw_bf16_kahan"}, FSDP2),
+        ({"optim": "adamw_bf16_kahan"}, {}),
+        ({"optim": "adamw_bf16_kahan", "reduce_dtype": "bf16"}, DDP),
+        ({"optim": "adafactor"}, FSDP2),
+        ({"optim": "adamw_8bit"}, DDP),
+        ({"reduce_dtype": "bf16"}, FSDP1),
         ({}, FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     ],
 )

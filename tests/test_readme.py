@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from helpers import CONFIGS, ROOT, environment
 
-from accelerate_recipes.args import parse
+from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
 from accelerate_recipes.preflight import launch_environment
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
+CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {
@@ -95,9 +97,26 @@ def test_python_example(tmp_path):
     assert done.stdout.startswith("<s> e2e4 c7c5 g1f3")
 
 
+def test_every_lever_exists_and_has_its_line():
+    """In docs/levers.md: flags, keys of the accelerate YAML, shipped configs; and no optimizer is forgotten."""
+    page = (ROOT / "docs/levers.md").read_text()
+    keys = {action.dest for action in launch_command_parser()._actions} | {"fsdp_config", "dynamo_config"}
+    assert set(re.findall(r"\b(?:fsdp|dynamo|parallelism_config)_\w+(?!\w|\.yaml)", page)) <= keys
+    assert set(re.findall(r"`(\w+)\.yaml`", page)) <= CONFIG_NAMES
+    assert set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", page)) <= set(TrainArgs.__dataclass_fields__)
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(OPTIMIZERS)
+    for lever in (
+        "prefetch_layers",
+        "checkpoint_every_n_layers",
+        "reduce_dtype",
+        "fsdp_activation_checkpointing_offload",
+    ):
+        assert lever in page
+
+
 def test_every_config_and_flag_on_the_page_exists():
     table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CONFIG_NAMES
     recipes = [load(ROOT / recipe).Args.__dataclass_fields__ for recipe in SHORT]
     known = {f"--{name}" for fields in recipes for name in fields} | {"--config", "--help"}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}

@@ -372,6 +372,7 @@ class Checkpointer:
             "world_size": self.accelerator.num_processes,
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
+            "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },
@@ -540,7 +541,7 @@ def export(
         if is_artifact and name != "data.json" and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, unfinished)
     if dtype is None:
-        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
+        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
     write_safetensors(checkpoint, unfinished, dtype, max_shard_size)
     config = json.loads((unfinished / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
