@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from accelerate_recipes import stop
+from accelerate_recipes import hub, stop
 from accelerate_recipes.args import arg
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
@@ -35,7 +35,7 @@ CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralCon
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """With a padding token; where the model has none, it is the end token, which no loss is taken of."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, **hub.pinned(name))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -48,7 +48,11 @@ def load_model(name: str, attn_implementation: str) -> PreTrainedModel:
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attn_implementation, use_safetensors=True
+        name,
+        dtype=torch.float32,
+        attn_implementation=attn_implementation,
+        use_safetensors=True,
+        **hub.pinned(name),
     )
 
 

@@ -17,6 +17,7 @@ import xxhash
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.data import cached
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -63,7 +64,7 @@ def prepare_pairs(
     files = [*train_files, *eval_files]
     settings = {
         "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in files]
-        or [dataset_name, dataset_config],
+        or [dataset_name, dataset_config, hub.revision("dataset", dataset_name)],
         "parts": [len(train_files), train_split, eval_split],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [source_column, target_column, task_prefix, max_source_length, max_target_length, skip_bad_pairs],
@@ -120,7 +121,9 @@ def load_rows(source: str, config: str | None, split: str, cache_dir: Path) -> d
     """
     try:
         if config is not None:
-            return datasets.load_dataset(source, config or None, split=split)
+            return datasets.load_dataset(
+                **hub.load_arguments(source, config, split), split=split, cache_dir=str(cache_dir)
+            )
         if is_empty(source):
             raise ValueError("it has 0 rows")
         kind = KINDS[Path(source).suffix]
