@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -76,10 +77,13 @@ def server(tmp_path_factory):
     server = LoopbackHub()
     files = tiny_model(tmp_path_factory.mktemp("model"))
     server.push("models/tiny/llama", files)
+    server.push("models/codellama/CodeLlama-7b-hf", files)
+    server.push("models/meta-llama/Llama-3.1-8B", files)
     server.push("models/gated/llama", files, gated=True)
     games = pq.read_table(ROOT / "data/chess/games_20k.parquet")
     parts = {f"data/chess_game_000{i + 1}.parquet": parquet(games.slice(100 * i, 100)) for i in range(3)}
     server.push("datasets/tiny/games", parts | {"README.md": b"A card."})
+    server.push("datasets/laion/strategic_game_chess", parts)
     pages = ROOT / "data/c4_pydoc"
     server.push("datasets/allenai/c4", {f"en/{path.name}": path.read_bytes() for path in pages.glob("en/*")})
     pairs = pa.Table.from_pylist([{"translation": {"en": f"dog {i}", "fr": f"chien {i}"}} for i in range(9)])
@@ -195,7 +199,6 @@ def test_runs_without_network(server, home, monkeypatch):
         assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()
 
         # Missing: said before there is a process group, by each rank, with the command.
-        lost = hub.repository("model", "tiny/llama")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
         lost = hub.folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
         link = os.readlink(lost)
@@ -206,7 +209,7 @@ def test_runs_without_network(server, home, monkeypatch):
     finally:
         forks.close()
     log = (home / "missing.log").read_text()
-    assert "model 'tiny/llama' is not in " in log and "it lacks model-00002-of-00002.safetensors" in log
+    assert "model 'tiny/llama' is incomplete in " in log and "it lacks model-00002-of-00002.safetensors" in log
     assert f"python -m accelerate_recipes download {ROOT}/recipes/chess.py --output_dir" in log
     assert "Strategy" not in log and not (home / "missing").exists()
 
@@ -393,8 +396,10 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     assert fetched == [Model("a/b")]
     monkeypatch.setenv("LOCAL_RANK", "1")
     here.clear()
+    needed.datasets.append(Dataset(str(tmp_path), files="*.gz", streamed=True))
     monkeypatch.setattr(time, "sleep", lambda seconds: here.append(Model("a/b")))
-    recipe.provide(needed)
+    with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # as `hub.lacking` is replaced
+        recipe.provide(needed)
     assert here == fetched == [Model("a/b")]
 
 
@@ -404,3 +409,19 @@ def test_preflight_says_what_is_not_here(commands, tmp_path):
     output = commands.ok(tmp_path / "hub", *argv)
     assert "warning: model 'tiny/llama' is not in" in output
     assert f"download {shlex.join(CHESS)}" in output
+
+
+def test_commands_of_the_pages(commands, tmp_path):
+    """Downloads and checks that the README and docs/offline.md show, with what this Hub has under those names."""
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/offline.md").read_text()
+    blocks = re.findall(r"```bash\n# (?:where|on) .*?```", pages, re.DOTALL)
+    lines = {
+        line for block in blocks for line in block.splitlines() if line.startswith("python -m accelerate_recipes ")
+    }
+    found = sorted(shlex.split(line)[3:] for line in lines)
+    assert [words[0] for words in found] == ["download", "download", "preflight"]
+    for words in found:
+        output = commands.ok(tmp_path / "hub", *words)
+        assert "warning: model" not in output and "warning: dataset" not in output
+    assert len(list((tmp_path / "hub").glob(f"*/{hub.MANIFEST}"))) == 4
+    assert not list(tmp_path.glob("hub/models--meta-llama--*/snapshots/*/*.safetensors"))  # only its tokenizer is used

@@ -32,6 +32,7 @@ class Model:
     name: str
     weights: bool = True
     repo_type = "model"
+    streamed = False
 
     def __str__(self) -> str:
         return f"{'model' if self.weights else 'tokenizer'} {self.name!r}"
@@ -60,6 +61,7 @@ class Dataset:
 
 
 Need = Model | Dataset
+ALL = "all of it"
 
 
 def names_in(split: str) -> list[str]:
@@ -142,7 +144,7 @@ def lacking(need: Need) -> list[str]:
     """What of a need is not here: names of files, or what stands for them. Reads names and sizes only."""
     place = folder(need.repo_type, need.name)
     if place is None:
-        return ["all of it"]
+        return [ALL]
     if not os.path.isdir(need.name) and (manifest := read_manifest(need.repo_type, need.name)):
         files = files_of(manifest, need)
         if (found := absent(manifest, files)) or (files and isinstance(need, Dataset)):
@@ -152,7 +154,7 @@ def lacking(need: Need) -> list[str]:
         return lacking_of_model(place, need.weights)
     if (need.files and any(place.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
         return []
-    return [f"a file that matches {need.files!r}" if need.files else "all of it"]
+    return [f"a file that matches {need.files!r}" if need.files else ALL]
 
 
 def lacking_of_model(place: Path, weights: bool) -> list[str]:

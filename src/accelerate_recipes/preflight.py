@@ -303,11 +303,10 @@ def preflight(argv: Sequence[str]) -> str:
 
     # Model and data
     needed = module.requirements(args)
-    found = needed.problems(command)
-    if constants.HF_HUB_OFFLINE:
-        problems += found
-    else:
-        warnings += found and [*found, "without that, the run downloads it itself, and needs internet"]
+    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+    problems += recipe.lacking_problems([need for need in needed.needs if need not in may_lack], command)
+    if found := recipe.lacking_problems(may_lack, command):
+        warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
     models = []
     for name in needed.models:
         if (place := hub.folder("model", name)) and (place / "config.json").is_file():

@@ -48,21 +48,22 @@ class Requirements:
         models = [hub.Model(name) for name in self.models]
         return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
 
-    def problems(self, command: Sequence[str]) -> list[str]:
-        """What of it is not here, with the command that fetches it; `command` is the recipe with its arguments."""
-        lacking = {need: names for need in self.needs if (names := hub.lacking(need))}
-        found = [
-            f"{need.name} is a folder, but lacks {', '.join(names)}"
-            if os.path.isdir(need.name)
-            else f"{need} is not in {constants.HF_HUB_CACHE}: it lacks {', '.join(names)}"
-            for need, names in lacking.items()
-        ]
-        if not all(os.path.isdir(need.name) for need in lacking):
-            found.append(
-                "to have it there, run where there is internet: "
-                f"python -m accelerate_recipes download {shlex.join(command)}"
-            )
-        return found
+
+def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[str]:
+    """What of it is not here, and what fetches it; `command` is the recipe with its arguments."""
+    found, cache = [], constants.HF_HUB_CACHE
+    lacking = {need: names for need in needs if (names := hub.lacking(need))}
+    for need, names in lacking.items():
+        if os.path.isdir(need.name):
+            found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
+        elif names == [hub.ALL]:
+            found.append(f"{need} is not in {cache}")
+        else:
+            found.append(f"{need} is incomplete in {cache}, it lacks {', '.join(names)}")
+    if not all(os.path.isdir(need.name) for need in lacking):
+        said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
+        found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
+    return found
 
 
 def needs_of(command: Sequence[str]) -> list[hub.Need]:
@@ -128,15 +129,16 @@ def provide(needed: Requirements) -> None:
     Raises:
         ConfigError: with all that is not here, or cannot be had.
     """
-    if constants.HF_HUB_OFFLINE:
-        if problems := needed.problems(sys.argv):
-            raise ConfigError(error_list("This run cannot start, and HF_HUB_OFFLINE is set", problems))
-        return
-    needs = [need for need in needed.needs if isinstance(need, hub.Model) or not need.streamed]
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        download([need for need in needs if hub.lacking(need)], sys.argv)
-    while any(map(hub.lacking, needs)):  # NCCL lets a process go on before the others have come
-        time.sleep(1)
+    needs = needed.needs
+    if not constants.HF_HUB_OFFLINE:
+        needs = [need for need in needs if os.path.isdir(need.name) or not need.streamed]
+        to_have = [need for need in needs if not os.path.isdir(need.name)]
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            download([need for need in to_have if hub.lacking(need)], sys.argv)
+        while any(map(hub.lacking, to_have)):  # the launcher ends this if the first process fails
+            time.sleep(1)
+    if problems := lacking_problems(needs, sys.argv):
+        raise ConfigError(error_list("This run cannot start", problems))
 
 
 def leave(code: int) -> None:
