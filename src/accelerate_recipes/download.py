@@ -109,7 +109,9 @@ def add_to(plans: dict[tuple[str, str], Plan], need: Need, max_shards: int | Non
         plan = plans.get(key)
         if plan is None:
             manifest = None if update else hub.read_manifest(*key)
-            info = api.repo_info(need.name, repo_type=need.repo_type, revision=manifest and manifest["revision"])
+            info = api.repo_info(
+                need.name, repo_type=need.repo_type, revision=manifest["revision"] if manifest else "main"
+            )
             if info.gated:
                 api.auth_check(need.name, repo_type=need.repo_type)
             plan = Plan(*key, info.sha, info.id)
