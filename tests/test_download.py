@@ -173,7 +173,10 @@ def test_fetches_what_the_run_reads(server, commands, home):
     assert len(server.sent) == len(names)  # once each, though both recipes need the tokenizer
     found = commands.ok(home / "hf/hub", "list")
     assert found.count("complete") == 3 and "commit " + server.repositories["datasets/tiny/games"].main[:12] in found
-    assert "    for recipes/chess.py --model_name_or_path tiny/llama" in found and "    for recipes/c4.py" in found
+    assert (
+        "    for recipes/chess.py --model_name_or_path tiny/llama" in found
+        and "    for --max_shards 2 recipes/c4.py" in found
+    )
     assert "13 files" in commands.ok(home / "hf/hub", "verify")
     assert "all here" in commands.ok(home / "hf/hub", "download", *CHESS) and len(server.sent) == len(names)
 
@@ -224,7 +227,7 @@ def test_stays_at_its_commit(server, commands, cache):
         assert before[:12] in commands.ok(cache, "download", *CHESS, *more)
         assert commands.ok(cache, "verify")
         manifest = json.loads((cache / "datasets--tiny--games" / hub.MANIFEST).read_text())
-        assert manifest["revision"] == before and len(manifest["files"]) == 3 and len(manifest["recipes"]) == 2
+        assert manifest["revision"] == before and len(manifest["files"]) == 3 and len(manifest["asked"]) == 2
         assert after[:12] in commands.ok(cache, "download", "--update", *CHESS, *more)
         snapshot = cache / "datasets--tiny--games/snapshots" / after
         assert (snapshot / "data/chess_game_0003.parquet").read_bytes() == first["data/chess_game_0003.parquet"][::-1]
@@ -272,7 +275,7 @@ def test_a_changed_byte_is_found(commands, cache):
     remove, _, download = again.partition(" && ")
     subprocess.run(remove, shell=True, check=True)
     assert download.startswith("python -m accelerate_recipes download recipes/")
-    commands.ok(cache, *download.split()[3:])
+    commands.ok(cache, *shlex.split(download)[3:])
     code, output = commands.run(cache, "verify")
     assert code == 1 and output.count("is damaged") == 1 and "config.json" in output
 
@@ -318,6 +321,24 @@ def test_too_little_space(monkeypatch, tmp_path):
     plan.files["w"]["size"] = 5
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(5, 5, 0))
     download.check_space([plan])  # nothing to fetch
+
+
+def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatch):
+    """As when a download of all of C4 was given up: the run reads, and needs, what was asked for last."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    need = Dataset("allenai/c4", files="en/c4-train.*.json.gz")
+    manifest = cache / "datasets--allenai--c4" / hub.MANIFEST
+    assert len(hub.dataset_files("allenai/c4", need.files)) == 2
+    commands.ok(cache, "download", *C4)
+    assert len(hub.dataset_files("allenai/c4", need.files)) == 4
+    Path(hub.dataset_files("allenai/c4", need.files)[3]).unlink()
+    assert hub.lacking(need) == ["en/c4-train.00003-of-01024.json.gz"]
+    assert hub.lacking(Dataset("allenai/c4", files="en/*.0000[12]-*")) == []
+    assert hub.lacking(Dataset("allenai/c4", files="en/*.0001*")) == ["a file that matches 'en/*.0001*'"]
+    commands.ok(cache, "download", *C4, "--max_shards", 1)
+    assert hub.lacking(need) == [] and len(hub.dataset_files("allenai/c4", need.files)) == 1
+    assert len(json.loads(manifest.read_text())["files"]) == 2  # and one to validate on
+    assert hub.lacking(Dataset("allenai/c4", files="en/*train*")) == []
 
 
 def test_a_cache_is_carried_with_tar(cache, commands, tmp_path):

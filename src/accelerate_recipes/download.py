@@ -50,6 +50,7 @@ class Plan:
     revision: str
     full_name: str  # `wmt14` has become `wmt/wmt14`; the Hub's client knows the old name, datasets does not
     files: dict[str, dict] = field(default_factory=dict)
+    asked: dict[str, list[str]] = field(default_factory=dict)
     configs: dict[str, dict] = field(default_factory=dict)
 
     @property
@@ -78,6 +79,7 @@ def download(
         raise ConfigError("HF_HUB_OFFLINE is set: unset it, or download on a machine that has internet")
     if not sys.stderr.isatty():  # a job's log: plain lines
         disable_progress_bars()
+    line = shlex.join([*([] if max_shards is None else ["--max_shards", str(max_shards)]), *command])
     plans: dict[tuple[str, str], Plan] = {}
     problems = []
     for need in needs:
@@ -98,7 +100,7 @@ def download(
             flush=True,
         )
     for plan in plans.values():
-        write_manifest(plan, command)
+        write_manifest(plan, line)
         transfer(plan)
 
 
@@ -118,9 +120,7 @@ def add_to(plans: dict[tuple[str, str], Plan], need: Need, max_shards: int | Non
         if isinstance(need, Model):
             chosen = files_of_model(plan, tree(api, plan), need.weights)
         elif need.files:
-            # All files of C4 are tens of thousands; listed are those of the pattern's folder.
-            inside = need.files.split("*")[0].rpartition("/")[0]
-            listed = tree(api, plan, inside, recursive="**" in need.files)
+            listed = tree(api, plan, *hub.place_of(need.files))
             chosen = {file: listed[file] for file in sorted(listed) if hub.matches(file, need.files)}
             if not chosen:
                 raise Unavailable(f"{need} has no file that matches; there are {some(listed)}")
@@ -142,6 +142,7 @@ def add_to(plans: dict[tuple[str, str], Plan], need: Need, max_shards: int | Non
     except Exception as error:
         raise Unavailable(f"{need} cannot be had from {constants.ENDPOINT}: {first_line(error)}") from None
     plan.files |= chosen
+    plan.asked[need.key] = list(chosen)
     plans[key] = plan
 
 
@@ -213,16 +214,22 @@ def check_space(plans: Sequence[Plan]) -> None:
         )
 
 
-def write_manifest(plan: Plan, command: Sequence[str]) -> None:
-    """Before the files, so that what a killed download lacks is known; with those of earlier downloads."""
+def write_manifest(plan: Plan, recipe: str) -> None:
+    """Before the files, so that what a killed download lacks is known; with what earlier downloads asked for.
+
+    The same asked again, such as a pattern with another `max_shards`, takes the place of what it was.
+    """
     manifest = hub.read_manifest(plan.repo_type, plan.name)
     if manifest is None or manifest["revision"] != plan.revision:
         manifest = {"name": plan.name, "type": plan.repo_type, "revision": plan.revision}
-        manifest |= {"files": {}, "configs": {}, "recipes": []}
-    manifest["files"] |= plan.files
+        manifest |= {"files": {}, "asked": {}, "configs": {}}
+    asked = manifest["asked"]
+    for key, files in plan.asked.items():
+        before = asked[key]["recipes"] if key in asked and asked[key]["files"] == files else []
+        asked[key] = {"files": files, "recipes": [*(line for line in before if line != recipe), recipe]}
+    files = manifest["files"] | plan.files
+    manifest["files"] = {file: files[file] for entry in asked.values() for file in entry["files"]}
     manifest["configs"] |= plan.configs
-    if (line := shlex.join(command)) not in manifest["recipes"]:
-        manifest["recipes"].append(line)
     place = hub.repository(plan.repo_type, plan.name)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=place, suffix=".tmp", delete=False) as file:
@@ -270,7 +277,8 @@ def verify() -> str:
 def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
     place = hub.folder(manifest["type"], manifest["name"]) / name
     what = f"{manifest['type']} {manifest['name']}: {name}"
-    again = f"python -m accelerate_recipes download {manifest['recipes'][-1]}"
+    asked = next(entry for entry in manifest["asked"].values() if name in entry["files"])
+    again = f"python -m accelerate_recipes download {asked['recipes'][-1]}"
     if not place.is_file():
         return f"{what} is missing; run: {again}"
     found = checksum(place, entry["checksum"].partition(":")[0])
@@ -302,7 +310,8 @@ def listing() -> str:
             f"{manifest['type']} {manifest['name']}  commit {manifest['revision'][:12]}  "
             f"{len(manifest['files'])} files, {readable(total(manifest['files']))}  {state}"
         ]
-        paragraphs.append("\n    for ".join(lines + manifest["recipes"]))
+        recipes = {recipe: None for entry in manifest["asked"].values() for recipe in entry["recipes"]}
+        paragraphs.append("\n    for ".join([*lines, *recipes]))
     return "\n".join(paragraphs) or f"nothing was downloaded to {constants.HF_HUB_CACHE}"
 
 

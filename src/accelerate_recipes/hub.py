@@ -5,16 +5,16 @@
     name, type    of the repository; type is `model` or `dataset`
     revision      the commit: what was downloaded once stays at it, wherever the branch moves
     files         size and checksum of each file that was asked for
+    asked         what was asked for, as `Need.key`: its `files`, and the `recipes`, command lines, that did
     configs       of a dataset: how to read each configuration that was asked for, and the files of its splits
-    recipes       the command lines that asked
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from re import fullmatch
 
 from fsspec.utils import glob_translate
 from huggingface_hub import constants
@@ -34,8 +34,12 @@ class Model:
     repo_type = "model"
     streamed = False
 
+    @property
+    def key(self) -> str:
+        return "model" if self.weights else "tokenizer"
+
     def __str__(self) -> str:
-        return f"{'model' if self.weights else 'tokenizer'} {self.name!r}"
+        return f"{self.key} {self.name!r}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class Dataset:
         return f"dataset {self.name!r} ({self.files or self.config or 'its only configuration'})"
 
     @property
+    def key(self) -> str:
+        return f"files {self.files}" if self.files else f"splits {self.config}: {', '.join(self.split_names)}"
+
+    @property
     def split_names(self) -> list[str]:
         return [name for split in self.splits for name in names_in(split)]
 
@@ -71,7 +79,16 @@ def names_in(split: str) -> list[str]:
 
 def matches(file: str, pattern: str) -> bool:
     """As a shell does, with `**` for any folders."""
-    return fullmatch(glob_translate(pattern), file) is not None
+    return re.fullmatch(glob_translate(pattern), file) is not None
+
+
+def place_of(pattern: str) -> tuple[str, bool]:
+    """The folder that everything that matches lies in, and whether some of it may lie in folders of that.
+
+    To list less than a whole repository: all files of C4 are tens of thousands.
+    """
+    inside = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+    return inside, "/" in pattern.removeprefix(f"{inside}/")
 
 
 def repository(repo_type: str, name: str) -> Path:
@@ -118,6 +135,9 @@ def pinned(name: str) -> dict:
 
 def files_of(manifest: dict, need: Need) -> list[str]:
     """What of a manifest's files a run with this need reads; `split NAME` for a split that there is not."""
+    if need.key in manifest["asked"]:
+        return manifest["asked"][need.key]["files"]
+    # Or part of what others asked for.
     if isinstance(need, Model):
         return [file for file in manifest["files"] if need.weights or not file.endswith(".safetensors")]
     if need.files:

@@ -8,7 +8,6 @@ import glob
 import http.client
 import json
 import random
-import re
 import time
 import urllib.error
 import urllib.parse
@@ -127,12 +126,12 @@ def check_suffixes(shards: Sequence[str]) -> None:
 
 def on_hub(dataset_name: str, pattern: str) -> list[str]:
     """URLs of one commit, so that a dataset that changes under a run does not change the run."""
-    folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+    folder, recursive = hub.place_of(pattern)
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision=pinned_commit(dataset_name)).sha
         entries = api.list_repo_tree(
-            dataset_name, folder or None, recursive="**" in pattern, revision=commit, repo_type="dataset"
+            dataset_name, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
         )
         found = [entry.path for entry in entries if isinstance(entry, RepoFile)]
         names = sorted(path for path in found if hub.matches(path, pattern))
