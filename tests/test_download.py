@@ -102,8 +102,8 @@ def server(tmp_path_factory):
 class Commands:
     """`python -m accelerate_recipes ...` at this Hub; see tests/children/command_server.py."""
 
-    def __init__(self, server: LoopbackHub, tmp_path: Path):
-        env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1"}
+    def __init__(self, url: str, tmp_path: Path):
+        env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
         self.log = tmp_path / "log"
         self.process = subprocess.Popen(
             [sys.executable, str(CHILDREN / "command_server.py")],
@@ -124,6 +124,10 @@ class Commands:
         self.start(cache, *argv, **env)
         return self.end()
 
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
     def ok(self, cache: Path, *argv: object, **env: str) -> str:
         code, output = self.run(cache, *argv, **env)
         assert code == 0, output
@@ -132,10 +136,9 @@ class Commands:
 
 @pytest.fixture(scope="module")
 def commands(server, tmp_path_factory):
-    commands = Commands(server, tmp_path_factory.mktemp("commands"))
+    commands = Commands(server.url, tmp_path_factory.mktemp("commands"))
     yield commands
-    commands.process.stdin.close()
-    commands.process.wait(timeout=60)
+    commands.close()
 
 
 @pytest.fixture(scope="module")
