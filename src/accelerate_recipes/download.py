@@ -251,6 +251,8 @@ def transfer(plan: Plan) -> None:
         raise ConfigError(
             f"{plan.repo_type} {plan.name}: {first_line(error)}. What was fetched is kept: the same command goes on"
         ) from error
+    if lost := hub.absent(hub.read_manifest(plan.repo_type, plan.name), list(plan.files)):
+        raise ConfigError(f"{plan.repo_type} {plan.name}: {', '.join(lost)} did not arrive; run the same command again")
     # A killed download leaves files that huggingface_hub 2.4 does not go on with. One that is under way is not idle.
     for rest in (hub.repository(plan.repo_type, plan.name) / "blobs").glob("*.incomplete"):
         if time.time() - rest.stat().st_mtime > 3600:

@@ -139,17 +139,21 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     }
 
 
-def new_on_meta(name: str) -> PreTrainedModel:
-    """A pretrained model, without weights.
-
-    Raises:
-        OSError, ValueError: if its configuration cannot be read.
-    """
-    config = AutoConfig.from_pretrained(name, **hub.pinned(name))
-    if not config.architectures:
-        raise ValueError("its config.json names no architecture")
-    with torch.device("meta"):
-        return getattr(transformers, config.architectures[0])(config)
+def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
+    """The models of a run, of those that are here, without weights; and why one cannot be made."""
+    models, problems = [], []
+    for name in needed.models:
+        if (place := hub.folder("model", name)) and (place / "config.json").is_file():
+            try:
+                config = AutoConfig.from_pretrained(name, **hub.pinned(name))
+                (architecture,) = config.architectures or ["no architecture in its config.json"]
+                with torch.device("meta"):
+                    models.append(getattr(transformers, architecture)(config))
+            except (OSError, ValueError, AttributeError) as error:
+                problems.append(f"model {name!r} cannot be made: {error}")
+    if needed.new_model and make_new:
+        models.append(needed.new_model())
+    return models, problems
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
@@ -307,38 +311,28 @@ def preflight(argv: Sequence[str]) -> str:
     problems += recipe.lacking_problems([need for need in needed.needs if need not in may_lack], command)
     if found := recipe.lacking_problems(may_lack, command):
         warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
-    models = []
-    for name in needed.models:
-        if (place := hub.folder("model", name)) and (place / "config.json").is_file():
-            try:
-                models.append(new_on_meta(name))
-            except (OSError, ValueError) as error:
-                problems.append(f"model {name!r} cannot be made: {error}")
-    if needed.new_model and not problems:
-        models.append(needed.new_model())
-    num_parameters = sum(model.num_parameters() for model in models)
+    models, found = models_on_meta(needed, make_new=not problems)
+    problems += found
     for model in models:
         problems += wrap_problems(model, env)
+    sizes = []
     if models and not found_in_output:
-        full = env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
-        needs, counted = space_needed(args, num_parameters, full)
+        num_parameters = sum(model.num_parameters() for model in models)
+        needs, counted = space_needed(args, num_parameters, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT")
         free = shutil.disk_usage(existing(output_dir)).free
+        needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
+        sizes = [f"Parameters: {num_parameters:,}; {needed_space}; {gib(free)} are free"]
         if needs > free:
-            problems.append(
-                f"--output_dir {output_dir} needs {gib(needs)} for {counted}, but has {gib(free)} free; make room, "
-                "lower --save_total_limit, or give another"
-            )
+            remedy = "make room, lower --save_total_limit, or give another"
+            problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")
 
     if problems:
         raise ConfigError(error_list("This run cannot start", problems))
     lines = [
         f"Ready: {config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
-        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches"
+        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches",
+        *sizes,
     ]
-    if models:
-        lines.append(
-            f"Parameters: {num_parameters:,}; {output_dir} needs {gib(needs)} for {counted}; {gib(free)} are free"
-        )
     if resumed_from:
         lines.append(f"Goes on from {resumed_from}, whose checksums are right")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
