@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow check fix
+.PHONY: demo demo-c4 demo-t5 test test-slow test-hub check fix
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
@@ -20,10 +20,16 @@ demo-t5: .venv/recipes
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not hub"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
+
+# Against olah, a Hub server from PyPI, in an environment of its own: it pins other versions.
+test-hub: .venv/dev
+	@test -x .venv/olah/bin/olah-cli || $(PYTHON) -m venv .venv/olah
+	@.venv/olah/bin/pip install --quiet olah==0.5.4
+	$(BIN)/python -m pytest -m hub
 
 check: .venv/dev
 	$(BIN)/ruff check .

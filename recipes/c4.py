@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
@@ -38,9 +41,9 @@ from accelerate_recipes.models import (
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, run
-from accelerate_recipes.shards import all_texts, find_shards, named_shards
+from accelerate_recipes.shards import all_texts, find_shards, named_shards, needs_of_shards
 from accelerate_recipes.streams import NUM_STREAMS, StreamLoader, TextShards, stream_problems, validation_rows
-from accelerate_recipes.token_shards import pretokenize
+from accelerate_recipes.token_shards import is_pretokenized, pretokenize
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 ATTENTION = ["sdpa", "eager", "flex_attention"]
@@ -94,10 +97,24 @@ class Args(TrainArgs, Architecture):
 
 
 def requirements(args: Args) -> Requirements:
+    def shards(files: list[str], pattern: str) -> list[Dataset]:
+        return needs_of_shards(files) if files else [Dataset(args.dataset_name, files=pattern, streamed=True)]
+
+    datasets = shards(args.validation_files, args.validation_dataset_files)
+    if not is_pretokenized(args.pretokenize):
+        datasets += shards(args.train_files, args.dataset_files)
     return Requirements(
         models=[args.model_name_or_path] if args.model_name_or_path else [],
         tokenizers=[args.tokenizer_name] if args.tokenizer_name else [],
+        datasets=datasets,
+        new_model=None if args.model_name_or_path else lambda: make_model(args),
     )
+
+
+def make_model(args: Args) -> PreTrainedModel:
+    if args.model_name_or_path:
+        return load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
+    return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
 def main(args: Args) -> None:
@@ -147,10 +164,7 @@ def main(args: Args) -> None:
 
     # Model and optimizer
     resumed_from = agree_on_resume(accelerator, args)
-    if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
-    else:
-        model = new_model(new_config(args), args.attn_implementation, args.param_dtype)
+    model = make_model(args)
     problems = vocabulary_problems(model.config, tokenizer)
     if args.max_length > model.config.max_position_embeddings:
         problems.append(f"--max_length is {args.max_length}, the model's is {model.config.max_position_embeddings}")

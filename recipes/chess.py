@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import load_from_disk
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
 from accelerate_recipes.args import TrainArgs, arg
@@ -23,6 +24,7 @@ from accelerate_recipes.chess_games import SUFFIXES, prepare_games
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
@@ -82,7 +84,33 @@ class Args(TrainArgs):
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[] if args.from_scratch else [args.model_name_or_path],
-        datasets=[] if args.train_files else [(args.dataset_name, args.dataset_files)],
+        datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
+        new_model=(lambda: make_model(args, make_tokenizer(args))) if args.from_scratch else None,
+    )
+
+
+def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
+    if args.from_scratch:
+        return new_word_tokenizer(chess_rules.all_uci_moves())
+    return load_tokenizer(args.model_name_or_path)
+
+
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    if not args.from_scratch:
+        return load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
+    return new_llama(
+        args.attn_implementation,
+        args.param_dtype,
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_key_value_heads=args.num_attention_heads,
+        max_position_embeddings=args.max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 
@@ -92,10 +120,7 @@ def main(args: Args) -> None:
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
-    if args.from_scratch:
-        tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
-    else:
-        tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = make_tokenizer(args)
     folder = prepare_games(
         tokenizer,
         train_files=args.train_files,
@@ -116,23 +141,7 @@ def main(args: Args) -> None:
 
     # Model and optimizer
     resumed_from = agree_on_resume(accelerator, args)
-    if args.from_scratch:
-        model = new_llama(
-            args.attn_implementation,
-            args.param_dtype,
-            vocab_size=len(tokenizer),
-            hidden_size=args.hidden_size,
-            intermediate_size=args.intermediate_size,
-            num_hidden_layers=args.num_hidden_layers,
-            num_attention_heads=args.num_attention_heads,
-            num_key_value_heads=args.num_attention_heads,
-            max_position_embeddings=args.max_length,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    else:
-        model = load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
+    model = make_model(args, tokenizer)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length)
     model, optimizer = prepare(accelerator, model, args)

@@ -154,10 +154,10 @@ def test_pretraining_goes_on_from_a_model(forks, arguments, undisturbed, tmp_pat
         (("--num_validation_rows", 0), "--num_validation_rows is 0; it must be at least 1"),
         (("--max_steps", -1), "--max_steps is missing"),
         (("--num_streams", 5), "--num_streams 5 is not a multiple of 2 processes"),
-        (("--validation_dataset_files", "en/none.*"), "there is no validation split: no file of"),
-        (("--dataset_name", "allenai/c4"), "hf download --repo-type dataset allenai/c4"),
+        (("--validation_dataset_files", "en/none.*"), "pages0 is a folder, but lacks a file that matches 'en/none.*'"),
+        (("--dataset_name", "allenai/c4"), "dataset 'allenai/c4' (en/c4-train.*.json.gz) is not in "),
         (("--text_column", "body"), "has no 'body'"),
-        (("--tokenizer_name", "no/tokenizer"), "hf download no/tokenizer --include 'token*'"),
+        (("--tokenizer_name", "no/tokenizer"), "tokenizer 'no/tokenizer' is not in "),
     ],
 )
 def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):

@@ -307,7 +307,7 @@ def test_a_file_without_moves(games_file, tiny, tmp_path):
 
 def test_a_model_that_is_not_here(games_file, tiny, tmp_path):
     done = run_alone(tmp_path, *tiny, "--from_scratch", "false")
-    assert_one_clear_error(done, "codellama/CodeLlama-7b-hf", "hf download codellama/CodeLlama-7b-hf")
+    assert_one_clear_error(done, "model 'codellama/CodeLlama-7b-hf' is not in ", "accelerate_recipes download ")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,11 +1,15 @@
 """The shipped YAMLs say what they do, and preflight finds what Accelerate would drop without a word."""
 
-from functools import partial
+import json
+import shutil
+from importlib import metadata
 
 import pytest
+import xxhash
 import yaml
 from helpers import CONFIGS, ROOT
 
+from accelerate_recipes import preflight as preflight_module
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.preflight import launch_environment, preflight, yaml_problems
 
@@ -128,21 +132,89 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     ]
     with pytest.raises(ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"):
         preflight([str(config), *chess, str(tmp_path / "m")])
-    with pytest.raises(ConfigError, match="run: hf download nobody/nothing"):
+    download = r"model 'nobody/nothing' is not in .*\n.* python -m accelerate_recipes download .*chess.py --train_files"
+    with pytest.raises(ConfigError, match=download):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])
 
 
-def test_a_dataset_is_in_the_cache_or_named_with_its_command(tmp_path, monkeypatch):
-    """As the Hub's client lays its cache out; no network."""
-    from accelerate_recipes import hub
+def test_what_the_job_will_have(monkeypatch):
+    """Nodes and GPUs that this machine does not have: rules of a CPU do not apply, the product does."""
+    asked = ["--nodes", "4", "--gpus-per-node", "8"]
+    batch = ["--total_batch_size", "64", "--per_device_train_batch_size", "2"]
+    assert "with 32 processes; 64 sequences a step = 32 processes x 2 x 1" in preflight(
+        [str(CONFIGS / "fsdp1_full.yaml"), *asked, *LAPTOP, *batch]
+    )
+    sizes = ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size"]
+    hybrid = [str(CONFIGS / "fsdp_hybrid.yaml"), *asked, *sizes]
+    assert "32 processes" in preflight([*hybrid, "8", *LAPTOP, *batch])
+    with pytest.raises(ConfigError, match="4 replicas x 4 shards = 16 processes, but 32 were launched"):
+        preflight([*hybrid, "4", *LAPTOP, *batch])
+    with pytest.raises(ConfigError, match="8 processes on this machine, which has 2 GPUs"):
+        preflight([str(CONFIGS / "ddp.yaml"), "--gpus-per-node", "2", "--num_processes", "8", *LAPTOP, *batch])
 
-    monkeypatch.setattr(hub, "snapshot_download", partial(hub.snapshot_download, cache_dir=tmp_path))
-    repository = tmp_path / "datasets--some--games"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs/main").write_text("abc")
-    (repository / "snapshots/abc/deep").mkdir(parents=True)
-    (repository / "snapshots/abc/deep/g_1.parquet").touch()
-    assert hub.dataset_problem("some/games", "**/g_1.parquet") is None
-    problem = hub.dataset_problem("some/games", "**/g_2.parquet")
-    assert "hf download --repo-type dataset some/games --include '**/g_2.parquet'" in problem
-    assert "HF_HUB_OFFLINE is set" in problem
+
+def test_everything_wrong_at_once(monkeypatch, tmp_path):
+    """What a launch would stumble over one after the other, some of it only after the queue."""
+    monkeypatch.setattr(metadata, "version", lambda name: {"accelerate": "0.34.0"}.get(name) or missing(name))
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            [
+                str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "3", str(ROOT / "recipes/chess.py"),
+                "--total_batch_size", "16", "--model_name_or_path", "nobody/nothing", "--lerning_rate", "1",
+                "--output_dir", "/proc/nowhere", "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"),
+            ]
+        )  # fmt: skip
+    for expected in (
+        "torch==2.13.0 is not installed; run: pip install -r ",
+        "--total_batch_size 16 is not a multiple of --per_device_train_batch_size 1 x 3 processes",
+        "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
+        "--output_dir /proc/nowhere: /proc cannot be written to: ",
+        "/checkpoint-1: no such checkpoint; give latest, none, or a path",
+        "model 'nobody/nothing' is not in ",
+        "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",
+    ):
+        assert expected in str(caught.value)
+    assert "accelerate" not in str(caught.value).partition("HF_HUB_OFFLINE")[0]  # another version is a warning
+
+
+def missing(name: str) -> None:
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_output_directory(monkeypatch, tmp_path):
+    """Its filesystem, its space for what is to come, and the checkpoint to go on from, damage included."""
+    config, out = str(CONFIGS / "fsdp_full.yaml"), ["--output_dir", str(tmp_path / "new/out")]
+    two_nodes = [config, "--nodes", "2", "--gpus-per-node", "1", *LAPTOP, *out]
+    monkeypatch.setattr(preflight_module, "filesystem", lambda path: "nfs4")
+    assert "must all see it there" not in preflight(two_nodes)
+    monkeypatch.setattr(preflight_module, "filesystem", lambda path: "ext4")
+    assert f"warning: --output_dir {tmp_path}/new/out lies on ext4; 2 machines must all see it" in preflight(two_nodes)
+
+    # 1,357,952 parameters, 12 bytes each in a checkpoint; of 10 saves 2 are kept while a third is written.
+    short = [config, *LAPTOP, *out, "--max_steps", "100", "--save_steps", "10", "--save_total_limit"]
+    needs = 3 * 12 * 1_357_952 + 4 * 1_357_952
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
+    assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 0.05 GiB for 3 checkpoints" in preflight([*short, "2"])
+    with pytest.raises(ConfigError, match=r"needs 0.07 GiB for 4 checkpoints of .*, but has 0.05 GiB free; make room"):
+        preflight([*short, "3"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_checkpoint_to_go_on_from(tmp_path):
+    checkpoint = tmp_path / "checkpoint-7"
+    checkpoint.mkdir()
+    files = {"args.yaml": b"seed: 42\n", "weights": b"1234"}
+    for name, data in files.items():
+        (checkpoint / name).write_bytes(data)
+    entries = {name: {"size": len(data), "checksum": xxhash.xxh3_128_hexdigest(data)} for name, data in files.items()}
+    (checkpoint / "complete.json").write_text(json.dumps({"step": 7, "files": entries}))
+    argv = [str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path)]
+    assert f"Goes on from {checkpoint}, whose checksums are right" in preflight(argv)
+    (checkpoint / "weights").write_bytes(b"1235")
+    assert f"warning: {checkpoint} is damaged, the run would take an older one: the checksum of weights" in preflight(
+        argv
+    )
+    with pytest.raises(ConfigError, match=r"the checksum of weights is .*; give an older one, or latest"):
+        preflight([*argv, "--resume_from_checkpoint", str(checkpoint)])
+    with pytest.raises(ConfigError, match="--seed was 42 and is now 1; set it back"):
+        preflight([*argv, "--seed", "1"])

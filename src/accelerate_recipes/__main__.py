@@ -11,6 +11,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    fetch = commands.add_parser(
+        "download", help="fetch what a run will read of the Hub, where there is internet", allow_abbrev=False
+    )
+    fetch.add_argument("--max_shards", type=int, help="only the first so many files that match a pattern")
+    fetch.add_argument("--update", action="store_true", help="move to the newest commits; else what is here stays")
+    fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
+    commands.add_parser("verify", help="read what was downloaded, and compare it with its checksums; offline")
+    commands.add_parser("list", help="what was downloaded, and for which recipes; offline")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     saved.add_parser("verify", help="check every file of one").add_argument("directory", type=Path)
     saved.add_parser("list", help="those of a run").add_argument("directory", type=Path)
@@ -19,7 +27,9 @@ def main() -> None:
     out.add_argument("out", type=Path)
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="default: the precision it was evaluated in")
     out.add_argument("--max_shard_size", default="5GB", help="of a safetensors file, such as 500MB")
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if rest and args.command != "download":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     # These import torch and transformers: not for a usage message.
     from accelerate_recipes.args import ConfigError
@@ -29,10 +39,21 @@ def main() -> None:
             from accelerate_recipes.preflight import preflight
 
             print(preflight(args.argv))
+        elif args.command == "download":
+            from accelerate_recipes.download import download
+            from accelerate_recipes.recipe import needs_of
+
+            command = [args.recipe, *rest]
+            download(needs_of(command), command, max_shards=args.max_shards, update=args.update)
+            print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
+        elif args.command in ("verify", "list"):
+            from accelerate_recipes.download import listing, verify
+
+            print(verify() if args.command == "verify" else listing())
         elif args.command == "export":
             export(args)
         elif args.action == "verify":
-            verify(args.directory)
+            verify_checkpoint(args.directory)
         else:
             list_checkpoints(args.directory)
     except ConfigError as error:
@@ -40,7 +61,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def verify(directory: Path) -> None:
+def verify_checkpoint(directory: Path) -> None:
     """Print what is in a checkpoint, or why it is none."""
     from accelerate_recipes import checkpoint
     from accelerate_recipes.args import ConfigError

@@ -200,8 +200,16 @@ def parse(
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size)
+    if errors := [*other_problems(args), *errors]:
+        raise ConfigError(error_list("This run cannot start", errors))
+    return args
+
+
+def resolve(args_class: type[Args], argv: Sequence[str], world_size: int) -> tuple[Args, list[str]]:
+    """The arguments, without those that are wrong, and every problem found."""
+    argv = list(argv)
     # No exit at the first error, no abbreviations: `--learning` must not silently mean --learning_rate.
     parser = HfArgumentParser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config", help="A preset: YAML of the arguments below; flags win over it.")
@@ -210,9 +218,8 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
 
-    errors = []
     flags, stray = group_flags(argv)
-    errors += [f"{token!r} does not belong to any flag" for token in stray]
+    errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
     groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
@@ -220,10 +227,7 @@ def parse(
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
-    errors = [*other_problems(args), *errors, *args.problems(world_size)]
-    if errors:
-        raise ConfigError(error_list("This run cannot start", errors))
-    return args
+    return args, errors + args.problems(world_size)
 
 
 def error_list(title: str, errors: list[str]) -> str:

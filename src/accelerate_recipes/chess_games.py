@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes import chess_rules
+from accelerate_recipes import chess_rules, hub
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.data import cached, pack_documents
 
@@ -42,9 +42,10 @@ def prepare_games(
     Raises:
         ConfigError: for files without games, and for illegal moves unless `skip_bad_games`.
     """
+    files = train_files or hub.dataset_files(dataset_name, dataset_files)
     settings = {
         "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in train_files]
-        or [dataset_name, dataset_files],
+        or [dataset_name, dataset_files, hub.revision("dataset", dataset_name)],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [max_length, heldout_share, num_positions, seed, skip_bad_games],
     }
@@ -52,10 +53,10 @@ def prepare_games(
     def build(folder: Path) -> None:
         tmp = folder / "tmp"
         parts, bad = [], []
-        for i, source in enumerate(train_files or [dataset_name]):
-            games = load_games(source, None if train_files else dataset_files, tmp / f"source-{i}")
-            part = tokenize_games(games, tokenizer, heldout_share, source, tmp / f"tokens-{i}.arrow")
-            bad += [f"{source}, row {row}: {defect}" for row, defect in enumerate(part["defect"]) if defect]
+        for i, file in enumerate(files):
+            games = load_games(file, tmp / f"source-{i}")
+            part = tokenize_games(games, tokenizer, heldout_share, file, tmp / f"tokens-{i}.arrow")
+            bad += [f"{file}, row {row}: {defect}" for row, defect in enumerate(part["defect"]) if defect]
             parts.append(part)
         if bad and not skip_bad_games:
             more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
@@ -83,19 +84,17 @@ def prepare_games(
     return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
-def load_games(source: str, pattern: str | None, cache_dir: Path) -> datasets.Dataset:
-    """Games of one local file, or of the files that match `pattern` in a dataset, with a column `Moves`."""
-    if pattern is not None:
-        games = datasets.load_dataset(source, data_files=pattern, split="train")
-    elif source.endswith(".pgn"):
+def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
+    """Games of one file, with a column `Moves`."""
+    if file.endswith(".pgn"):
         games = datasets.Dataset.from_generator(
-            chess_rules.read_pgn, gen_kwargs={"path": source}, cache_dir=str(cache_dir)
+            chess_rules.read_pgn, gen_kwargs={"path": file}, cache_dir=str(cache_dir)
         )
     else:
-        kind = "parquet" if source.endswith(".parquet") else "json"
-        games = datasets.load_dataset(kind, data_files=source, split="train", cache_dir=str(cache_dir))
+        kind = "parquet" if file.endswith(".parquet") else "json"
+        games = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=str(cache_dir))
     if "Moves" not in games.column_names:
-        raise ConfigError(f"{source} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves")
+        raise ConfigError(f"{file} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves")
     return games.select_columns("Moves")
 
 

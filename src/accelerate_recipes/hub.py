@@ -1,56 +1,229 @@
-"""Whether the models and datasets of a run are here or can be fetched; and how to fetch them."""
+"""What a run reads of the Hub: at which commit, and whether it is here. Nothing in this module asks the network.
 
-from collections.abc import Callable
+`download.py` fetches. In the cache folder of each repository it leaves a manifest, `accelerate_recipes.json`:
+
+    name, type    of the repository; type is `model` or `dataset`
+    revision      the commit: what was downloaded once stays at it, wherever the branch moves
+    files         size and checksum of each file that was asked for
+    asked         what was asked for, as `Need.key`: its `files`, and the `recipes`, command lines, that did
+    configs       of a dataset: how to read each configuration that was asked for, and the files of its splits
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import AutoConfig, AutoTokenizer
+from fsspec.utils import glob_translate
+from huggingface_hub import constants
+
+from accelerate_recipes.args import ConfigError
+
+MANIFEST = "accelerate_recipes.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
-def model_problem(name: str) -> str | None:
-    """Why the model cannot be had, with the remedy; None if it is a folder, in the cache, or on the Hub."""
-    return problem("model", name, AutoConfig.from_pretrained, "")
+@dataclass(frozen=True)
+class Model:
+    """A model and its tokenizer; without `weights` the tokenizer alone."""
+
+    name: str
+    weights: bool = True
+    repo_type = "model"
+    streamed = False
+
+    @property
+    def key(self) -> str:
+        return "model" if self.weights else "tokenizer"
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.name!r}"
 
 
-def tokenizer_problem(name: str) -> str | None:
-    """The same for a tokenizer alone, whose model is not needed."""
-    return problem("tokenizer", name, AutoTokenizer.from_pretrained, " --include 'token*' --include 'config.json'")
+@dataclass(frozen=True)
+class Dataset:
+    """Files of a dataset that match a pattern; or, as `datasets.load_dataset` finds them, splits of a configuration.
+
+    What is `streamed` is in the cache only if it was downloaded beforehand.
+    """
+
+    name: str
+    files: str = ""
+    config: str = ""
+    splits: tuple[str, ...] = ()
+    streamed: bool = False
+    repo_type = "dataset"
+
+    def __str__(self) -> str:
+        return f"dataset {self.name!r} ({self.files or self.config or 'its only configuration'})"
+
+    @property
+    def key(self) -> str:
+        return f"files {self.files}" if self.files else f"splits {self.config}: {', '.join(self.split_names)}"
+
+    @property
+    def split_names(self) -> list[str]:
+        return [name for split in self.splits for name in names_in(split)]
 
 
-def problem(kind: str, name: str, load: Callable[[str], object], files: str) -> str | None:
+Need = Model | Dataset
+ALL = "all of it"
+
+
+def names_in(split: str) -> list[str]:
+    """Of the splits that `train[:10%]+test` is made of."""
+    return [part.split("[")[0].strip() for part in split.split("+")]
+
+
+def matches(file: str, pattern: str) -> bool:
+    """As a shell does, with `**` for any folders."""
+    return re.fullmatch(glob_translate(pattern), file) is not None
+
+
+def place_of(pattern: str) -> tuple[str, bool]:
+    """The folder that everything that matches lies in, and whether some of it may lie in folders of that.
+
+    To list less than a whole repository: all files of C4 are tens of thousands.
+    """
+    inside = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+    return inside, "/" in pattern.removeprefix(f"{inside}/")
+
+
+def repository(repo_type: str, name: str) -> Path:
+    """The folder of a repository in the cache, also of a name that none can have."""
+    return Path(constants.HF_HUB_CACHE) / "--".join([f"{repo_type}s", *name.split("/")])
+
+
+def read_manifest(repo_type: str, name: str) -> dict | None:
     try:
-        load(name)
-    except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            return f"{name} is a folder, but holds no {kind}: {first_sentence(error)}"
-        return (
-            f"{kind} {name!r} is no folder, not in the local cache, and {unreachable()}; "
-            f"where there is internet, run: hf download {name}{files}"
-        )
-    return None
+        return json.loads((repository(repo_type, name) / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
 
 
-def dataset_problem(name: str, files: str) -> str | None:
-    """The same for the files of a dataset that match the pattern `files`."""
+def manifests() -> Iterator[dict]:
+    """All of the cache, by name."""
+    for file in sorted(Path(constants.HF_HUB_CACHE).glob(f"*/{MANIFEST}")):
+        yield json.loads(file.read_text())
+
+
+def revision(repo_type: str, name: str) -> str | None:
+    """The commit that is read here: the downloaded one; else the newest that the cache knows; None if it has none."""
+    if manifest := read_manifest(repo_type, name):
+        return manifest["revision"]
     try:
-        if any(Path(snapshot_download(name, repo_type="dataset", local_files_only=True)).glob(files)):
-            return None
+        return (repository(repo_type, name) / "refs" / "main").read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def folder(repo_type: str, name: str) -> Path | None:
+    """Where the files are: `name` is a folder itself, or in the cache; None if it is neither."""
+    if os.path.isdir(name):
+        return Path(name)
+    commit = revision(repo_type, name)
+    return repository(repo_type, name) / "snapshots" / commit if commit else None
+
+
+def pinned(name: str) -> dict:
+    """What makes `from_pretrained(name, ...)` read the model or tokenizer that is here, and nothing else."""
+    here = {"local_files_only": True}
+    return here if os.path.isdir(name) else here | {"revision": revision("model", name)}
+
+
+def files_of(manifest: dict, need: Need) -> list[str]:
+    """What of a manifest's files a run with this need reads; `split NAME` for a split that there is not."""
+    if need.key in manifest["asked"]:
+        return manifest["asked"][need.key]["files"]
+    # Or part of what others asked for.
+    if isinstance(need, Model):
+        return [file for file in manifest["files"] if need.weights or not file.endswith(".safetensors")]
+    if need.files:
+        return sorted(file for file in manifest["files"] if matches(file, need.files))
+    splits = manifest["configs"].get(need.config, {}).get("splits", {})
+    return [file for name in need.split_names or splits for file in splits.get(name, [f"split {name}"])]
+
+
+def absent(manifest: dict, files: list[str]) -> list[str]:
+    """Those that are not on the disk, or have another size."""
+    snapshot = repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"]
+    known = manifest["files"]
+    return [file for file in files if file not in known or size_of(snapshot / file) != known[file]["size"]]
+
+
+def size_of(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
     except OSError:
-        pass
-    try:
-        HfApi().dataset_info(name)
-    except Exception:  # a connection that fails is no OSError with every version of the Hub's client
-        return (
-            f"dataset {name!r} ({files}) is not in the local cache, and {unreachable()}; "
-            f"where there is internet, run: hf download --repo-type dataset {name} --include '{files}'"
-        )
-    return None
+        return None
 
 
-def unreachable() -> str:
-    return "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the Hub does not have it or cannot be reached"
+def lacking(need: Need) -> list[str]:
+    """What of a need is not here: names of files, or what stands for them. Reads names and sizes only."""
+    place = folder(need.repo_type, need.name)
+    if place is None:
+        return [ALL]
+    if not os.path.isdir(need.name) and (manifest := read_manifest(need.repo_type, need.name)):
+        files = files_of(manifest, need)
+        if (found := absent(manifest, files)) or (files and isinstance(need, Dataset)):
+            return found
+    # What others than `download` put there: nobody can say which files it should have.
+    if isinstance(need, Model):
+        return lacking_of_model(place, need.weights)
+    if (need.files and any(place.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
+        return []
+    return [f"a file that matches {need.files!r}" if need.files else ALL]
 
 
-def first_sentence(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".:")
+def lacking_of_model(place: Path, weights: bool) -> list[str]:
+    """What no model, or tokenizer, is without."""
+    if not weights:
+        return [] if any((place / name).is_file() for name in TOKENIZERS) else ["tokenizer.json"]
+    names = ["config.json"]
+    if not (place / "model.safetensors").is_file():
+        index = place / "model.safetensors.index.json"
+        names += shards(index) if index.is_file() else ["model.safetensors"]
+    return [name for name in names if not (place / name).is_file()]
+
+
+def shards(index: Path) -> list[str]:
+    """The files that weights are spread over."""
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def dataset_files(name: str, pattern: str) -> list[str]:
+    """Paths of the files of a dataset, or of a folder, that match; in the order of their names.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    place = folder("dataset", name)
+    manifest = None if os.path.isdir(name) else read_manifest("dataset", name)
+    if manifest:
+        found = [str(place / file) for file in files_of(manifest, Dataset(name, files=pattern))]
+    else:
+        found = sorted(str(path) for path in place.glob(pattern)) if place else []
+    if not found:
+        raise ConfigError(f"no file of {name!r} is here that matches {pattern!r}")
+    return found
+
+
+def load_arguments(name: str, config: str, split: str) -> dict:
+    """Arguments for `datasets.load_dataset` to read splits of a downloaded dataset from its files.
+
+    Asked for a dataset by its name, datasets 5.2 finds offline only what it has converted before with the same
+    arguments, and with `data_files` not even that (datasets#6837): its key has the files' state on the Hub in it.
+
+    Raises:
+        ConfigError: if it was not downloaded.
+    """
+    if os.path.isdir(name):
+        return {"path": name, "name": config or None}
+    manifest = read_manifest("dataset", name)
+    if manifest is None or config not in manifest["configs"]:
+        raise ConfigError(f"{Dataset(name, config=config)} was not downloaded")
+    entry, place = manifest["configs"][config], folder("dataset", name)
+    files = {part: [str(place / file) for file in entry["splits"].get(part, [])] for part in names_in(split)}
+    return {"path": entry["builder"], "data_files": files} | entry["options"]

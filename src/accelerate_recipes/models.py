@@ -27,6 +27,7 @@ from transformers import (
     T5Config,
 )
 
+from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.distributed import on_first_rank
 
@@ -36,7 +37,7 @@ T5_TYPES = ("t5", "mt5", "umt5")
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """With a padding token; where the model has none, it is the end token, which no loss is taken of."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, **hub.pinned(name))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -49,7 +50,11 @@ def load_model(name: str, attn_implementation: str, dtype: torch.dtype = torch.f
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
+        name,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        use_safetensors=True,
+        **hub.pinned(name),
     )
 
 
@@ -165,11 +170,15 @@ def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rat
     Raises:
         ConfigError: for another kind of model.
     """
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, **hub.pinned(name))
     if config.model_type not in T5_TYPES:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}")
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate
+        name,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        dropout_rate=dropout_rate,
+        **hub.pinned(name),
     )
     return share_embedding(model)
 

@@ -19,6 +19,7 @@ import xxhash
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.data import cached
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -29,7 +30,7 @@ PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 @dataclass(frozen=True)
 class PairSource:
-    """Where pairs are: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
+    """Where pairs are: a local file, or a split of a dataset.
 
     A column is named by its path, such as `translation.en`.
     """
@@ -39,8 +40,6 @@ class PairSource:
     target_column: str
     split: str = ""  # of a dataset; without, `name` is a file
     config: str = ""
-    revision: str = ""
-    files: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}, split {self.split}" if self.split else self.name
@@ -76,7 +75,7 @@ def prepare_pairs(
     """
     sources = [(source, False) for source in train_sources] + [(source, True) for source in eval_sources]
     settings = {
-        "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
+        "sources": [(*astuple(source), version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [task_prefix, max_source_length, max_target_length, skip_bad_pairs, heldout_share],
     }
@@ -117,10 +116,10 @@ def prepare_pairs(
     return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
-def file_version(source: PairSource) -> list[float]:
-    """What changes when a local file does."""
+def version(source: PairSource) -> list:
+    """What changes when a dataset or a local file does."""
     if source.split:
-        return []
+        return [hub.revision("dataset", source.name)]
     stat = os.stat(source.name)
     return [stat.st_size, stat.st_mtime]
 
@@ -133,13 +132,8 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
     """
     try:
         if source.split:
-            return datasets.load_dataset(
-                source.name,
-                source.config or None,
-                revision=source.revision or None,
-                data_files=source.files or None,
-                split=source.split,
-            )
+            arguments = hub.load_arguments(source.name, source.config, source.split)
+            return datasets.load_dataset(**arguments, split=source.split, cache_dir=str(cache_dir))
         if is_empty(source.name):
             raise ValueError("it has 0 rows")
         kind = KINDS[Path(source.name).suffix]

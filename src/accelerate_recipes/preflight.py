@@ -1,23 +1,35 @@
 """Everything that can be known before the queue: `python -m accelerate_recipes preflight CONFIG RECIPE ARGS...`
 
 Checks the keys and values of the accelerate YAML (Accelerate itself drops unknown nested keys without a word), the
-recipe's arguments, the batch arithmetic, the wrap class, and whether model and data are here; reports all problems at
-once. Between CONFIG and RECIPE it takes the flags of `accelerate launch`, such as --num_processes.
+recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to go on from,
+the output directory and its space, and versions; reports all problems at once. Between CONFIG and RECIPE it takes the
+flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node.
 """
 
+import argparse
 import difflib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from transformers import AutoConfig
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from transformers import AutoConfig, PreTrainedModel
 
-from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes import checkpoint, hub, recipe
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
@@ -55,6 +67,10 @@ FSDP1_ONLY = {
     "fsdp_sync_module_states": None,
     "fsdp_use_orig_params": None,
 }
+
+LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+WEIGHT_BYTES = 4  # of a parameter, in fp32
+CHECKPOINT_BYTES = 3 * WEIGHT_BYTES  # with AdamW's two moments
 
 
 def yaml_problems(path: Path) -> list[str]:
@@ -123,59 +139,201 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     }
 
 
-def wrap_problems(model_name: str, env: dict[str, str]) -> list[str]:
-    """Whether the class that FSDP is to wrap is in the model; it is built on the meta device, without weights."""
+def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
+    """The models of a run, of those that are here, without weights; and why one cannot be made."""
+    models, problems = [], []
+    for name in needed.models:
+        if (place := hub.folder("model", name)) and (place / "config.json").is_file():
+            try:
+                config = AutoConfig.from_pretrained(name, **hub.pinned(name))
+                (architecture,) = config.architectures or ["no architecture in its config.json"]
+                with torch.device("meta"):
+                    models.append(getattr(transformers, architecture)(config))
+            except (OSError, ValueError, AttributeError) as error:
+                problems.append(f"model {name!r} cannot be made: {error}")
+    if needed.new_model and make_new:
+        with torch.device("meta"):
+            models.append(needed.new_model())
+    return models, problems
+
+
+def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """Whether the class that FSDP is to wrap is in the model."""
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
-    config = AutoConfig.from_pretrained(model_name)
-    with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
     wanted = names.split(",") if names else list(model._no_split_modules or [])
     present = {type(module).__name__ for module in model.modules()}
+    title = type(model).__name__
     if not wanted:
-        return [f"{model_name} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
+        return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
     return [
-        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {model_name}{closest(name, present)}"
+        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{closest(name, present)}"
         for name in wanted
         if name not in present
     ]
 
 
-def preflight(argv: list[str]) -> str:
-    """Check CONFIG [launch flags] RECIPE ARGS...; returns what will run.
+def versions() -> tuple[list[str], list[str]]:
+    """What requirements.txt pins and is not installed; and what is, in another version."""
+    missing, other = [], []
+    file = Path(__file__).parents[2] / "requirements.txt"
+    lines = file.read_text().splitlines() if file.is_file() else []  # none beside an installed copy
+    for requirement in (Requirement(line) for line in lines if line and not line.startswith(("#", "-"))):
+        try:
+            installed = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            missing.append(f"{requirement} is not installed; run: pip install -r {file}")
+        else:
+            if not requirement.specifier.contains(installed):
+                other.append(f"{requirement.name} is {installed}; tested is {requirement}")
+    return missing, other
+
+
+def existing(path: Path) -> Path:
+    """The path, or what there is of it."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def output_problems(output_dir: Path) -> list[str]:
+    place = existing(output_dir)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return []
+    except OSError as error:
+        return [f"--output_dir {output_dir}: {place} cannot be written to: {error.strerror}; give another"]
+
+
+def filesystem(path: Path) -> str:
+    """Its kind, such as ext4 or nfs4."""
+    place = existing(path).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
+
+
+def resume_candidate(args: TrainArgs) -> tuple[Path | None, list[str], list[str]]:
+    """The checkpoint that the run would go on from, read whole; with problems, and with warnings."""
+    try:
+        chosen = checkpoint.find_resume(args)
+    except ConfigError as error:
+        return None, [str(error)], []
+    if chosen is None:
+        return None, [], []
+    parts = os.cpu_count()
+    with ThreadPoolExecutor(parts) as threads:
+        found = threads.map(lambda part: checkpoint.damage(chosen, part, parts), range(parts))
+        reason = next(filter(None, found), None)
+    if reason and args.resume_from_checkpoint != "latest":
+        return None, [f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest"], []
+    if reason:
+        return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
+    return chosen, [], []
+
+
+def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) -> tuple[int, str]:
+    """Bytes that checkpoints to come and the export add to what is in the output directory; and how they are counted.
+
+    Of a run whose number of steps is not known, at least so many.
+    """
+    present = [path for path in checkpoint.candidates(Path(args.output_dir)) if checkpoint.defect(path) is None]
+    if present:  # it knows best
+        size = sum(entry["size"] for entry in checkpoint.read_marker(present[-1])["files"].values())
+    else:
+        size = num_parameters * (CHECKPOINT_BYTES + (WEIGHT_BYTES if full_state_dict else 0))
+    saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
+    at_once = saves
+    if args.save_total_limit:
+        kept = args.max_steps // args.keep_every_n_steps if args.max_steps > 0 and args.keep_every_n_steps else 0
+        # An old one is removed when the new one is complete.
+        at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
+    coming = max(0, at_once - len(present))
+    export = num_parameters * WEIGHT_BYTES
+    return coming * size + export, f"{coming} checkpoints of {gib(size)} and the export of {gib(export)}"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def preflight(argv: Sequence[str]) -> str:
+    """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; returns what will run, with warnings.
 
     Raises:
         ConfigError: with all problems.
     """
+    asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    asked.add_argument("--nodes", type=int)
+    asked.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
+    asked, argv = asked.parse_known_args(argv)
     if len(argv) < 2:
         raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     config = Path(argv[0])
-    problems = yaml_problems(config)
     launch = ["--config_file", *argv]
+    if asked.nodes or asked.gpus_per_node:
+        nodes, processes = asked.nodes or 1, (asked.nodes or 1) * (asked.gpus_per_node or 1)
+        launch[2:2] = ["--num_machines", str(nodes), "--num_processes", str(processes), "--main_process_ip", "head"]
     parsed = launch_command_parser().parse_args(launch)
+    command = [parsed.training_script, *parsed.training_script_args]
     module = recipe.load(parsed.training_script)
-    env = {}
-    if not problems:
+
+    # The launch
+    problems, warnings = versions()
+    found = yaml_problems(config)
+    problems += found
+    env: dict[str, str] = {}
+    if not found:
         try:
             env = launch_environment(launch)
         except ValueError as error:
             problems.append(f"accelerate launch refuses: {error}")
         else:
-            problems += environment_problems(env, num_accelerators())
+            # A login node has no GPUs, or others than the job will.
+            problems += environment_problems(env, asked.gpus_per_node or num_accelerators())
     world_size = int(env.get("WORLD_SIZE", 1))
+    nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
-    def launch_problems(args: TrainArgs) -> list[str]:
-        return problems + (lever_problems(args, env) if env else [])
+    # The arguments
+    args, found = resolve(module.Args, command[1:], world_size)
+    problems += found + (lever_problems(args, env) if env else [])
+    output_dir = Path(args.output_dir)
+    found_in_output = output_problems(output_dir)
+    problems += found_in_output
+    if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
+        warnings.append(
+            f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
+        )
+    resumed_from, found, doubts = resume_candidate(args)
+    problems += found
+    warnings += doubts
 
-    args = parse(module.Args, parsed.training_script_args, world_size, launch_problems)
+    # Model and data
     needed = module.requirements(args)
-    problems = needed.problems()
-    if not problems:
-        problems = [problem for name in needed.models for problem in wrap_problems(name, env)]
+    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+    problems += recipe.lacking_problems([need for need in needed.needs if need not in may_lack], command)
+    if found := recipe.lacking_problems(may_lack, command):
+        warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
+    models, found = models_on_meta(needed, make_new=not problems)
+    problems += found
+    for model in models:
+        problems += wrap_problems(model, env)
+    sizes = []
+    if models and not found_in_output:
+        num_parameters = sum(model.num_parameters() for model in models)
+        needs, counted = space_needed(args, num_parameters, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT")
+        free = shutil.disk_usage(existing(output_dir)).free
+        needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
+        sizes = [f"Parameters: {num_parameters:,}; {needed_space}; {gib(free)} are free"]
+        if needs > free:
+            remedy = "make room, lower --save_total_limit, or give another"
+            problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")
+
     if problems:
         raise ConfigError(error_list("This run cannot start", problems))
-    return (
+    lines = [
         f"Ready: {config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
-        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches"
-    )
+        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches",
+        *sizes,
+    ]
+    if resumed_from:
+        lines.append(f"Goes on from {resumed_from}, whose checksums are right")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])

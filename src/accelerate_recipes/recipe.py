@@ -6,10 +6,11 @@ A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`,
 
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,13 @@ from types import ModuleType
 import datasets
 import transformers
 import yaml
+from huggingface_hub import constants
 
 from accelerate_recipes import hub, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
+from accelerate_recipes.download import download
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
 from accelerate_recipes.stop import Stopped
@@ -30,18 +33,48 @@ from accelerate_recipes.watch import LostRankError
 
 @dataclass
 class Requirements:
-    """What a run reads of the Hub: names of models, of tokenizers without one, and of datasets with a pattern."""
+    """What a run reads of the Hub: names of models with their tokenizers, of tokenizers alone, and datasets.
+
+    `new_model` makes the model that it begins with instead; preflight does so on the meta device.
+    """
 
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
-    datasets: list[tuple[str, str]] = field(default_factory=list)
+    datasets: list[hub.Dataset] = field(default_factory=list)
+    new_model: Callable[[], transformers.PreTrainedModel] | None = None
 
-    def problems(self) -> list[str]:
-        """What of it cannot be had, one sentence each."""
-        found = [hub.model_problem(name) for name in self.models]
-        found += [hub.tokenizer_problem(name) for name in self.tokenizers]
-        found += [hub.dataset_problem(name, files) for name, files in self.datasets]
-        return [problem for problem in found if problem]
+    @property
+    def needs(self) -> list[hub.Need]:
+        models = [hub.Model(name) for name in self.models]
+        return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
+
+
+def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[str]:
+    """What of it is not here, and what fetches it; `command` is the recipe with its arguments."""
+    found, cache = [], constants.HF_HUB_CACHE
+    lacking = {need: names for need in needs if (names := hub.lacking(need))}
+    for need, names in lacking.items():
+        if os.path.isdir(need.name):
+            found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
+        elif names == [hub.ALL]:
+            found.append(f"{need} is not in {cache}")
+        else:
+            found.append(f"{need} is incomplete in {cache}, it lacks {', '.join(names)}")
+    if not all(os.path.isdir(need.name) for need in lacking):
+        said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
+        found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
+    return found
+
+
+def needs_of(command: Sequence[str]) -> list[hub.Need]:
+    """What a recipe with arguments reads of the Hub.
+
+    Raises:
+        ConfigError: if they are not valid.
+    """
+    module = load(command[0])
+    # How many processes there will be does not matter to it.
+    return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
 
 
 def run(
@@ -59,8 +92,7 @@ def run(
         if int(os.environ.get("RANK", 0)) == 0:
             arguments = {"arguments": asdict(args)}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (problems := requirements(args).problems()):
-            raise ConfigError(error_list("This run cannot start", problems))
+        provide(requirements(args))
         main(args)
         end_with(args, state="finished")
     except Stopped as reason:
@@ -86,6 +118,27 @@ def run(
     finally:
         lock.release()
     leave(code)
+
+
+def provide(needed: Requirements) -> None:
+    """See that what a run reads is here, before there is a process group or anything on a GPU.
+
+    Offline it must be: every process looks. Otherwise the first of each machine downloads what lacks, unless it is to
+    be streamed, and the others wait.
+
+    Raises:
+        ConfigError: with all that is not here, or cannot be had.
+    """
+    needs = needed.needs
+    if not constants.HF_HUB_OFFLINE:
+        needs = [need for need in needs if os.path.isdir(need.name) or not need.streamed]
+        to_have = [need for need in needs if not os.path.isdir(need.name)]
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            download([need for need in to_have if hub.lacking(need)], sys.argv)
+        while any(map(hub.lacking, to_have)):  # the launcher ends this if the first process fails
+            time.sleep(1)
+    if problems := lacking_problems(needs, sys.argv):
+        raise ConfigError(error_list("This run cannot start", problems))
 
 
 def leave(code: int) -> None:

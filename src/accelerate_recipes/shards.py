@@ -4,11 +4,10 @@ A shard is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .js
 .parquet (local only). It is read as a stream and decompressed on the fly; nothing of it is kept.
 """
 
-import fnmatch
+import glob
 import http.client
 import json
 import random
-import re
 import time
 import urllib.error
 import urllib.parse
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, build_hf_headers
 
+from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet")
@@ -48,8 +48,8 @@ class Retry(NamedTuple):
 def find_shards(dataset_name: str, pattern: str, split: str) -> list[str]:
     """The files of a split, which match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
 
-    `dataset_name` is a folder, or a dataset on the Hub: then the shards are URLs of its newest commit (read from
-    HF_ENDPOINT where that is set), or with HF_HUB_OFFLINE the files that `hf download` has put into the cache.
+    `dataset_name` is a folder, or a dataset on the Hub: then the shards are URLs (below HF_ENDPOINT where that is set)
+    of the commit that was downloaded, else of its newest; or with HF_HUB_OFFLINE the files that were downloaded.
 
     Raises:
         ConfigError: when nothing matches, or the Hub cannot be asked.
@@ -58,8 +58,8 @@ def find_shards(dataset_name: str, pattern: str, split: str) -> list[str]:
         found = sorted(str(path) for path in Path(dataset_name).glob(pattern))
         where = f"the folder {dataset_name}"
     elif constants.HF_HUB_OFFLINE:
-        found = in_cache(dataset_name, pattern)
-        where = f"the local cache of {dataset_name}"
+        found = hub.dataset_files(dataset_name, pattern)
+        where = f"what was downloaded of {dataset_name}"
     else:
         found = on_hub(dataset_name, pattern)
         where = f"the dataset {dataset_name} on {constants.ENDPOINT}"
@@ -78,16 +78,39 @@ def named_shards(files: Sequence[str]) -> list[str]:
     found = []
     for file in files:
         if file.startswith("hf://"):
-            kind, *repository, name = file.removeprefix("hf://").split("/", 3)
-            if kind != "datasets" or len(repository) != 2:
-                raise ConfigError(f"{file}: write it as hf://datasets/ORG/NAME/PATH")
-            name_of_dataset, _, revision = "/".join(repository).partition("@")
-            file = hub_url(name_of_dataset, name, revision or "main")
+            name, revision, path = parts_of_hub_path(file)
+            if constants.HF_HUB_OFFLINE and not revision:
+                (file,) = hub.dataset_files(name, glob.escape(path))
+            elif constants.HF_HUB_OFFLINE:
+                raise ConfigError(f"{file}: HF_HUB_OFFLINE is set, and only files without @REVISION can be downloaded")
+            else:
+                file = hub_url(name, path, revision or pinned_commit(name))
         elif not is_remote(file) and not Path(file).is_file():
             raise ConfigError(f"{file}: no such file")
         found.append(file)
     check_suffixes(found)
     return found
+
+
+def parts_of_hub_path(file: str) -> tuple[str, str, str]:
+    """Dataset, revision or "", and path of `hf://datasets/ORG/NAME[@REVISION]/PATH`."""
+    kind, *repository, path = file.removeprefix("hf://").split("/", 3)
+    if kind != "datasets" or len(repository) != 2:
+        raise ConfigError(f"{file}: write it as hf://datasets/ORG/NAME/PATH")
+    name, _, revision = "/".join(repository).partition("@")
+    return name, revision, path
+
+
+def needs_of_shards(files: Sequence[str]) -> list[hub.Dataset]:
+    """What `named_shards` reads of the Hub."""
+    found = [parts_of_hub_path(file) for file in files if file.startswith("hf://")]
+    return [hub.Dataset(name, files=glob.escape(path), streamed=True) for name, revision, path in found if not revision]
+
+
+def pinned_commit(dataset_name: str) -> str:
+    """Of what was downloaded of it; else `main`."""
+    manifest = hub.read_manifest("dataset", dataset_name)
+    return manifest["revision"] if manifest else "main"
 
 
 def check_suffixes(shards: Sequence[str]) -> None:
@@ -96,33 +119,22 @@ def check_suffixes(shards: Sequence[str]) -> None:
         if not shard.endswith(SUFFIXES):
             raise ConfigError(f"{shard}: its name must end with one of {', '.join(SUFFIXES)}")
         if is_remote(shard) and shard.endswith(".parquet"):
-            raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, with `hf download`")
+            raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, see docs/offline.md")
     if twice := {shard for shard in shards if shards.count(shard) > 1}:
         raise ConfigError(f"named twice, its text would be trained on twice: {', '.join(sorted(twice))}")
 
 
-def in_cache(dataset_name: str, pattern: str) -> list[str]:
-    try:
-        snapshot = Path(snapshot_download(dataset_name, repo_type="dataset", local_files_only=True))
-    except OSError:
-        raise ConfigError(
-            f"HF_HUB_OFFLINE is set, and dataset {dataset_name!r} is not in the local cache. {offline_hint(dataset_name, pattern)}"
-        ) from None
-    return sorted(str(path) for path in snapshot.glob(pattern))
-
-
 def on_hub(dataset_name: str, pattern: str) -> list[str]:
     """URLs of one commit, so that a dataset that changes under a run does not change the run."""
-    folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+    folder, recursive = hub.place_of(pattern)
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
-        commit = api.dataset_info(dataset_name, revision="main").sha
+        commit = api.dataset_info(dataset_name, revision=pinned_commit(dataset_name)).sha
         entries = api.list_repo_tree(
-            dataset_name, folder or None, recursive="**" in pattern, revision=commit, repo_type="dataset"
+            dataset_name, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
         )
-        names = sorted(
-            entry.path for entry in entries if isinstance(entry, RepoFile) and fnmatch.fnmatch(entry.path, pattern)
-        )
+        found = [entry.path for entry in entries if isinstance(entry, RepoFile)]
+        names = sorted(path for path in found if hub.matches(path, pattern))
     except EntryNotFoundError:
         return []
     except HfHubHTTPError as error:
@@ -133,7 +145,8 @@ def on_hub(dataset_name: str, pattern: str) -> list[str]:
     # Connection errors of the Hub's client are no OSError.
     except Exception as error:
         raise ConfigError(
-            f"the Hub cannot be reached at {constants.ENDPOINT}: {first_line(error)}. {offline_hint(dataset_name, pattern)}"
+            f"the Hub cannot be reached at {constants.ENDPOINT}: {first_line(error)}. Download the dataset where there is "
+            "internet and set HF_HUB_OFFLINE=1 (docs/offline.md), or give a folder with the files instead of the name"
         ) from None
     return [hub_url(dataset_name, name, commit) for name in names]
 
@@ -141,13 +154,6 @@ def on_hub(dataset_name: str, pattern: str) -> list[str]:
 def hub_url(dataset_name: str, name: str, revision: str) -> str:
     revision = urllib.parse.quote(revision, safe="")
     return f"{constants.ENDPOINT}/datasets/{dataset_name}/resolve/{revision}/{urllib.parse.quote(name)}"
-
-
-def offline_hint(dataset_name: str, pattern: str) -> str:
-    return (
-        f"Where there is internet, run: hf download --repo-type dataset {dataset_name} --include '{pattern}'; "
-        "then set HF_HUB_OFFLINE=1, or give the folder with the files instead of the name"
-    )
 
 
 def first_line(error: BaseException) -> str:

@@ -88,6 +88,11 @@ def shard_file(folder: Path, shard: int, suffix: str) -> Path:
     return folder / f"shard-{shard:05d}.{suffix}"
 
 
+def is_pretokenized(folder: str) -> bool:
+    """Whether `pretokenize` has finished there; "" is no folder."""
+    return bool(folder) and (Path(folder) / MANIFEST).is_file()
+
+
 def read_manifest(folder: Path) -> dict:
     try:
         return json.loads((folder / MANIFEST).read_text())

@@ -3,18 +3,34 @@
 Each line of standard input is a run: {"script", "world_size", "env", "argv", "log", "seconds"}. Its ranks are forked into a
 process group of their own, so that a fault may kill them all. As under a launcher, those left when one fails get
 SIGTERM, and what is not over after `seconds` is killed. The answer is a line with the exit code of the first that failed
-(128 + n for signal n; -n if the signal killed the whole group), or 0.
+(128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that asks for anything beyond this machine
+ends with 99.
 """
 
 import json
 import os
 import signal
+import socket
 import sys
 
 import faults
 import toy  # noqa: F401  what it imports is what a run would wait for
 
 from accelerate_recipes import recipe
+
+HERE = {None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()}
+
+
+def refuse_network(event: str, args: tuple) -> None:
+    """Audit hook."""
+    host = None
+    if event == "socket.connect" and isinstance(args[1], tuple):
+        host = args[1][0]
+    elif event == "socket.getaddrinfo":
+        host = args[0]
+    if host not in HERE:
+        print(f"{event} to {host}", file=sys.stderr, flush=True)
+        os._exit(99)
 
 
 def rank_process(rank: int, job: dict) -> int:
@@ -26,6 +42,7 @@ def rank_process(rank: int, job: dict) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = [job["script"], *job["argv"]]
+    sys.addaudithook(refuse_network)
     faults.arm()
     code = 1
     try:

@@ -1,0 +1,43 @@
+"""Runs `python -m accelerate_recipes ...` many times without importing the libraries again.
+
+Each line of standard input is {"argv", "cache", "log", "env"}; the answers are its process id, then its exit code.
+"""
+
+import json
+import os
+import sys
+
+import datasets  # noqa: F401
+import transformers  # noqa: F401
+from huggingface_hub import constants
+
+from accelerate_recipes import __main__, download, preflight, recipe  # noqa: F401
+
+
+def run(job: dict) -> int:
+    if pid := os.fork():
+        return pid
+    os.environ.update(job["env"])
+    constants.HF_HUB_CACHE = job["cache"]
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.argv = ["accelerate_recipes", *job["argv"]]
+    code = 1
+    try:
+        __main__.main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+for line in sys.stdin:
+    print(pid := run(json.loads(line)), flush=True)
+    _, status = os.waitpid(pid, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)

@@ -1,0 +1,451 @@
+"""Download beforehand, verify, list, and runs that need no network, against a Hub on the loopback interface."""
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import CHILDREN, CONFIGS, ROOT, Forks, environment, read_metrics
+from huggingface_hub import constants
+from loopback_hub import LoopbackHub
+
+from accelerate_recipes import download, hub, recipe
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.chess_rules import all_uci_moves
+from accelerate_recipes.hub import Dataset, Model
+from accelerate_recipes.init import initialize
+from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.pairs import load_rows
+
+CHESS = [
+    "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
+    "--dataset_files", "**/chess_game_000[1-2].parquet",
+]  # fmt: skip
+C4 = ["recipes/c4.py", "--tokenizer_name", "tiny/llama", "--max_steps", "2"]
+CARD = """---
+configs:
+- config_name: cs-en
+  data_files: [{split: train, path: cs-en/train-*}]
+- config_name: fr-en
+  data_files: [{split: train, path: fr-en/train-*}, {split: validation, path: fr-en/validation-*}]
+---
+"""
+TABLE_CARD = """---
+configs:
+- config_name: default
+  sep: "\\t"
+  data_files: [{split: test, path: table.csv}]
+---
+"""
+
+
+def tiny_model(folder: Path) -> dict[str, bytes]:
+    """Files as a repository has them: weights in two files, the same in other formats, and a tokenizer."""
+    tokenizer = new_word_tokenizer(all_uci_moves())
+    model = new_llama(
+        "sdpa", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
+    tokenizer.save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/short.jinja").write_text("{{ messages }}")
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert sum(name.endswith(".safetensors") for name in files) == 2
+    others = ("pytorch_model.bin", "consolidated.safetensors", "flax_model.msgpack", "original/consolidated.00.pth")
+    return files | {name: b"the same weights again" for name in others} | {"README.md": b"A card."}
+
+
+def parquet(rows) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(rows, file)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = LoopbackHub()
+    files = tiny_model(tmp_path_factory.mktemp("model"))
+    server.push("models/tiny/llama", files)
+    server.push("models/codellama/CodeLlama-7b-hf", files)
+    server.push("models/meta-llama/Llama-3.1-8B", files)
+    server.push("models/gated/llama", files, gated=True)
+    games = pq.read_table(ROOT / "data/chess/games_20k.parquet")
+    parts = {f"data/chess_game_000{i + 1}.parquet": parquet(games.slice(100 * i, 100)) for i in range(3)}
+    server.push("datasets/tiny/games", parts | {"README.md": b"A card."})
+    server.push("datasets/laion/strategic_game_chess", parts)
+    pages = ROOT / "data/c4_pydoc"
+    server.push("datasets/allenai/c4", {f"en/{path.name}": path.read_bytes() for path in pages.glob("en/*")})
+    pairs = pa.Table.from_pylist([{"translation": {"en": f"dog {i}", "fr": f"chien {i}"}} for i in range(9)])
+    wmt = {
+        f"{name}/train-0000{i}.parquet": parquet(pairs.slice(4 * i, 4)) for name in ("cs-en", "fr-en") for i in (0, 1)
+    }
+    wmt |= {"README.md": CARD.encode(), "fr-en/validation-0.parquet": parquet(pairs.slice(8))}
+    server.push("datasets/wmt/wmt14", wmt)
+    server.push("datasets/tiny/table", {"README.md": TABLE_CARD.encode(), "table.csv": b"a\tb\n1\t2\n"})
+    server.moved["datasets/wmt14"] = "datasets/wmt/wmt14"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Commands:
+    """`python -m accelerate_recipes ...` at this Hub; see tests/children/command_server.py."""
+
+    def __init__(self, url: str, tmp_path: Path):
+        env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
+        self.log = tmp_path / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILDREN / "command_server.py")],
+            cwd=ROOT, env=env | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def start(self, cache: Path, *argv: object, **env: str) -> int:
+        """Returns its process id; `end` must follow."""
+        job = {"argv": [str(word) for word in argv], "cache": str(cache), "log": str(self.log), "env": env}
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        return int(self.process.stdout.readline()), self.log.read_text()
+
+    def run(self, cache: Path, *argv: object, **env: str) -> tuple[int, str]:
+        self.start(cache, *argv, **env)
+        return self.end()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+    def ok(self, cache: Path, *argv: object, **env: str) -> str:
+        code, output = self.run(cache, *argv, **env)
+        assert code == 0, output
+        return output
+
+
+@pytest.fixture(scope="module")
+def commands(server, tmp_path_factory):
+    commands = Commands(server.url, tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="module")
+def home(server, commands, tmp_path_factory):
+    """What both recipes need, downloaded once. Tests that change it take a copy."""
+    home = tmp_path_factory.mktemp("home")
+    server.sent.clear()
+    commands.ok(home / "hf/hub", "download", *CHESS)
+    commands.ok(home / "hf/hub", "download", *C4, "--max_shards", 2)
+    return home
+
+
+@pytest.fixture
+def cache(home, tmp_path):
+    shutil.copytree(home / "hf/hub", tmp_path / "hf/hub", symlinks=True)
+    return tmp_path / "hf/hub"
+
+
+def test_fetches_what_the_run_reads(server, commands, home):
+    names = {path.partition("/")[2] for path in server.sent}
+    assert {name for name in names if name.startswith("tiny/llama/")} == {
+        f"tiny/llama/{name}"
+        for name in (
+            "config.json", "generation_config.json", "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+            "tokenizer_config.json", "additional_chat_templates/short.jinja",
+        )
+    }  # fmt: skip
+    assert {name for name in names if "games" in name} == {f"tiny/games/data/chess_game_000{i}.parquet" for i in (1, 2)}
+    assert sorted(name for name in names if "c4" in name) == [
+        "allenai/c4/en/c4-train.00000-of-01024.json.gz",
+        "allenai/c4/en/c4-train.00001-of-01024.json.gz",
+        "allenai/c4/en/c4-validation.00000-of-00008.json.gz",
+    ]
+    assert len(server.sent) == len(names)  # once each, though both recipes need the tokenizer
+    found = commands.ok(home / "hf/hub", "list")
+    assert found.count("complete") == 3 and "commit " + server.repositories["datasets/tiny/games"].main[:12] in found
+    assert (
+        "    for recipes/chess.py --model_name_or_path tiny/llama" in found
+        and "    for --max_shards 2 recipes/c4.py" in found
+    )
+    assert "13 files" in commands.ok(home / "hf/hub", "verify")
+    assert "all here" in commands.ok(home / "hf/hub", "download", *CHESS) and len(server.sent) == len(names)
+
+
+def test_runs_without_network(server, home, monkeypatch):
+    """Both recipes, with the Hub's address set, of which nothing is asked; and another model after an `--update`."""
+    forks = Forks(ROOT / CHESS[0], home)
+    asked = len(server.requests)
+    try:
+        for command, more in (
+            (CHESS, ["--num_positions", 6, "--heldout_share", 0.1, "--max_length", 128, "--max_steps", 2]),
+            (C4, ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1,
+                  "--num_validation_rows", 4, "--max_length", 64]),
+        ):  # fmt: skip
+            forks.script = str(ROOT / command[0])
+            out = home / Path(command[0]).stem
+            batch = ["--total_batch_size", 4, "--per_device_eval_batch_size", 2]
+            batch += ["--data_cache_dir", home / "data"] if command is CHESS else []
+            code = forks.run(out, *command[1:], *more, *batch, HF_ENDPOINT=server.url)
+            assert code == 0, out.with_suffix(".log").read_text()[-4000:]
+            assert read_metrics(out)[-1]["step"] == 2 and (out / "export/model.safetensors").is_file()
+        assert len(server.requests) == asked
+        assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()
+
+        # Missing: said before there is a process group, by each rank, with the command.
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
+        lost = hub.folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
+        link = os.readlink(lost)
+        lost.unlink()
+        forks.script = str(ROOT / CHESS[0])
+        assert forks.run(home / "missing", *CHESS[1:]) == 2
+        lost.symlink_to(link)
+    finally:
+        forks.close()
+    log = (home / "missing.log").read_text()
+    assert "model 'tiny/llama' is incomplete in " in log and "it lacks model-00002-of-00002.safetensors" in log
+    assert f"python -m accelerate_recipes download {ROOT}/recipes/chess.py --output_dir" in log
+    assert "Strategy" not in log and not (home / "missing").exists()
+
+
+def test_stays_at_its_commit(server, commands, cache):
+    """Though the branch moves on, and more is asked for; until --update."""
+    games = server.repositories["datasets/tiny/games"]
+    before, first = games.main, next(iter(games.commits.values()))
+    after = games.push({name: data[::-1] for name, data in first.items()})
+    more = ["--dataset_files", "data/*.parquet"]
+    try:
+        assert before[:12] in commands.ok(cache, "download", *CHESS, *more)
+        assert commands.ok(cache, "verify")
+        manifest = json.loads((cache / "datasets--tiny--games" / hub.MANIFEST).read_text())
+        assert manifest["revision"] == before and len(manifest["files"]) == 3 and len(manifest["asked"]) == 2
+        assert after[:12] in commands.ok(cache, "download", "--update", *CHESS, *more)
+        snapshot = cache / "datasets--tiny--games/snapshots" / after
+        assert (snapshot / "data/chess_game_0003.parquet").read_bytes() == first["data/chess_game_0003.parquet"][::-1]
+    finally:
+        games.main = before
+
+
+def test_killed_and_gone_on_with(server, commands, tmp_path):
+    cache = tmp_path / "hub"
+    server.sent.clear()
+    server.seconds_per_chunk = 0.1
+    process = commands.start(cache, "download", *CHESS)
+    deadline = time.monotonic() + 60
+    while len(list(cache.glob("models--tiny--llama/snapshots/*/*"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process, signal.SIGKILL)
+    assert commands.end()[0] == -signal.SIGKILL
+    server.seconds_per_chunk = 0.0
+    here = {
+        f"models/tiny/llama/{path.name}" for path in cache.glob("models--tiny--llama/snapshots/*/*") if path.exists()
+    }
+    assert len(here) >= 4
+    assert "model-00001-of-00002.safetensors" in commands.ok(cache, "list")
+    code, output = commands.run(cache, "verify")
+    assert (
+        code == 1
+        and "model-00001-of-00002.safetensors is missing; run: python -m accelerate_recipes download" in output
+    )
+    server.sent.clear()
+    commands.ok(cache, "download", *CHESS)
+    assert not here & set(server.sent) and "models/tiny/llama/model-00001-of-00002.safetensors" in server.sent
+    assert "complete and unchanged" in commands.ok(cache, "verify")
+
+
+def test_a_changed_byte_is_found(commands, cache):
+    (weights,) = cache.glob("models--tiny--llama/snapshots/*/model-00001-of-00002.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.resolve().write_bytes(data)
+    (config,) = cache.glob("models--tiny--llama/snapshots/*/config.json")
+    config.resolve().write_text(config.read_text().replace("1", "2", 1))
+    code, output = commands.run(cache, "verify")
+    assert code == 1 and output.count("is damaged") == 2
+    again = next(line for line in output.splitlines() if weights.name in line).partition("; run: ")[2]
+    remove, _, download = again.partition(" && ")
+    subprocess.run(remove, shell=True, check=True)
+    assert download.startswith("python -m accelerate_recipes download recipes/")
+    commands.ok(cache, *shlex.split(download)[3:])
+    code, output = commands.run(cache, "verify")
+    assert code == 1 and output.count("is damaged") == 1 and "config.json" in output
+
+
+def test_gated_and_secret(server, commands, tmp_path):
+    gated = [*CHESS, "--model_name_or_path", "gated/llama"]
+    code, output = commands.run(tmp_path / "hub", "download", *gated)
+    assert code == 1 and f"accept its terms at {server.url}/gated/llama" in output
+    output = commands.ok(tmp_path / "hub", "download", *gated, HF_TOKEN=server.token)
+    assert (tmp_path / "hub/models--gated--llama").is_dir()
+    places = [tmp_path, commands.log.parent]
+    written = [path.read_bytes() for place in places for path in place.rglob("*") if path.is_file()]
+    assert len(written) > 10 and not any(server.token.encode() in data for data in written)
+
+
+def test_all_that_cannot_be_had_at_once(commands, tmp_path):
+    argv = [
+        "recipes/chess.py",
+        "--model_name_or_path",
+        "no/model",
+        "--dataset_name",
+        "tiny/games",
+        "--dataset_files",
+        "*.pgn",
+    ]
+    code, output = commands.run(tmp_path / "hub", "download", *argv)
+    assert code == 1 and "model 'no/model' is not on http://127" in output
+    assert "dataset 'tiny/games' (*.pgn) has no file that matches; there are README.md" in output
+    code, output = commands.run(tmp_path / "hub", "download", "recipes/chess.py", "--max_shard", 2)
+    assert code == 1 and "unknown argument 'max_shard'" in output
+    code, output = commands.run(tmp_path / "hub", "download", *CHESS, HF_ENDPOINT="ignored: read at import")
+    assert code == 0, output
+
+
+def test_too_little_space(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not/yet"))
+    plan = download.Plan("model", "a/b", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
+    with pytest.raises(ConfigError, match=r"1073741824.00 GiB are to be fetched, but .* has .* GiB free; .*HF_HOME"):
+        download.check_space([plan])
+    (tmp_path / "not/yet/models--a--b/blobs").mkdir(parents=True)
+    with open(tmp_path / "not/yet/models--a--b/blobs/00", "wb") as blob:
+        blob.truncate(5)
+    plan.files["w"]["size"] = 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(5, 5, 0))
+    download.check_space([plan])  # nothing to fetch
+
+
+def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatch):
+    """As when a download of all of C4 was given up: the run reads, and needs, what was asked for last."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    need = Dataset("allenai/c4", files="en/c4-train.*.json.gz")
+    manifest = cache / "datasets--allenai--c4" / hub.MANIFEST
+    assert len(hub.dataset_files("allenai/c4", need.files)) == 2
+    commands.ok(cache, "download", *C4)
+    assert len(hub.dataset_files("allenai/c4", need.files)) == 4
+    Path(hub.dataset_files("allenai/c4", need.files)[3]).unlink()
+    assert hub.lacking(need) == ["en/c4-train.00003-of-01024.json.gz"]
+    assert hub.lacking(Dataset("allenai/c4", files="en/*.0000[12]-*")) == []
+    assert hub.lacking(Dataset("allenai/c4", files="en/*.0001*")) == ["a file that matches 'en/*.0001*'"]
+    commands.ok(cache, "download", *C4, "--max_shards", 1)
+    assert hub.lacking(need) == [] and len(hub.dataset_files("allenai/c4", need.files)) == 1
+    assert len(json.loads(manifest.read_text())["files"]) == 2  # and one to validate on
+    assert hub.lacking(Dataset("allenai/c4", files="en/*train*")) == []
+
+
+def test_a_cache_is_carried_with_tar(cache, commands, tmp_path):
+    subprocess.run(["tar", "-C", cache.parent, "-cf", tmp_path / "hub.tar", "hub"], check=True)
+    (tmp_path / "there").mkdir()
+    subprocess.run(["tar", "-C", tmp_path / "there", "-xf", tmp_path / "hub.tar"], check=True)
+    shutil.rmtree(cache)
+    assert "13 files" in commands.ok(tmp_path / "there/hub", "verify")
+
+
+def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
+    """As a recipe for pairs needs them: splits of one configuration, under an old name; then read offline."""
+    script = tmp_path / "pairs.py"
+    script.write_text(
+        "from accelerate_recipes.args import TrainArgs as Args\n"
+        "from accelerate_recipes.hub import Dataset\n"
+        "from accelerate_recipes.recipe import Requirements\n"
+        "main = None\n"
+        "def requirements(args):\n"
+        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation',)), Dataset('tiny/table')]\n"
+        "    return Requirements(datasets=datasets)\n"
+    )
+    cache = tmp_path / "hub"
+    server.sent.clear()
+    commands.ok(cache, "download", script)
+    assert sorted(path for path in server.sent if not path.endswith("README.md")) == [
+        "datasets/tiny/table/table.csv",
+        "datasets/wmt/wmt14/fr-en/train-00000.parquet",
+        "datasets/wmt/wmt14/fr-en/train-00001.parquet",
+        "datasets/wmt/wmt14/fr-en/validation-0.parquet",
+    ]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    needs = recipe.needs_of([str(script)])
+    assert not any(map(hub.lacking, needs))
+    rows = load_rows("wmt14", "fr-en", "train[:5]+validation", tmp_path / "arrow")
+    assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
+    assert load_rows("tiny/table", "", "test", tmp_path / "table")[0] == {"a": 1, "b": 2}
+    with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
+        load_rows("wmt14", "cs-en", "train", tmp_path / "other")
+    assert hub.lacking(Dataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
+    assert hub.lacking(Dataset("wmt14", config="cs-en")) == ["all of it"]
+    (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
+    file.unlink()
+    assert hub.lacking(needs[0]) == ["fr-en/train-00001.parquet"] and not hub.lacking(needs[1])
+
+
+def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
+    """As `hf download` lays it out, with no manifest: it will do if it holds what no model is without."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--tiny--llama"
+    for name, data in next(iter(server.repositories["models/tiny/llama"].commits.values())).items():
+        file = repository / "snapshots/abc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    assert hub.lacking(Model("tiny/llama")) == ["all of it"]
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    assert hub.lacking(Model("tiny/llama")) == [] and hub.pinned("tiny/llama")["revision"] == "abc"
+    (repository / "snapshots/abc/model-00001-of-00002.safetensors").unlink()
+    assert hub.lacking(Model("tiny/llama")) == ["model-00001-of-00002.safetensors"]
+    (repository / "snapshots/abc/tokenizer.json").unlink()
+    assert hub.lacking(Model("tiny/llama", weights=False)) == ["tokenizer.json"]
+    assert hub.lacking(Dataset(str(repository), files="snapshots/*/config.json")) == []
+    assert hub.lacking(Dataset(str(repository), files="*.gz")) == ["a file that matches '*.gz'"]
+
+
+def test_an_online_run_downloads_first(monkeypatch, tmp_path):
+    """The first process of a machine does; another waits until all is here. What is streamed is left alone."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    here, fetched = [], []
+    monkeypatch.setattr(hub, "lacking", lambda need: [] if need in here else ["all of it"])
+    monkeypatch.setattr(recipe, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
+    needed = recipe.Requirements(models=["a/b"], datasets=[Dataset("c/d", files="*", streamed=True)])
+    recipe.provide(needed)
+    assert fetched == [Model("a/b")]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    here.clear()
+    needed.datasets.append(Dataset(str(tmp_path), files="*.gz", streamed=True))
+    monkeypatch.setattr(time, "sleep", lambda seconds: here.append(Model("a/b")))
+    with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # as `hub.lacking` is replaced
+        recipe.provide(needed)
+    assert here == fetched == [Model("a/b")]
+
+
+def test_preflight_says_what_is_not_here(commands, tmp_path):
+    """Online a warning, since the run would download it; offline it is an error."""
+    argv = ["preflight", CONFIGS / "fsdp_full.yaml", *CHESS, "--output_dir", tmp_path / "out"]
+    output = commands.ok(tmp_path / "hub", *argv)
+    assert "warning: model 'tiny/llama' is not in" in output
+    assert f"download {shlex.join(CHESS)}" in output
+
+
+def test_commands_of_the_pages(commands, tmp_path):
+    """Downloads and checks that the README and docs/offline.md show, with what this Hub has under those names."""
+    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/offline.md").read_text()
+    blocks = re.findall(r"```bash\n# (?:where|on) .*?```", pages, re.DOTALL)
+    lines = {
+        line for block in blocks for line in block.splitlines() if line.startswith("python -m accelerate_recipes ")
+    }
+    found = sorted(shlex.split(line)[3:] for line in lines)
+    assert [words[0] for words in found] == ["download", "download", "preflight"]
+    for words in found:
+        output = commands.ok(tmp_path / "hub", *words)
+        assert "warning: model" not in output and "warning: dataset" not in output
+    assert len(list((tmp_path / "hub").glob(f"*/{hub.MANIFEST}"))) == 4
+    assert not list(tmp_path.glob("hub/models--meta-llama--*/snapshots/*/*.safetensors"))  # only its tokenizer is used
