@@ -25,7 +25,7 @@ from accelerate_recipes.chess_rules import all_uci_moves
 from accelerate_recipes.hub import Dataset, Model
 from accelerate_recipes.init import initialize
 from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.pairs import load_rows
+from accelerate_recipes.pairs import PairSource, load_rows
 
 CHESS = [
     "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
@@ -376,11 +376,11 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(script)])
     assert not any(map(hub.lacking, needs))
-    rows = load_rows("wmt14", "fr-en", "train[:5]+validation", tmp_path / "arrow")
+    rows = load_rows(PairSource("wmt14", "en", "fr", "train[:5]+validation", "fr-en"), tmp_path / "arrow")
     assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
-    assert load_rows("tiny/table", "", "test", tmp_path / "table")[0] == {"a": 1, "b": 2}
+    assert load_rows(PairSource("tiny/table", "a", "b", "test"), tmp_path / "table")[0] == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
-        load_rows("wmt14", "cs-en", "train", tmp_path / "other")
+        load_rows(PairSource("wmt14", "cs", "en", "train", "cs-en"), tmp_path / "other")
     assert hub.lacking(Dataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
     assert hub.lacking(Dataset("wmt14", config="cs-en")) == ["all of it"]
     (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
