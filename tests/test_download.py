@@ -361,7 +361,7 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
         "from accelerate_recipes.recipe import Requirements\n"
         "main = None\n"
         "def requirements(args):\n"
-        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation',)), Dataset('tiny/table')]\n"
+        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation', '')), Dataset('tiny/table')]\n"
         "    return Requirements(datasets=datasets)\n"
     )
     cache = tmp_path / "hub"

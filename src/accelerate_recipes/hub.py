@@ -65,7 +65,7 @@ class Dataset:
 
     @property
     def split_names(self) -> list[str]:
-        return [name for split in self.splits for name in names_in(split)]
+        return [name for split in self.splits if split for name in names_in(split)]
 
 
 Need = Model | Dataset
