@@ -154,29 +154,7 @@ def requirements(args: Args) -> Requirements:
         splits.setdefault((source.name, source.config), []).append(source.split)
     return Requirements(
         models=[] if args.from_scratch else [args.model_name_or_path],
-        datasets=[Dataset(name, config=config, splits=tuple(names)) for (name, config), names in splits.items()],
-        new_model=(lambda: make_model(args, None)) if args.from_scratch else None,
-    )
-
-
-def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A new one has as many words as the tokenizer; without one, as many as it may have."""
-    if not args.from_scratch:
-        return load_t5(args.model_name_or_path, args.attn_implementation, args.param_dtype, args.dropout_rate)
-    return new_t5(
-        args.attn_implementation,
-        args.param_dtype,
-        vocab_size=len(tokenizer) if tokenizer else args.vocab_size,
-        d_model=args.d_model,
-        d_kv=args.d_kv,
-        d_ff=args.d_ff,
-        num_layers=args.num_layers,
-        num_heads=args.num_heads,
-        dropout_rate=args.dropout_rate,
-        feed_forward_proj="gated-gelu",
-        eos_token_id=tokenizer.eos_token_id if tokenizer else 1,
-        pad_token_id=tokenizer.pad_token_id if tokenizer else 0,
-        decoder_start_token_id=tokenizer.pad_token_id if tokenizer else 0,
+        datasets=[source.dataset for source in sources if source.split],
     )
 
 

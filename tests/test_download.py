@@ -315,7 +315,7 @@ def test_all_that_cannot_be_had_at_once(commands, tmp_path):
 
 def test_too_little_space(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not/yet"))
-    plan = download.Plan("model", "a/b", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
+    plan = download.Plan("model", "a/b", "main", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
     with pytest.raises(ConfigError, match=r"1073741824.00 GiB are to be fetched, but .* has .* GiB free; .*HF_HOME"):
         download.check_space([plan])
     (tmp_path / "not/yet/models--a--b/blobs").mkdir(parents=True)
@@ -361,7 +361,7 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
         "from accelerate_recipes.recipe import Requirements\n"
         "main = None\n"
         "def requirements(args):\n"
-        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation',)), Dataset('tiny/table')]\n"
+        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation', '')), Dataset('tiny/table')]\n"
         "    return Requirements(datasets=datasets)\n"
     )
     cache = tmp_path / "hub"
@@ -376,16 +376,44 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(script)])
     assert not any(map(hub.lacking, needs))
-    rows = load_rows(PairSource("wmt14", "en", "fr", "train[:5]+validation", "fr-en"), tmp_path / "arrow")
+    columns = ("translation.en", "translation.fr")
+    rows = load_rows(PairSource("wmt14", *columns, "train[:5]+validation", "fr-en"), tmp_path / "arrow")
     assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
     assert load_rows(PairSource("tiny/table", "a", "b", "test"), tmp_path / "table")[0] == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
-        load_rows(PairSource("wmt14", "cs", "en", "train", "cs-en"), tmp_path / "other")
+        load_rows(PairSource("wmt14", *columns, "train", "cs-en"), tmp_path / "other")
     assert hub.lacking(Dataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
     assert hub.lacking(Dataset("wmt14", config="cs-en")) == ["all of it"]
     (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
     file.unlink()
     assert hub.lacking(needs[0]) == ["fr-en/train-00001.parquet"] and not hub.lacking(needs[1])
+
+
+def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
+    """As its presets do: files of one branch, a validation split of another dataset, weights that are no safetensors."""
+    old = server.repositories["datasets/wmt/wmt14"].main
+    server.push("datasets/wmt/wmt14", {"README.md": b"Moved on."})
+    model = server.repositories["models/tiny/llama"]
+    files = {name: data for name, data in model.commits[model.main].items() if not name.startswith("model")}
+    server.push("models/tiny/old", files)
+    argv = [
+        "recipes/t5.py", "--model_name_or_path", "tiny/old", "--dataset_name", "wmt/wmt14", "--dataset_config", "",
+        "--dataset_revision", old, "--dataset_files", "fr-en/*-0000[01].parquet", "--train_split", "train[:3]",
+        "--eval_dataset_name", "tiny/table", "--eval_split", "test",
+    ]  # fmt: skip
+    cache = tmp_path / "hub"
+    try:
+        output = commands.ok(cache, "download", *argv)
+    finally:
+        server.repositories["datasets/wmt/wmt14"].main = old
+    assert f"wmt/wmt14 at commit {old[:12]}: 2 files" in output and "tiny/table" in output
+    assert list(cache.glob("models--tiny--old/snapshots/*/pytorch_model.bin"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    needs = recipe.needs_of([str(ROOT / argv[0]), *argv[1:]])
+    assert [hub.lacking(need) for need in needs] == [[], [], []]
+    source = PairSource("wmt/wmt14", "", "", "train[:3]", "", old, "fr-en/*-0000[01].parquet")
+    assert len(load_rows(source, tmp_path / "arrow")) == 3
+    assert hub.lacking(Dataset("wmt/wmt14", files="fr-en/*-0000[01].parquet")) == ["revision main"]
 
 
 def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ from accelerate_recipes.preflight import launch_environment
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
-CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 OFFLINE = (ROOT / "docs/offline.md").read_text()
+CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {

@@ -47,6 +47,7 @@ class Plan:
 
     repo_type: str
     name: str
+    branch: str
     revision: str
     full_name: str  # `wmt14` has become `wmt/wmt14`; the Hub's client knows the old name, datasets does not
     files: dict[str, dict] = field(default_factory=dict)
@@ -111,12 +112,14 @@ def add_to(plans: dict[tuple[str, str], Plan], need: Need, max_shards: int | Non
         plan = plans.get(key)
         if plan is None:
             manifest = None if update else hub.read_manifest(*key)
-            info = api.repo_info(
-                need.name, repo_type=need.repo_type, revision=manifest["revision"] if manifest else "main"
-            )
+            stays = manifest is not None and manifest["branch"] == need.branch
+            commit = manifest["revision"] if stays else need.branch
+            info = api.repo_info(need.name, repo_type=need.repo_type, revision=commit)
             if info.gated:
                 api.auth_check(need.name, repo_type=need.repo_type)
-            plan = Plan(*key, info.sha, info.id)
+            plan = Plan(*key, need.branch, info.sha, info.id)
+        if need.branch != plan.branch:
+            raise Unavailable(f"{need} is wanted at {plan.branch} and at {need.branch}; the cache keeps one of them")
         if isinstance(need, Model):
             chosen = files_of_model(plan, tree(api, plan), need.weights)
         elif need.files:
@@ -162,16 +165,13 @@ def described(entry: RepoFile) -> dict:
 def files_of_model(plan: Plan, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
     names = [name for name in listed for pattern in MODEL_FILES if hub.matches(name, pattern)]
     names = [name for name in names if not name.endswith(".index.json")]
-    index = "model.safetensors.index.json"
-    if weights and "model.safetensors" in listed:
-        names.append("model.safetensors")
-    elif weights and index in listed:
-        file = hf_hub_download(plan.name, index, revision=plan.revision)
-        names += [index, *hub.shards(Path(file))]
-    elif weights:
-        raise Unavailable(
-            f"model {plan.name!r} has no safetensors weights, which are the only ones that are loaded; it has {some(listed)}"
-        )
+    if weights:
+        found = next((name for name in hub.WEIGHTS if name in listed), None)
+        if found is None:
+            raise Unavailable(f"model {plan.name!r} has no weights for PyTorch; it has {some(listed)}")
+        names.append(found)
+        if found.endswith(".index.json"):
+            names += hub.shards(Path(hf_hub_download(plan.name, found, revision=plan.revision)))
     return {name: listed[name] for name in names}
 
 
@@ -220,8 +220,8 @@ def write_manifest(plan: Plan, recipe: str) -> None:
     The same asked again, such as a pattern with another `max_shards`, takes the place of what it was.
     """
     manifest = hub.read_manifest(plan.repo_type, plan.name)
-    if manifest is None or manifest["revision"] != plan.revision:
-        manifest = {"name": plan.name, "type": plan.repo_type, "revision": plan.revision}
+    if manifest is None or (manifest["branch"], manifest["revision"]) != (plan.branch, plan.revision):
+        manifest = {"name": plan.name, "type": plan.repo_type, "branch": plan.branch, "revision": plan.revision}
         manifest |= {"files": {}, "asked": {}, "configs": {}}
     asked = manifest["asked"]
     for key, files in plan.asked.items():

@@ -3,7 +3,8 @@
 `download.py` fetches. In the cache folder of each repository it leaves a manifest, `accelerate_recipes.json`:
 
     name, type    of the repository; type is `model` or `dataset`
-    revision      the commit: what was downloaded once stays at it, wherever the branch moves
+    branch        that was asked for, such as `main`
+    revision      its commit at that time: what was downloaded once stays at it, wherever the branch moves
     files         size and checksum of each file that was asked for
     asked         what was asked for, as `Need.key`: its `files`, and the `recipes`, command lines, that did
     configs       of a dataset: how to read each configuration that was asked for, and the files of its splits
@@ -22,6 +23,12 @@ from huggingface_hub import constants
 from accelerate_recipes.args import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
+# Of these `from_pretrained` takes the first that there is. An index names the files that weights are spread over.
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+# How `datasets` reads files, by their names.
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
@@ -32,6 +39,7 @@ class Model:
     name: str
     weights: bool = True
     repo_type = "model"
+    branch = "main"
     streamed = False
 
     @property
@@ -53,6 +61,7 @@ class Dataset:
     files: str = ""
     config: str = ""
     splits: tuple[str, ...] = ()
+    revision: str = ""  # branch, tag or commit; else main
     streamed: bool = False
     repo_type = "dataset"
 
@@ -60,12 +69,16 @@ class Dataset:
         return f"dataset {self.name!r} ({self.files or self.config or 'its only configuration'})"
 
     @property
+    def branch(self) -> str:
+        return self.revision or "main"
+
+    @property
     def key(self) -> str:
         return f"files {self.files}" if self.files else f"splits {self.config}: {', '.join(self.split_names)}"
 
     @property
     def split_names(self) -> list[str]:
-        return [name for split in self.splits for name in names_in(split)]
+        return [name for split in self.splits if split for name in names_in(split)]
 
 
 Need = Model | Dataset
@@ -139,7 +152,7 @@ def files_of(manifest: dict, need: Need) -> list[str]:
         return manifest["asked"][need.key]["files"]
     # Or part of what others asked for.
     if isinstance(need, Model):
-        return [file for file in manifest["files"] if need.weights or not file.endswith(".safetensors")]
+        return [file for file in manifest["files"] if need.weights or not file.endswith((".safetensors", ".bin"))]
     if need.files:
         return sorted(file for file in manifest["files"] if matches(file, need.files))
     splits = manifest["configs"].get(need.config, {}).get("splits", {})
@@ -166,6 +179,8 @@ def lacking(need: Need) -> list[str]:
     if place is None:
         return [ALL]
     if not os.path.isdir(need.name) and (manifest := read_manifest(need.repo_type, need.name)):
+        if manifest["branch"] != need.branch:
+            return [f"revision {need.branch}"]
         files = files_of(manifest, need)
         if (found := absent(manifest, files)) or (files and isinstance(need, Dataset)):
             return found
@@ -181,10 +196,8 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
     """What no model, or tokenizer, is without."""
     if not weights:
         return [] if any((place / name).is_file() for name in TOKENIZERS) else ["tokenizer.json"]
-    names = ["config.json"]
-    if not (place / "model.safetensors").is_file():
-        index = place / "model.safetensors.index.json"
-        names += shards(index) if index.is_file() else ["model.safetensors"]
+    found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])
+    names = ["config.json", *(shards(place / found) if found.endswith(".index.json") else [found])]
     return [name for name in names if not (place / name).is_file()]
 
 
@@ -210,8 +223,8 @@ def dataset_files(name: str, pattern: str) -> list[str]:
     return found
 
 
-def load_arguments(name: str, config: str, split: str) -> dict:
-    """Arguments for `datasets.load_dataset` to read splits of a downloaded dataset from its files.
+def load_arguments(need: Dataset) -> dict:
+    """Arguments for `datasets.load_dataset` to read a downloaded dataset from its files, besides the split.
 
     Asked for a dataset by its name, datasets 5.2 finds offline only what it has converted before with the same
     arguments, and with `data_files` not even that (datasets#6837): its key has the files' state on the Hub in it.
@@ -219,11 +232,17 @@ def load_arguments(name: str, config: str, split: str) -> dict:
     Raises:
         ConfigError: if it was not downloaded.
     """
-    if os.path.isdir(name):
-        return {"path": name, "name": config or None}
-    manifest = read_manifest("dataset", name)
-    if manifest is None or config not in manifest["configs"]:
-        raise ConfigError(f"{Dataset(name, config=config)} was not downloaded")
-    entry, place = manifest["configs"][config], folder("dataset", name)
-    files = {part: [str(place / file) for file in entry["splits"].get(part, [])] for part in names_in(split)}
+    if os.path.isdir(need.name):
+        return {"path": need.name, "name": need.config or None, "data_files": need.files or None}
+    if need.files:
+        files = dataset_files(need.name, need.files)
+        builder = next((BUILDERS[suffix] for suffix in Path(files[0]).suffixes if suffix in BUILDERS), None)
+        if builder is None:
+            raise ConfigError(f"{files[0]}: its name must end with one of {', '.join(BUILDERS)}")
+        return {"path": builder, "data_files": {"train": files}}
+    manifest = read_manifest("dataset", need.name)
+    if manifest is None or need.config not in manifest["configs"]:
+        raise ConfigError(f"{need} was not downloaded")
+    entry, place = manifest["configs"][need.config], folder("dataset", need.name)
+    files = {name: [str(place / file) for file in entry["splits"].get(name, [])] for name in need.split_names}
     return {"path": entry["builder"], "data_files": files} | entry["options"]

@@ -50,11 +50,7 @@ def load_model(name: str, attn_implementation: str, dtype: torch.dtype = torch.f
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        use_safetensors=True,
-        **hub.pinned(name),
+        name, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True, **hub.pinned(name)
     )
 
 
@@ -174,11 +170,7 @@ def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rat
     if config.model_type not in T5_TYPES:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}")
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        dropout_rate=dropout_rate,
-        **hub.pinned(name),
+        name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **hub.pinned(name)
     )
     return share_embedding(model)
 

@@ -11,6 +11,9 @@ from transformers import get_scheduler
 
 from accelerate_recipes.args import TrainArgs
 
+# Of a parameter in a checkpoint: the weight and what the optimizer keeps of it. Adafactor's rows and columns are few.
+CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
+
 # What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.
 WRAPPERS = re.compile(r"^module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 

@@ -41,6 +41,10 @@ class PairSource:
     split: str = ""  # of a dataset; without, `name` is a file
     config: str = ""
 
+    @property
+    def dataset(self) -> hub.Dataset:
+        return hub.Dataset(self.name, self.files, self.config, (self.split,), self.revision)
+
     def __str__(self) -> str:
         return f"{self.name}, split {self.split}" if self.split else self.name
 
@@ -75,7 +79,7 @@ def prepare_pairs(
     """
     sources = [(source, False) for source in train_sources] + [(source, True) for source in eval_sources]
     settings = {
-        "sources": [(*astuple(source), version(source), is_heldout) for source, is_heldout in sources],
+        "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [task_prefix, max_source_length, max_target_length, skip_bad_pairs, heldout_share],
     }
@@ -116,8 +120,8 @@ def prepare_pairs(
     return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
-def version(source: PairSource) -> list:
-    """What changes when a dataset or a local file does."""
+def file_version(source: PairSource) -> list:
+    """What changes when a local file does, or what was downloaded."""
     if source.split:
         return [hub.revision("dataset", source.name)]
     stat = os.stat(source.name)
@@ -132,8 +136,9 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
     """
     try:
         if source.split:
-            arguments = hub.load_arguments(source.name, source.config, source.split)
-            return datasets.load_dataset(**arguments, split=source.split, cache_dir=str(cache_dir))
+            return datasets.load_dataset(
+                **hub.load_arguments(source.dataset), split=source.split, cache_dir=str(cache_dir)
+            )
         if is_empty(source.name):
             raise ValueError("it has 0 rows")
         kind = KINDS[Path(source.name).suffix]

@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedModel
 from accelerate_recipes import checkpoint, hub, recipe
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
+from accelerate_recipes.optim import CHECKPOINT_BYTES
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
 VALUES = {
@@ -69,8 +70,6 @@ FSDP1_ONLY = {
 }
 
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-WEIGHT_BYTES = 4  # of a parameter, in fp32
-CHECKPOINT_BYTES = 3 * WEIGHT_BYTES  # with AdamW's two moments
 
 
 def yaml_problems(path: Path) -> list[str]:
@@ -239,7 +238,7 @@ def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) ->
     if present:  # it knows best
         size = sum(entry["size"] for entry in checkpoint.read_marker(present[-1])["files"].values())
     else:
-        size = num_parameters * (CHECKPOINT_BYTES + (WEIGHT_BYTES if full_state_dict else 0))
+        size = num_parameters * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
@@ -247,7 +246,7 @@ def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) ->
         # An old one is removed when the new one is complete.
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
-    export = num_parameters * WEIGHT_BYTES
+    export = num_parameters * args.param_dtype.itemsize
     return coming * size + export, f"{coming} checkpoints of {gib(size)} and the export of {gib(export)}"
 
 
