@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import load_from_disk
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
@@ -24,7 +24,6 @@ from accelerate_recipes.data import make_eval_loader, make_train_loader, num_ste
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import load_t5, load_tokenizer, new_bpe_tokenizer, new_t5
@@ -62,6 +61,8 @@ class Args(TrainArgs):
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
     dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("en-fr", "Its configuration, where it has several.")
+    dataset_revision: str = arg("", "Its branch or commit; unless given: main.")
+    dataset_files: str = arg("", "Only its files that match this pattern.")
     train_split: str = arg("train", "Its split to train on.")
     eval_split: str = arg("", "The split to evaluate on; unless given: a share of the training pairs.")
     eval_dataset_name: str = arg("", "The dataset to evaluate on, unless it is the same.")
@@ -88,7 +89,8 @@ class Args(TrainArgs):
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {
         "model_name_or_path", "from_scratch", "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads",
-        "dataset_name", "dataset_config", "train_split", "eval_split", "eval_dataset_name", "train_files", "eval_files", "source_column", "target_column", "task_prefix",
+        "dataset_name", "dataset_config", "dataset_revision", "dataset_files", "train_split", "eval_split",
+        "eval_dataset_name", "train_files", "eval_files", "source_column", "target_column", "task_prefix",
         "heldout_share", "skip_bad_pairs", "max_source_length", "max_target_length",
     }  # fmt: skip
 
@@ -135,7 +137,8 @@ class Args(TrainArgs):
         columns = (self.source_column, self.target_column)
         if self.train_files:
             return [PairSource(file, *columns) for file in self.train_files]
-        return [PairSource(self.dataset_name, *columns, self.train_split, self.dataset_config)]
+        dataset = (self.train_split, self.dataset_config, self.dataset_revision, self.dataset_files)
+        return [PairSource(self.dataset_name, *columns, *dataset)]
 
     @property
     def eval_sources(self) -> list[PairSource]:
@@ -144,17 +147,32 @@ class Args(TrainArgs):
             return [PairSource(file, *columns) for file in self.eval_files]
         if self.eval_dataset_name:
             return [PairSource(self.eval_dataset_name, *columns, self.eval_split)]
-        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config)]
+        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config, self.dataset_revision)]
 
 
 def requirements(args: Args) -> Requirements:
-    sources = [source for source in (*args.train_sources, *args.eval_sources) if source.split]
-    splits: dict[tuple[str, str], list[str]] = {}
-    for source in sources:
-        splits.setdefault((source.name, source.config), []).append(source.split)
     return Requirements(
         models=[] if args.from_scratch else [args.model_name_or_path],
-        datasets=[source.dataset for source in sources if source.split],
+        datasets=[source.dataset for source in (*args.train_sources, *args.eval_sources) if source.split],
+        new_model=(lambda: make_model(args, vocab_size=args.vocab_size)) if args.from_scratch else None,
+    )
+
+
+def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
+    """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
+    if not args.from_scratch:
+        return load_t5(args.model_name_or_path, args.attn_implementation, args.param_dtype, args.dropout_rate)
+    return new_t5(
+        args.attn_implementation,
+        args.param_dtype,
+        d_model=args.d_model,
+        d_kv=args.d_kv,
+        d_ff=args.d_ff,
+        num_layers=args.num_layers,
+        num_heads=args.num_heads,
+        dropout_rate=args.dropout_rate,
+        feed_forward_proj="gated-gelu",
+        **vocabulary,
     )
 
 
@@ -198,7 +216,13 @@ def main(args: Args) -> None:
 
     # Model and optimizer
     resumed_from = agree_on_resume(accelerator, args)
-    model = make_model(args, tokenizer)
+    model = make_model(
+        args,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
     generation = {
         "max_new_tokens": args.generation_max_length or args.max_target_length,
         "num_beams": args.generation_num_beams,

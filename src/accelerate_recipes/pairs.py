@@ -30,7 +30,7 @@ PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 @dataclass(frozen=True)
 class PairSource:
-    """Where pairs are: a local file, or a split of a dataset.
+    """Where pairs are: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
 
     A column is named by its path, such as `translation.en`.
     """
@@ -40,6 +40,8 @@ class PairSource:
     target_column: str
     split: str = ""  # of a dataset; without, `name` is a file
     config: str = ""
+    revision: str = ""
+    files: str = ""
 
     @property
     def dataset(self) -> hub.Dataset:
