@@ -38,7 +38,7 @@ from accelerate_recipes.distributed import make_accelerator, max_over_ranks, pre
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 
 SEGMENTS = ("none", "async", "sync", "save_state")
 LENGTH = 64  # tokens in a row
@@ -86,7 +86,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     artifacts = [model.config, model.generation_config]
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     accelerator._optimizers.append(optimizer)  # for save_state; `prepare` keeps it from Accelerate
     scheduler = make_scheduler(optimizer, args, 100)
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None)

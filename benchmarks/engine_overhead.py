@@ -55,7 +55,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare, strategy_n
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
 LOOPS = ("ours", "trainer", "bare")
 GAMES = Path(__file__).parents[1] / "data" / "chess" / "games_20k.parquet"
@@ -100,7 +100,7 @@ class OurLoop:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
         self.accelerator, self.args, self.loader = accelerator, args, loader
-        self.model, self.optimizer = prepare(accelerator, model, adamw(model, args))
+        self.model, self.optimizer = prepare(accelerator, model, args)
         self.scheduler = make_scheduler(self.optimizer, args, args.max_steps)
         self.step = 0
 
@@ -116,7 +116,7 @@ class OurLoop:
                 total_steps=self.step + num_steps,
                 loss_fn=next_token_loss,
                 count_fn=count_next_tokens,
-                evaluate_fn=dict,
+                evaluate_fn=lambda step: {},
                 checkpointer=self,
                 flops_per_token=0.0,
             )
@@ -160,7 +160,7 @@ class BareLoop:
         fully_shard([model.model.norm, model.lm_head], **settings | {"reshard_after_forward": False})
         fully_shard(model, mp_policy=policy)
         self.model, self.args, self.device = model.train(), args, accelerator.device
-        self.optimizer = adamw(model, args)(model)
+        self.optimizer = optimizer_fn(model, args)(model)
         self.micro_batches = iter(loader)
 
     def run(self, num_steps: int) -> np.ndarray:

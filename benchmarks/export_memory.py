@@ -75,7 +75,7 @@ def save(flags: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint import Checkpointer
     from accelerate_recipes.distributed import make_accelerator, prepare
     from accelerate_recipes.models import new_llama
-    from accelerate_recipes.optim import adamw, make_scheduler
+    from accelerate_recipes.optim import make_scheduler
 
     args = TrainArgs(output_dir=str(flags.folder), async_save=False)
     accelerator = make_accelerator(args)
@@ -90,7 +90,7 @@ def save(flags: argparse.Namespace) -> None:
         tie_word_embeddings=False,
     )
     artifacts = [model.config, model.generation_config]
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     model(input_ids=torch.arange(8)[None]).logits.logsumexp(-1).sum().backward()
     optimizer.step()  # gives AdamW its state, two thirds of the checkpoint
     scheduler = make_scheduler(optimizer, args, 1)

@@ -33,7 +33,6 @@ from accelerate_recipes.args import arg, parse
 from accelerate_recipes.distributed import local_numel, make_accelerator, prepare
 from accelerate_recipes.metrics import device_name, peak_memory_gib
 from accelerate_recipes.models import new_config, new_model
-from accelerate_recipes.optim import adamw
 from accelerate_recipes.recipe import leave, load
 
 WAYS = ("ours", "plain")
@@ -57,7 +56,7 @@ def measure(args: Args) -> None:
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     largest = max(parameter.numel() for parameter in model.parameters())
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     seconds = time.perf_counter() - start
     assert optimizer.param_groups[0]["params"]
     on_cpu = accelerator.device.type == "cpu"

@@ -21,13 +21,13 @@ from pathlib import Path
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
-from accelerate_recipes.distributed import make_accelerator, on_first_rank, prefetch_layers, prepare
+from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
     Architecture,
-    continue_greedily,
     load_model,
     load_tokenizer,
     new_bpe_tokenizer,
@@ -35,7 +35,7 @@ from accelerate_recipes.models import (
     new_model,
     vocabulary_problems,
 )
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, run
 from accelerate_recipes.shards import all_texts, find_shards, named_shards
@@ -56,7 +56,6 @@ class Args(TrainArgs, Architecture):
     )
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
     whole_logits: bool = arg(False, "Compute the logits of all tokens at once: faster where the vocabulary is small.")
-    prefetch_layers: int = arg(0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.")
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy."
     )
@@ -86,7 +85,7 @@ class Args(TrainArgs, Architecture):
                     f"--max_length is {self.max_length}, but the model is made for --max_position_embeddings "
                     f"{self.max_position_embeddings}"
                 )
-        for name, least in (("prefetch_layers", 0), ("num_validation_rows", 1), ("max_length", 2)):
+        for name, least in (("num_validation_rows", 1), ("max_length", 2)):
             if getattr(self, name) < least:
                 found.append(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.max_steps < 1:
@@ -159,9 +158,7 @@ def main(args: Args) -> None:
         raise ConfigError(error_list("Model and data do not belong together", problems))
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), validation.rows.attended_length)
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
-    if args.prefetch_layers:
-        prefetch_layers(accelerator, model, args.prefetch_layers)
+    model, optimizer = prepare(accelerator, model, args)
     total_steps = args.max_steps
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.print(
@@ -173,7 +170,7 @@ def main(args: Args) -> None:
     loss_fn = next_token_loss if args.whole_logits else next_token_loss_without_logits
     validation_loader = make_eval_loader(validation.rows, args, rank, world_size)
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(accelerator, model, validation_loader, loss_fn, count_next_tokens)
         # A token at the start of a row or document is no target: it is taken to cost what the others do.
         bits_per_byte = loss / math.log(2) / validation.bytes_per_token
@@ -197,7 +194,7 @@ def main(args: Args) -> None:
 
     # Result
     starts = [tokenizer(text)["input_ids"][:16] for text in validation.texts[:3]]
-    continuations = continue_greedily(accelerator, model, tokenizer, starts, 40, batch_size=1)
+    continuations = generate_texts(accelerator, model, tokenizer, starts, 40, batch_size=1)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record["eval_bits_per_byte"] for record in records if "eval_loss" in record)

@@ -27,7 +27,7 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
 from accelerate_recipes.next_moves import NextMoves
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, run
 
@@ -134,7 +134,7 @@ def main(args: Args) -> None:
         model = load_model(args.model_name_or_path, args.attn_implementation)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length)
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(train_rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.print(
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
     heldout_loader = make_eval_loader(heldout_rows, args, rank, world_size)
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
 

@@ -29,7 +29,7 @@ from accelerate_recipes.checkpoint import (
 )
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.models import new_llama
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def make_run(tmp_path, monkeypatch):
             num_key_value_heads=2, tie_word_embeddings=True,
         )  # fmt: skip
         config, generation_config = model.config, model.generation_config
-        model, optimizer = prepare(accelerator, model, adamw(model, args))
+        model, optimizer = prepare(accelerator, model, args)
         scheduler = make_scheduler(optimizer, args, 100)
         Path(args.output_dir).mkdir(exist_ok=True)
         (Path(args.output_dir) / "metrics.jsonl").touch()

@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from accelerate_recipes.distributed import environment_problems, environment_warnings
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.distributed import environment_problems, environment_warnings, lever_problems
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -60,6 +61,46 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
     (problem,) = environment_problems(env, num_devices)
     for name in names:
         assert name in problem
+
+
+RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+
+
+@pytest.mark.parametrize(
+    "values, env, names",
+    [
+        ({"prefetch_layers": 2}, {}, ["--prefetch_layers 2", "fsdp_version: 2", "set it to 0"]),
+        ({"prefetch_layers": 2}, FSDP1, ["--prefetch_layers 2"]),
+        ({"prefetch_layers": 2}, FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, ["TRANSFORMER_BASED_WRAP"]),
+        (
+            {"checkpoint_every_n_layers": 2},
+            FSDP2,
+            ["--checkpoint_every_n_layers 2", "fsdp_activation_checkpointing: true"],
+        ),
+        (
+            {"optim": "adamw_bf16_kahan"},
+            FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"},
+            ["--optim adamw_bf16_kahan", "mixed_precision: bf16", "`mixed_precision: no`"],
+        ),
+    ],
+)
+def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, names):
+    (problem,) = lever_problems(TrainArgs(**values), env)
+    for name in names:
+        assert name in problem
+
+
+@pytest.mark.parametrize(
+    "values, env",
+    [
+        ({"prefetch_layers": 2}, FSDP2),
+        ({"checkpoint_every_n_layers": 2}, RECOMPUTED),
+        ({"optim": "adamw_bf16_kahan"}, FSDP2),
+        ({}, FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    ],
+)
+def test_and_where_it_can_it_is_not(values, env):
+    assert lever_problems(TrainArgs(**values), env) == []
 
 
 def test_fsdp1_is_not_refused_on_gpus_for_what_only_a_cpu_lacks():

@@ -14,7 +14,7 @@ from accelerate_recipes.engine import NonFiniteError, evaluate_loss, train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 
 ARGS = TrainArgs(
     total_batch_size=8,
@@ -47,7 +47,7 @@ def make_rows() -> PackedRows:
 def our_losses() -> list[float]:
     accelerator = Accelerator(cpu=True)
     model = make_model()
-    model, optimizer = prepare(accelerator, model, adamw(model, ARGS))
+    model, optimizer = prepare(accelerator, model, ARGS)
     scheduler = make_scheduler(optimizer, ARGS, ARGS.max_steps)
     batches = iter(make_train_loader(make_rows(), ARGS, 0, 1))
     found = []
@@ -92,7 +92,7 @@ def test_five_losses_are_those_of_trainer(tmp_path):
 def test_a_step_that_is_not_finite_leaves_the_weights(poison):
     accelerator = Accelerator(cpu=True)
     model = make_model()
-    model, optimizer = prepare(accelerator, model, adamw(model, ARGS))
+    model, optimizer = prepare(accelerator, model, ARGS)
     before = [p.detach().clone() for p in model.parameters()]
     batch = torch.utils.data.default_collate([make_rows()[i] for i in range(4)])
 

@@ -5,12 +5,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from helpers import CHILDREN, launch_ok
 from transformers import LlamaConfig, MixtralConfig
 
-from accelerate_recipes.args import ConfigError
-from accelerate_recipes.distributed import prefetch_layers
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import (
     IGNORE_INDEX,
@@ -176,11 +173,6 @@ def test_prefetching(run_child):
         assert [ways["backward"][i] for i in layers] == [[], [1], [2, 1], [3, 2]], name
         assert not any(ways[way][i] for way in ways for i in range(len(ways[way])) if i not in layers)
         assert found["trajectory with prefetching"] == found["trajectory"]
-
-
-def test_prefetching_is_refused_where_it_would_be_ignored():
-    with pytest.raises(ConfigError, match=r"--prefetch_layers 2 needs fsdp_version: 2.*this is single process"):
-        prefetch_layers(Accelerator(cpu=True), make_model(), 2)
 
 
 def test_sharded_in_bf16(run_child):

@@ -75,7 +75,6 @@ def test_any_field_can_be_overridden():
         (["--num_key_value_heads", "5"], "--num_attention_heads 32 is not a multiple of --num_key_value_heads 5"),
         (["--sliding_window", "4096"], "--sliding_window 4096: llama has none"),
         (["--max_length", "8192"], "--max_length is 8192, but the model is made for --max_position_embeddings 4096"),
-        (["--prefetch_layers", "-1"], "--prefetch_layers is -1"),
     ],
 )
 def test_mistakes(flags, reason):

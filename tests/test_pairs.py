@@ -9,14 +9,13 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 from helpers import ROOT
-from tokenizers.processors import TemplateProcessing
 from transformers import T5Config, T5ForConditionalGeneration
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import make_eval_loader, make_train_loader
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
 from accelerate_recipes.models import new_bpe_tokenizer
-from accelerate_recipes.pairs import Pairs, falls_under, prepare_pairs
+from accelerate_recipes.pairs import Pairs, PairSource, falls_under, prepare_pairs
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
 TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("None", "NA")]
@@ -25,10 +24,7 @@ TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("
 @pytest.fixture(scope="module")
 def tokenizer():
     """One that ends a text with its end token, as T5's does."""
-    tokenizer = new_bpe_tokenizer(SHIPPED.read_text().splitlines()[:300], 400)
-    end = ("</s>", tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[end])
-    return tokenizer
+    return new_bpe_tokenizer(SHIPPED.read_text().splitlines()[:300], 400, "$A </s>")
 
 
 @pytest.fixture
@@ -37,13 +33,17 @@ def prepare(tokenizer, tmp_path):
 
     def run(tokenizer=tokenizer, **settings):
         defaults = {
-            "train_files": [], "eval_files": [], "dataset_name": "", "dataset_config": "", "train_split": "train",
-            "eval_split": "", "source_column": "source", "target_column": "target", "task_prefix": "",
-            "max_source_length": 128, "max_target_length": 128, "heldout_share": 0.5, "skip_bad_pairs": False,
-            "cache_dir": str(tmp_path / "cache"),
+            "train_files": [], "eval_files": [], "dataset_name": "", "train_split": "train", "eval_split": "",
+            "source_column": "source", "target_column": "target", "task_prefix": "", "max_source_length": 128,
+            "max_target_length": 128, "heldout_share": 0.5, "skip_bad_pairs": False, "cache_dir": str(tmp_path / "cache"),
         }  # fmt: skip
         settings = defaults | settings
-        settings |= {name: [str(file) for file in settings[name]] for name in ("train_files", "eval_files")}
+        columns = (settings.pop("source_column"), settings.pop("target_column"))
+        name = settings.pop("dataset_name")
+        for part in ("train", "eval"):
+            sources = [PairSource(str(file), *columns) for file in settings.pop(f"{part}_files")]
+            split = settings.pop(f"{part}_split")
+            settings[f"{part}_sources"] = sources or ([PairSource(name, *columns, split)] if name and split else [])
         folder = prepare_pairs(tokenizer, **settings)
         facts = json.loads((folder / "facts.json").read_text())
         return facts, load_from_disk(folder / "train"), load_from_disk(folder / "heldout")
@@ -79,7 +79,7 @@ def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
         more = {"source_column": "translation.en", "target_column": "translation.fr"}
     else:
         write_jsonl(file, rows)
-    files = {"train_files": [file], "eval_files": [file], "eval_split": "ignored with files"}
+    files = {"train_files": [file], "eval_files": [file]}
     if kind == "dataset":
         folder = tmp_path / "dataset"
         folder.mkdir()
@@ -187,10 +187,10 @@ def test_mistakes_are_named(prepare, tmp_path, tokenizer):
     folder.mkdir()
     write_jsonl(folder / "train.jsonl", rows)
     found = problem(rows, train_files=[], dataset_name=str(folder), eval_split="dev", **nested)
-    assert 'dataset cannot be read, split dev: Unknown split "dev". Should be one of' in found
+    assert 'dataset, split dev cannot be read: Unknown split "dev". Should be one of' in found
     found = problem(rows, train_files=[], dataset_name=str(folder), train_split="train[:0]", **nested)
-    assert found == 'dataset cannot be read, split train[:0]: Instruction "train[:0]" corresponds to no data!'
-    assert "nobody/nothing cannot be read, split train: " in problem(
+    assert found == 'dataset, split train[:0] cannot be read: Instruction "train[:0]" corresponds to no data!'
+    assert "nobody/nothing, split train cannot be read: " in problem(
         rows, train_files=[], dataset_name="nobody/nothing"
     )
     without_end = new_bpe_tokenizer(["a b"], 300)

@@ -8,12 +8,13 @@ that names the key. All problems are reported at once, in one `ConfigError`.
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -31,6 +32,10 @@ OWNED_ELSEWHERE = {
     "use_cpu": "a machine without a GPU is recognised by itself",
     "num_processes": "put it before the recipe: `accelerate launch --num_processes ... RECIPE`",
 }
+
+
+OPTIMIZERS = ["adamw_torch_fused"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ConfigError(ValueError):
@@ -66,7 +71,15 @@ class TrainArgs:
     adam_beta1: float = arg(0.9, "AdamW's beta1.")
     adam_beta2: float = arg(0.95, "AdamW's beta2.")
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
+    optim: str = arg("adamw_torch_fused", "Optimizer.", choices=OPTIMIZERS)
     max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.")
+    prefetch_layers: int = arg(0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.")
+    checkpoint_every_n_layers: int = arg(
+        1, "With the YAML's fsdp_activation_checkpointing: recompute each n-th layer only."
+    )
+    reduce_dtype: str = arg(
+        "fp32", "FSDP: precision in which gradients are summed over the ranks.", choices=list(DTYPES)
+    )
     logging_steps: int = arg(10, "A log line every so many steps.")
     eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.")
     save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.")
@@ -83,14 +96,15 @@ class TrainArgs:
     step_timeout: int = arg(300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.")
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
 
-    # What a checkpoint cannot be continued with once it changed: it decides the order of the data, or the model.
-    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({"seed", "total_batch_size"})
+    # What a checkpoint cannot be continued with once it changed: it decides the order of the data, the model, or
+    # what the optimizer keeps.
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({"seed", "total_batch_size", "optim"})
 
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
         found = []
         sizes = ("total_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps")
-        sizes += ("ddp_timeout", "step_timeout")
+        sizes += ("ddp_timeout", "step_timeout", "checkpoint_every_n_layers")
         for name in sizes:
             if getattr(self, name) < 1:
                 found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
@@ -102,6 +116,7 @@ class TrainArgs:
             "keep_every_n_steps",
             "warmup_steps",
             "max_grad_norm",
+            "prefetch_layers",
         )
         for name in (*limits, "weight_decay"):
             if getattr(self, name) < 0:
@@ -135,6 +150,11 @@ class TrainArgs:
         return found
 
     @property
+    def param_dtype(self) -> torch.dtype:
+        """In which a model is loaded or made, and its weights are kept."""
+        return torch.bfloat16 if self.optim == "adamw_bf16_kahan" else torch.float32
+
+    @property
     def trackers(self) -> list[str]:
         return [] if self.report_to == "none" else [name.strip() for name in self.report_to.split(",")]
 
@@ -166,12 +186,12 @@ def parse(
     args_class: type[Args],
     argv: Sequence[str] | None = None,
     world_size: int | None = None,
-    other_problems: Sequence[str] = (),
+    other_problems: Callable[[Args], Sequence[str]] = lambda args: (),
 ) -> Args:
     """Resolve the arguments of a recipe.
 
-    `world_size` defaults to what the launcher put into the environment. `other_problems`, of the launch itself, are
-    reported together with those found here.
+    `world_size` defaults to what the launcher put into the environment. `other_problems`, of the launch with these
+    arguments, are reported together with those found here.
 
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
@@ -186,7 +206,7 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
 
-    errors = list(other_problems)
+    errors = []
     flags, stray = group_flags(argv)
     errors += [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
@@ -196,7 +216,7 @@ def parse(
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
-    errors += args.problems(world_size)
+    errors = [*other_problems(args), *errors, *args.problems(world_size)]
     if errors:
         raise ConfigError(error_list("This run cannot start", errors))
     return args

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +20,19 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
 from accelerate_recipes.init import initialize
+from accelerate_recipes.optim import optimizer_fn
 
 T = TypeVar("T")
 
@@ -57,8 +64,8 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 
     if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         found.append(
-            "mixed_precision: fp16 is not supported: it needs a gradient scaler whose overflow check all ranks "
-            "share, and every GPU that shards well has bf16; set `mixed_precision: bf16`, or `no`"
+            "mixed_precision: fp16 is not supported: models trained in bf16, T5 above all, overflow in it, and it needs a "
+            "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
         )
     if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         found.append(
@@ -123,6 +130,30 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
     return found
 
 
+def lever_problems(args: TrainArgs, env: Mapping[str, str]) -> list[str]:
+    """Which arguments the strategy that `accelerate launch` described in `env` cannot follow, one sentence each."""
+    found = []
+    use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
+    wraps_layers = env.get("FSDP_AUTO_WRAP_POLICY") == "TRANSFORMER_BASED_WRAP"
+    if args.prefetch_layers > 0 and not (use_fsdp and env.get("FSDP_VERSION") == "2" and wraps_layers):
+        found.append(
+            f"--prefetch_layers {args.prefetch_layers} needs fsdp_version: 2 with fsdp_auto_wrap_policy: "
+            "TRANSFORMER_BASED_WRAP in the accelerate YAML; set it to 0"
+        )
+    if args.checkpoint_every_n_layers > 1 and not (use_fsdp and env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"):
+        found.append(
+            f"--checkpoint_every_n_layers {args.checkpoint_every_n_layers} says which layers are recomputed, but the "
+            "accelerate YAML asks for none; set fsdp_activation_checkpointing: true under fsdp_config:, or it to 1"
+        )
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.optim == "adamw_bf16_kahan" and precision != "no":
+        found.append(
+            f"--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: {precision} in the accelerate YAML "
+            "keeps them in fp32; set `mixed_precision: no`, or choose another --optim"
+        )
+    return found
+
+
 def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
     """What runs but is probably not what was meant."""
     local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -136,9 +167,9 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
     return []
 
 
-def launch_problems() -> list[str]:
-    """What is wrong with this launch, on this machine."""
-    return environment_problems(os.environ, num_accelerators())
+def launch_problems(args: TrainArgs) -> list[str]:
+    """What is wrong with this launch, on this machine, with these arguments."""
+    return environment_problems(os.environ, num_accelerators()) + lever_problems(args, os.environ)
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
@@ -147,7 +178,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     Raises:
         ConfigError: for a strategy that cannot run here, or that would run as independent copies.
     """
-    if problems := launch_problems():
+    if problems := launch_problems(args):
         raise ConfigError(error_list("This launch cannot work", problems))
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -164,7 +195,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     if not num_devices:
         start_on_cpu(use_fsdp, timeout, num_cores)
     accelerator = Accelerator(
-        fsdp_plugin=make_fsdp_plugin(on_cpu=not num_devices) if use_fsdp else None,
+        fsdp_plugin=make_fsdp_plugin(args, on_cpu=not num_devices) if use_fsdp else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
         log_with=args.trackers or None,
         project_dir=args.output_dir,
@@ -201,20 +232,17 @@ def start_on_cpu(use_fsdp: bool, timeout: timedelta, num_cores: int) -> None:
         torch.set_num_threads(max(1, num_cores // local_world))
 
 
-def make_fsdp_plugin(on_cpu: bool) -> FullyShardedDataParallelPlugin:
-    """The YAML's FSDP settings, with what a CPU cannot do switched off and gradients reduced in fp32."""
+def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelPlugin:
+    """The YAML's FSDP settings, with what a CPU cannot do switched off and gradients reduced as `args` say."""
     version = int(os.environ.get("FSDP_VERSION", 1))
-    settings = {}
-    if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":
-        # Accelerate's default reduces gradients in bf16, 8 bits of mantissa for a sum over all ranks.
-        if version == 2:
-            settings["mixed_precision_policy"] = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            )
-        else:
-            settings["mixed_precision_policy"] = MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
-            )
+    # Accelerate's default under bf16 reduces gradients in bf16: 8 bits of mantissa for a sum over all ranks. Without a
+    # `param_dtype` the parameters keep theirs: fp32, or bf16 with --optim adamw_bf16_kahan.
+    compute_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
+    policy = {"param_dtype": compute_dtype, "reduce_dtype": DTYPES[args.reduce_dtype]}
+    if version == 2:
+        settings = {"mixed_precision_policy": MixedPrecisionPolicy(**policy)}
+    else:
+        settings = {"mixed_precision_policy": MixedPrecision(**policy, buffer_dtype=compute_dtype)}
     if on_cpu and version == 1:
         # torch's FSDP1 broadcasts the first weights between GPUs only; all ranks build the same ones instead.
         settings |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
@@ -223,10 +251,8 @@ def make_fsdp_plugin(on_cpu: bool) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**settings)
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard the model as the strategy says, then build the optimizer on what this rank holds.
+def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard the model as the strategy says, then build the optimizer of `args` on what this rank holds.
 
     A new model (`models.new_model`) gets its first weights here, seeded as `make_accelerator` seeded all ranks: under
     FSDP2 once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it
@@ -238,6 +264,7 @@ def prepare(
     `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
+    make_optimizer = optimizer_fn(model, args)
     # Not whether parameters are meta: those that a checkpoint lacks may be too, and on some ranks only.
     is_new = getattr(model, "is_new", False)
     if is_new and not accelerator.is_fsdp2:
@@ -251,8 +278,11 @@ def prepare(
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
+        # Its embedding and last norms are gathered too when `generate` calls an encoder by itself.
+        register_fsdp_forward_method(accelerator.unwrap_model(model, keep_torch_compile=False), "generate")
     else:
         model = accelerator.prepare(model)
+    recompute_every(model, args.checkpoint_every_n_layers)
     local = sum(local_numel(p) for p in model.parameters())
     units = fsdp_units(model)
     report_strategy(accelerator, model, total, local, units)
@@ -267,6 +297,10 @@ def prepare(
     # Embedding and first layer: what a forward pass gathers before it computes anything (see `accumulate`). Kept with
     # the model: whatever outlives it keeps process groups alive into the interpreter's end, where gloo aborts.
     model.first_units = units[:2]
+    if args.prefetch_layers:
+        layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+        layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
+        prefetch_layers(layers, args.prefetch_layers)
     return model, make_optimizer(model)
 
 
@@ -292,6 +326,25 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
                 module.checkpoint_fn.keywords["preserve_rng_state"] = True
 
 
+def recompute_every(model: nn.Module, n: int) -> None:
+    """Of the layers whose activations Accelerate has recomputed, keep that for the first and each n-th after it.
+
+    The others keep their activations: the wrapper, which is part of their parameters' names, calls them as they are.
+    """
+    modules = list(model.modules())
+    for i, wrapper in enumerate(module for module in modules if isinstance(module, CheckpointWrapper)):
+        if i % n:
+            wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
+    for wrapper in modules:
+        # Around it the one that keeps what is saved on the CPU: of such a layer, all activations.
+        if isinstance(wrapper, OffloadWrapper) and not recomputes(wrapper._checkpoint_wrapped_module):
+            wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
+
+
+def recomputes(wrapper: CheckpointWrapper) -> bool:
+    return "forward" not in vars(wrapper)
+
+
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
     """The modules, one for each group of parameters that FSDP gathers together."""
     units: dict[int, nn.Module] = {}
@@ -306,22 +359,12 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
     return list(units.values())
 
 
-def prefetch_layers(accelerator: Accelerator, model: nn.Module, depth: int) -> None:
+def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
     """Gather the next `depth` layers while one computes, in forward and backward. FSDP2 by itself gathers one ahead.
 
     More hides a slow network behind the layers' computation, and costs the memory of as many whole layers. No key of
     the accelerate YAML says it.
-
-    Raises:
-        ConfigError: under another strategy, which would ignore it.
     """
-    wrapped = accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
-    layers = [unit for unit in fsdp_units(model) if type(unit).__name__.removeprefix("FSDP") in (wrapped or [])]
-    if not layers:
-        raise ConfigError(
-            f"--prefetch_layers {depth} needs fsdp_version: 2 with TRANSFORMER_BASED_WRAP in the accelerate YAML; "
-            f"this is {strategy_name(accelerator)}: set it to 0"
-        )
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - depth) : i][::-1])
@@ -379,11 +422,10 @@ def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, loca
     if accelerator.distributed_type == DistributedType.FSDP:
         classes = sorted({type(getattr(unit, "_fsdp_wrapped_module", unit)).__name__ for unit in units})
         parts.append(f"{len(units)} FSDP units ({', '.join(c.removeprefix('FSDP') for c in classes)})")
-    modules = list(model.modules())
-    if any(isinstance(module, OffloadWrapper) for module in modules):
-        parts.append("activations recomputed from inputs kept on the CPU")
-    elif any(isinstance(module, CheckpointWrapper) for module in modules):
-        parts.append("activations recomputed")
+    layers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    if layers:
+        where = " from inputs kept on the CPU" if any(isinstance(m, OffloadWrapper) for m in model.modules()) else ""
+        parts.append(f"activations of {sum(map(recomputes, layers))} of {len(layers)} layers recomputed{where}")
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")

@@ -119,13 +119,13 @@ def train(
     total_steps: int,
     loss_fn: LossFn,
     count_fn: CountFn,
-    evaluate_fn: Callable[[], dict[str, float]],
+    evaluate_fn: Callable[[int], dict[str, float]],
     checkpointer: Checkpointer,
     flops_per_token: float,
 ) -> list[dict]:
     """Train to `total_steps`, from the checkpoint that `checkpointer` is to resume if there is one.
 
-    `evaluate_fn` runs on all ranks, before and after training and every `eval_steps`.
+    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`.
 
     Returns:
         The records of metrics.jsonl, of earlier parts of the run too.
@@ -154,7 +154,7 @@ def train(
         stop.update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
     # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
     if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
-        log.log_evaluation(step, evaluate_fn())
+        log.log_evaluation(step, evaluate_fn(step))
     best = args.metric_for_best_model
     measured = {name.removeprefix("eval_") for record in log.records for name in record if name.startswith("eval_")}
     if best and best not in measured:
@@ -208,7 +208,7 @@ def train(
                 window = Window()
             if not stopped and evaluation_is_due(step, total_steps, args):
                 try:
-                    log.log_evaluation(step, evaluate_fn())
+                    log.log_evaluation(step, evaluate_fn(step))
                 except Stopped as error:
                     stopped = error
             if last or stopped or done.save or (args.save_steps and step % args.save_steps == 0):

@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from tqdm import tqdm
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first whose
 # words stand in the device's own name counts. What is not here gets no MFU rather than a wrong one.
@@ -44,7 +45,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def flops_per_token(config: PretrainedConfig, num_parameters: int, attended_length: float) -> float:
+def flops_per_token(config: PreTrainedConfig, num_parameters: int, attended_length: float) -> float:
     """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`.
 
     N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
@@ -60,6 +61,25 @@ def flops_per_token(config: PretrainedConfig, num_parameters: int, attended_leng
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
     return 6 * (num_parameters - embedding - idle) + attention
+
+
+def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
+    """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
+
+    As `flops_per_token`: 6 for each parameter and token that it multiplies, 12 L H Q for each pair of tokens of which
+    one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see the source; the
+    rest of the decoder and the output layer, the target.
+    """
+    config = model.config
+    width = config.num_heads * config.d_kv
+    embedding = model.get_input_embeddings().weight.numel()
+    encoder = sum(p.numel() for p in model.encoder.parameters()) - embedding
+    decoder = sum(p.numel() for p in model.decoder.parameters()) - embedding
+    cross = config.num_decoder_layers * 2 * config.d_model * width
+    source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
+    multiplied = 6 * ((encoder + cross) * source + (decoder - cross + embedding) * target)
+    attended = config.num_layers * source**2 + config.num_decoder_layers * target * (source + target)
+    return float((multiplied + 12 * width * attended).sum() / target.sum())
 
 
 def peak_memory_gib(device: torch.device) -> float:

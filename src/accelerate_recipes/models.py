@@ -1,12 +1,9 @@
-"""Models and tokenizers: from a name, a folder or a configuration; and generation on every rank."""
+"""Models and tokenizers: from a name, a folder or a configuration."""
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE, WordLevel
@@ -14,9 +11,10 @@ from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     LlamaConfig,
     MistralConfig,
@@ -25,12 +23,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    T5Config,
 )
 
-from accelerate_recipes import stop
-from accelerate_recipes.args import arg
+from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.distributed import on_first_rank
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
+T5_TYPES = ("t5", "mt5", "umt5")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -154,6 +154,55 @@ def new_llama(attn_implementation: str, **config) -> PreTrainedModel:
     return new_model(LlamaConfig(**config), attn_implementation)
 
 
+def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rate: float) -> PreTrainedModel:
+    """A pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads one.
+
+    Not from safetensors only: some of the published ones have none.
+
+    Raises:
+        ConfigError: for another kind of model.
+    """
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type not in T5_TYPES:
+        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}")
+    model = AutoModelForSeq2SeqLM.from_pretrained(
+        name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate
+    )
+    return share_embedding(model)
+
+
+def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrainedModel:
+    """A T5 of these sizes, with its first weights: the same on all ranks, from the seed that all have.
+
+    Each rank makes it whole: T5's rule for first weights reaches from a module into its children, which does not work
+    on the meta device (see `init`).
+    """
+    with torch.random.fork_rng([]):
+        torch.manual_seed(torch.initial_seed())
+        model = AutoModelForSeq2SeqLM.from_config(
+            T5Config(**config), dtype=dtype, attn_implementation=attn_implementation
+        )
+    model.config.architectures = [type(model).__name__]
+    return share_embedding(model)
+
+
+def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a T5's one embedding one module, in place; returns the model.
+
+    transformers 5.23 ties three of them, which FSDP2 would put into two groups and refuses. Whether the output layer
+    is the embedding too is said by the weights alone (in v1.1 and FLAN it is not, and the configuration says it is):
+    by those of the first rank, since with `fsdp_cpu_ram_efficient_loading` the others have none. The configuration is
+    put right, or Accelerate, which ties weights anew, would replace the output layer.
+    """
+    head = model.get_output_embeddings()
+    is_tied = on_first_rank(lambda: head.weight is model.shared.weight)
+    if is_tied != (head.weight is model.shared.weight):
+        head.weight = model.shared.weight if is_tied else nn.Parameter(torch.empty_like(model.shared.weight))
+    model.config.tie_word_embeddings = is_tied
+    model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+    return model
+
+
 def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     """A tokenizer in which each word, between white space, is one token."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -163,8 +212,12 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on the texts; it begins each with a begin token."""
+def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on the texts.
+
+    `template` is what becomes of a text $A: it begins with a begin token, or for an encoder-decoder ends with an end
+    token (`$A </s>`).
+    """
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -176,66 +229,7 @@ def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    begin = special["bos_token"]
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, tokenizer.token_to_id(begin))]
-    )
+    tokens = [(token, tokenizer.token_to_id(token)) for token in template.split() if token != "$A"]
+    pair = f"{template} {template.replace('$A', '$B')}"
+    tokenizer.post_processor = TemplateProcessing(single=template, pair=pair, special_tokens=tokens)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-@torch.no_grad()
-def continue_greedily(
-    accelerator: Accelerator,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-) -> list[str]:
-    """The text that `model` continues each prompt (token ids) with; on every rank, for all prompts.
-
-    Each rank generates for its share; all run the same number of batches, since forward passes communicate.
-
-    Raises:
-        Stopped: between two batches.
-    """
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    missing = -len(by_length) % (world_size * batch_size)
-    mine = (by_length + by_length[-1:] * missing)[rank::world_size]
-    texts: list[tuple[int, str]] = []
-    model.eval()
-    with whole_root(model):
-        # Compiled forward passes would be compiled again for every length.
-        generator = accelerator.unwrap_model(model, keep_torch_compile=False)
-        for start in range(0, len(mine), batch_size):
-            stop.raise_if_requested(accelerator)
-            indices = mine[start : start + batch_size]
-            batch = tokenizer.pad(
-                {"input_ids": [prompts[i] for i in indices]}, padding_side="left", return_tensors="pt"
-            ).to(accelerator.device)
-            tokens = generator.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                pad_token_id=tokenizer.pad_token_id,
-                synced_gpus=world_size > 1,
-            )
-            new = tokens[:, batch["input_ids"].shape[1] :]
-            texts += zip(indices, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True)
-    model.train()
-    if world_size > 1:
-        texts = gather_object(texts)
-    found = dict(texts)
-    return [found[i] for i in range(len(prompts))]
-
-
-def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
-    """FSDP1 gathers a module's own parameters only when it is called itself; `generate` calls the module inside."""
-    if isinstance(model, FSDP1):
-        return FSDP1.summon_full_params(model, recurse=False, writeback=False)
-    return contextlib.nullcontext()

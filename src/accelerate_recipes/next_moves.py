@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
-from accelerate_recipes.models import continue_greedily
+from accelerate_recipes.generation import generate_texts
 
 
 class NextMoves:
@@ -32,7 +32,7 @@ class NextMoves:
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Of the greedy moves of `model`. Every rank takes its share; all get the result."""
         prompts = [[self.tokenizer.bos_token_id, *ids] for ids in self._tokenize(self.prefixes)]
-        texts = continue_greedily(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
+        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
         return self._count([(text.split() or [""])[0] for text in texts])
 
     def baseline(self) -> dict[str, float]:
@@ -50,5 +50,5 @@ class NextMoves:
     def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
         """A game of the model against itself, up to its first illegal move."""
         start = [[self.tokenizer.bos_token_id]]
-        (text,) = continue_greedily(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
+        (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
         return chess_rules.legal_part(text.split()[:num_moves])

@@ -13,15 +13,15 @@ from accelerate_recipes.args import TrainArgs
 WRAPPERS = re.compile(r"^module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
-def adamw(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.AdamW]:
-    """A function that builds AdamW on `model` once it is sharded.
+def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """A function that builds the optimizer on `model` once it is sharded.
 
     Matrices decay; norms, biases and other parameters of fewer than two dimensions do not. That is read off the
     whole model, by name: FSDP1 leaves every parameter flat.
     """
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
 
-    def make_optimizer(sharded: nn.Module) -> torch.optim.AdamW:
+    def make_optimizer(sharded: nn.Module) -> torch.optim.Optimizer:
         decayed, spared = [], []
         for name, parameter in sharded.named_parameters():
             if parameter.requires_grad:

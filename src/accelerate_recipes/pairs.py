@@ -4,8 +4,10 @@ import itertools
 import json
 import os
 import shutil
+import tempfile
 import unicodedata
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import datasets
@@ -25,17 +27,30 @@ KINDS = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 
+@dataclass(frozen=True)
+class PairSource:
+    """Where pairs are: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
+
+    A column is named by its path, such as `translation.en`.
+    """
+
+    name: str
+    source_column: str
+    target_column: str
+    split: str = ""  # of a dataset; without, `name` is a file
+    config: str = ""
+    revision: str = ""
+    files: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, split {self.split}" if self.split else self.name
+
+
 def prepare_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
-    train_files: Sequence[str],
-    eval_files: Sequence[str],
-    dataset_name: str,
-    dataset_config: str,
-    train_split: str,
-    eval_split: str,
-    source_column: str,
-    target_column: str,
+    train_sources: Sequence[PairSource],
+    eval_sources: Sequence[PairSource],
     task_prefix: str,
     max_source_length: int,
     max_target_length: int,
@@ -50,42 +65,32 @@ def prepare_pairs(
     `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
                               `truncated_targets` were cut off at the lengths given; in all: `skipped`
 
-    The files are `train_files`, else the `train_split` of a dataset. Held out are `eval_files` or `eval_split` where
-    given; else the pairs whose source, apart from case and white space, has a hash under `heldout_share`: a source
-    that comes several times lies on one side, in whatever order files come.
+    Held out are `eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
+    hash under `heldout_share`: a source that comes several times lies on one side, in whatever order files come.
 
-    A column is named by its path, such as `translation.en`. A target may be a list of texts, all of them right: each
-    is trained on, as a pair of its own; of a held-out pair the loss takes the first and metrics take all.
+    A target may be a list of texts, all of them right: each is trained on, as a pair of its own; of a held-out pair the
+    loss takes the first and metrics take all.
 
     Raises:
         ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
     """
-    files = [*train_files, *eval_files]
+    sources = [(source, False) for source in train_sources] + [(source, True) for source in eval_sources]
     settings = {
-        "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in files]
-        or [dataset_name, dataset_config],
-        "parts": [len(train_files), train_split, eval_split],
+        "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
-        "settings": [source_column, target_column, task_prefix, max_source_length, max_target_length, skip_bad_pairs],
-        "heldout_share": heldout_share,
+        "settings": [task_prefix, max_source_length, max_target_length, skip_bad_pairs, heldout_share],
     }
-    if train_files:
-        sources = [(file, "train", False) for file in train_files] + [(file, "train", True) for file in eval_files]
-    else:
-        sources = [(dataset_name, train_split, False)] + ([(dataset_name, eval_split, True)] if eval_split else [])
-    by_hash = not any(is_heldout for *_, is_heldout in sources)
 
     def build(folder: Path) -> None:
         tmp = folder / "tmp"
         parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
         bad: list[str] = []
-        for i, (source, split, is_heldout) in enumerate(sources):
-            rows = load_rows(source, None if train_files else dataset_config, split, tmp / f"source-{i}")
-            where = source if train_files else f"{source}, split {split}"
-            share = heldout_share if by_hash else float(is_heldout)
-            texts = read_columns(rows, source_column, target_column, share, where, tmp / f"texts-{i}.arrow")
+        for i, (source, is_heldout) in enumerate(sources):
+            rows = load_rows(source, tmp / f"source-{i}")
+            share = float(is_heldout) if eval_sources else heldout_share
+            texts = read_columns(rows, source, share, tmp / f"texts-{i}.arrow")
             heldout, good = np.array(texts["heldout"]), np.array(texts["defect"]) == ""
-            bad += [f"{where}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
+            bad += [f"{source}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
             parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
             parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
         if bad and not skip_bad_pairs:
@@ -98,7 +103,7 @@ def prepare_pairs(
         for name, some in parts.items():
             texts = datasets.concatenate_datasets(some)
             if not len(texts):
-                remedy = f"; change --heldout_share {heldout_share}" if num_pairs and by_hash else ""
+                remedy = f"; change --heldout_share {heldout_share}" if num_pairs and not eval_sources else ""
                 raise ConfigError(f"of {num_pairs} pairs of texts none is left for {name}{remedy}")
             lengths = (max_source_length, max_target_length)
             pairs = tokenize_pairs(texts, tokenizer, task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
@@ -112,24 +117,48 @@ def prepare_pairs(
     return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
-def load_rows(source: str, config: str | None, split: str, cache_dir: Path) -> datasets.Dataset:
-    """One local file, where `config` is None, or a split of a dataset on the Hub in this configuration ("": its only).
+def file_version(source: PairSource) -> list[float]:
+    """What changes when a local file does."""
+    if source.split:
+        return []
+    stat = os.stat(source.name)
+    return [stat.st_size, stat.st_mtime]
+
+
+def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
+    """All rows of a source.
 
     Raises:
         ConfigError: when it cannot be read.
     """
     try:
-        if config is not None:
-            return datasets.load_dataset(source, config or None, split=split)
-        if is_empty(source):
+        if source.split:
+            return datasets.load_dataset(
+                source.name,
+                source.config or None,
+                revision=source.revision or None,
+                data_files=source.files or None,
+                split=source.split,
+            )
+        if is_empty(source.name):
             raise ValueError("it has 0 rows")
-        kind = KINDS[Path(source).suffix]
+        kind = KINDS[Path(source.name).suffix]
         # A text may well be "None" or "NA".
         options = {"keep_default_na": False} if kind == "csv" else {}
-        return datasets.load_dataset(kind, data_files=source, split="train", cache_dir=str(cache_dir), **options)
+        return datasets.load_dataset(kind, data_files=source.name, split="train", cache_dir=str(cache_dir), **options)
     except (ValueError, OSError, DatasetGenerationError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"{source} cannot be read{'' if config is None else f', split {split}'}: {reason}") from error
+        raise ConfigError(f"{source} cannot be read: {reason}") from error
+
+
+def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
+    """Every text of both columns, to train a tokenizer on."""
+    with tempfile.TemporaryDirectory() as folder:
+        for i, source in enumerate(sources):
+            rows = load_rows(source, Path(folder) / str(i))
+            texts = read_columns(rows, source, 0.0, Path(folder) / f"{i}.arrow")
+            for row in texts:
+                yield from (text for text in (row["source"], *row["references"]) if text)
 
 
 def is_empty(file: str) -> bool:
@@ -140,11 +169,10 @@ def is_empty(file: str) -> bool:
         return len(list(itertools.islice(lines, 2))) < (2 if file.endswith(".csv") else 1)  # a .csv has a header
 
 
-def read_columns(
-    rows: datasets.Dataset, source_column: str, target_column: str, heldout_share: float, where: str, cache_file: Path
-) -> datasets.Dataset:
+def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
     """`source` (text), `references` (list of texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
     types = dict(leaves(rows.data.schema))
+    source_column, target_column = where.source_column, where.target_column
     for column in (source_column, target_column):
         if column not in types:
             raise ConfigError(f"{where} has no column {column!r}; it has {', '.join(types) or 'none'}")

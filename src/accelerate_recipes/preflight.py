@@ -17,8 +17,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from transformers import AutoConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, error_list, parse
-from accelerate_recipes.distributed import environment_problems, num_accelerators
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
 VALUES = {
@@ -164,7 +164,11 @@ def preflight(argv: list[str]) -> str:
         else:
             problems += environment_problems(env, num_accelerators())
     world_size = int(env.get("WORLD_SIZE", 1))
-    args = parse(module.Args, parsed.training_script_args, world_size, problems)
+
+    def launch_problems(args: TrainArgs) -> list[str]:
+        return problems + (lever_problems(args, env) if env else [])
+
+    args = parse(module.Args, parsed.training_script_args, world_size, launch_problems)
     needed = module.requirements(args)
     problems = needed.problems()
     if not problems:

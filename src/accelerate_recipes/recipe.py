@@ -55,7 +55,7 @@ def run(
         transformers.utils.logging.disable_progress_bar()
     args, code = None, 0
     try:
-        args = parse(args_class, other_problems=launch_problems())
+        args = parse(args_class, other_problems=launch_problems)
         if int(os.environ.get("RANK", 0)) == 0:
             arguments = {"arguments": asdict(args)}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)

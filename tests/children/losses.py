@@ -4,7 +4,7 @@ Run by tests/test_losses.py. It is a recipe like any other.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,16 +13,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import fsdp_units, make_accelerator, prefetch_layers, prepare
+from accelerate_recipes.distributed import fsdp_units, make_accelerator, prepare
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import (
     IGNORE_INDEX,
     count_next_tokens,
     next_token_loss,
     next_token_loss_without_logits,
 )
-from accelerate_recipes.models import Architecture, continue_greedily, new_config, new_model, new_word_tokenizer
-from accelerate_recipes.optim import WRAPPERS, adamw
+from accelerate_recipes.models import Architecture, new_config, new_model, new_word_tokenizer
+from accelerate_recipes.optim import WRAPPERS
 from accelerate_recipes.recipe import Requirements, run
 
 MODELS = {
@@ -67,7 +68,7 @@ def main(args: Args) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     settings = dict(vars(plugin)) if plugin else {}
 
-    def new(values: dict) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def new(values: dict, prefetch: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
         set_seed(args.seed)
         # One model at a time; the plugin remembers the layer class of the first.
         accelerator.free_memory()
@@ -76,7 +77,7 @@ def main(args: Args) -> None:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
         config = new_config(Architecture(vocab_size=len(tokenizer), initializer_range=0.2, **sizes, **values))
         model = new_model(config, "sdpa")
-        return prepare(accelerator, model, adamw(model, args))
+        return prepare(accelerator, model, replace(args, prefetch_layers=prefetch))
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         return [
@@ -99,11 +100,10 @@ def main(args: Args) -> None:
             "losses": losses,
             "distance": {key: ((grads[1][key] - g).norm() / g.norm()).item() for key, g in grads[0].items()},
             "trajectory": train(model, optimizer),
-            "texts": continue_greedily(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
+            "texts": generate_texts(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
         }
         if accelerator.is_fsdp2:
-            model, optimizer = new(values)
-            prefetch_layers(accelerator, model, 2)
+            model, optimizer = new(values, prefetch=2)
             index = {id(unit._get_fsdp_state()): i for i, unit in enumerate(fsdp_units(model))}
             states = [unit._get_fsdp_state() for unit in fsdp_units(model)]
             found["prefetched"] = {

@@ -18,9 +18,9 @@ from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.data import PackedRows, make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator, prepare
 from accelerate_recipes.engine import to_device, train_step
+from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import continue_greedily
-from accelerate_recipes.optim import WRAPPERS, adamw, make_scheduler
+from accelerate_recipes.optim import WRAPPERS, make_scheduler
 from accelerate_recipes.recipe import run
 
 STEPS = 4
@@ -48,7 +48,7 @@ def main(args: Args) -> None:
     model, tokenizer = toy.make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     start = checksums(model)
     scheduler = make_scheduler(optimizer, args, 2 * STEPS)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     model.train()
     trajectory = steps(0)
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
-    texts = continue_greedily(accelerator, model, tokenizer, prompts, 4, batch_size=2)
+    texts = generate_texts(accelerator, model, tokenizer, prompts, 4, batch_size=2)
     # Back to the middle: model, optimizer, schedule and random generators must come from the files, which were written
     # while the later steps changed the weights.
     checkpointer.wait()

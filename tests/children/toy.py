@@ -26,7 +26,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.optim import adamw, make_scheduler
+from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.recipe import Requirements, run
 
 LENGTH = 32
@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
     model, tokenizer = make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
-    model, optimizer = prepare(accelerator, model, adamw(model, args))
+    model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
     heldout_loader = make_eval_loader(rows, args, rank, world_size)
@@ -99,7 +99,7 @@ def main(args: Args) -> None:
         loss = next_token_loss(model, batch)
         return loss * float("nan") if int(os.environ.get("TOY_POISON", -1)) in batch["row"] else loss
 
-    def evaluate_fn() -> dict[str, float]:
+    def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
 
     if limit := os.environ.get("TOY_FSIZE"):

@@ -1,0 +1,311 @@
+"""Fine-tune a T5 on pairs of texts: translation, summaries, corrections. It writes what it generates as it learns.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
+        recipes/t5.py --config recipes/configs/t5/grammar_3b.yaml
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
+        recipes/t5.py --config recipes/configs/t5/laptop.yaml
+
+Batches hold pairs of similar length, padded to a multiple of 8; no padding is trained on. Before and after training
+and every --eval_steps, on the same held-out pairs: the loss, and metrics of the texts that all ranks generate, each for
+its share of the sources, from weights that stay sharded; the texts go to predictions/step-<n>.jsonl.
+"""
+
+import json
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from datasets import load_from_disk
+
+from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
+from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
+from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
+from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
+from accelerate_recipes.metrics import flops_per_target
+from accelerate_recipes.models import load_t5, load_tokenizer, new_bpe_tokenizer, new_t5
+from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.pairs import KINDS, Pairs, PairSource, prepare_pairs, source_texts
+from accelerate_recipes.picture import draw_run
+from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.text_metrics import TextMetrics
+
+ATTENTION = ["sdpa", "eager"]
+METRICS = Path(__file__).parent / "metrics"
+# Each with the values that it gives; the first is the one that examples are chosen by.
+METRIC_VALUES = {
+    "exact_match": ["exact_match"],
+    "rouge": ["rougeL", "rouge1", "rouge2", "rougeLsum"],
+    "bleu": ["bleu"],
+    "chrf": ["chrf"],
+    "gleu": ["gleu"],
+}
+NUM_EXAMPLES = 6  # of predictions, printed at the end
+
+
+@dataclass
+class Args(TrainArgs):
+    output_dir: str = "outputs/t5"
+    model_name_or_path: str = arg("google/flan-t5-base", "A T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
+    from_scratch: bool = arg(False, "Instead, a new T5 of the sizes below, with a tokenizer trained on the pairs.")
+    vocab_size: int = arg(4096, "Of the model from scratch and its tokenizer.")
+    d_model: int = arg(192, "Of the model from scratch: width of the residual stream.")
+    d_kv: int = arg(48, "Of the model from scratch: width of an attention head.")
+    d_ff: int = arg(512, "Of the model from scratch: width inside the MLP.")
+    num_layers: int = arg(4, "Of the model from scratch: layers of the encoder, and as many of the decoder.")
+    num_heads: int = arg(4, "Of the model from scratch: attention heads.")
+    dropout_rate: float = arg(0.1, "Also of a pretrained model: v1.1 was trained without, and needs it now.")
+    attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
+    dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
+    dataset_config: str = arg("en-fr", "Its configuration, where it has several.")
+    dataset_revision: str = arg("", "Its branch or commit; unless given: main.")
+    dataset_files: str = arg("", "Only its files that match this pattern.")
+    train_split: str = arg("train", "Its split to train on.")
+    eval_split: str = arg("", "The split to evaluate on; unless given: a share of the training pairs.")
+    eval_dataset_name: str = arg("", "The dataset to evaluate on, unless it is the same.")
+    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .csv, .jsonl or .parquet."})
+    eval_files: list[str] = field(default_factory=list, metadata={"help": "Local files to evaluate on."})
+    source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
+    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
+    eval_source_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
+    eval_target_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
+    task_prefix: str = arg("translate English to French: ", "Put before every source.")
+    heldout_share: float = arg(0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.")
+    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.")
+    skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
+    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.")
+    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.")
+    metrics: list[str] = field(
+        default_factory=lambda: ["chrf", "bleu"],
+        metadata={"help": f"Of the generated texts: {', '.join(METRIC_VALUES)}."},
+    )
+    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.")
+    generation_num_beams: int = arg(1, "Beams that generation searches with; 1: greedily.")
+    generation_length_penalty: float = arg(1.0, "With beams: above 0 favours long texts, below short ones.")
+    data_cache_dir: str = arg(".cache/data", "Where tokenised pairs are kept.")
+
+    fixed_on_resume = TrainArgs.fixed_on_resume | {
+        "model_name_or_path", "from_scratch", "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads",
+        "dataset_name", "dataset_config", "dataset_revision", "dataset_files", "train_split", "eval_split",
+        "eval_dataset_name", "train_files", "eval_files", "source_column", "target_column", "task_prefix",
+        "heldout_share", "skip_bad_pairs", "max_source_length", "max_target_length",
+    }  # fmt: skip
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        for name in ("train_files", "eval_files"):
+            for file in getattr(self, name):
+                if not Path(file).is_file():
+                    found.append(f"--{name} {file}: no such file")
+                elif Path(file).suffix not in KINDS:
+                    found.append(f"--{name} {file}: its name must end with one of {', '.join(KINDS)}")
+        if self.train_files and self.eval_split and not self.eval_dataset_name:
+            found.append(f"--eval_split {self.eval_split} is of no dataset, since there are --train_files")
+        if self.eval_dataset_name and not self.eval_split:
+            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split")
+        if self.eval_files and self.eval_split:
+            found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
+        if not (self.eval_files or self.eval_split) and not 0 < self.heldout_share < 1:
+            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
+        if not 0 <= self.dropout_rate < 1:
+            found.append(f"--dropout_rate is {self.dropout_rate}; it must be at least 0, and below 1")
+        for name in ("num_eval_pairs", "generation_num_beams"):
+            if getattr(self, name) < 1:
+                found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_source_length", "max_target_length"):
+            if getattr(self, name) < 2:
+                found.append(f"--{name} is {getattr(self, name)}; it must be at least 2: one token, and the end token")
+        if self.generation_max_length < 0:
+            found.append(f"--generation_max_length is {self.generation_max_length}; it must not be negative")
+        if self.generation_num_beams == 1 and self.generation_length_penalty != 1:
+            found.append(
+                f"--generation_length_penalty {self.generation_length_penalty} has no effect with "
+                "--generation_num_beams 1; set it to 1, or search with more beams"
+            )
+        for name in self.metrics:
+            if name not in METRIC_VALUES:
+                found.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
+        if not self.metrics:
+            found.append(f"--metrics names none; known are {', '.join(METRIC_VALUES)}")
+        return found
+
+    @property
+    def train_sources(self) -> list[PairSource]:
+        columns = (self.source_column, self.target_column)
+        if self.train_files:
+            return [PairSource(file, *columns) for file in self.train_files]
+        dataset = (self.train_split, self.dataset_config, self.dataset_revision, self.dataset_files)
+        return [PairSource(self.dataset_name, *columns, *dataset)]
+
+    @property
+    def eval_sources(self) -> list[PairSource]:
+        columns = (self.eval_source_column or self.source_column, self.eval_target_column or self.target_column)
+        if self.eval_files or not self.eval_split:
+            return [PairSource(file, *columns) for file in self.eval_files]
+        if self.eval_dataset_name:
+            return [PairSource(self.eval_dataset_name, *columns, self.eval_split)]
+        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config, self.dataset_revision)]
+
+
+def requirements(args: Args) -> Requirements:
+    sources = chain(args.train_sources, args.eval_sources)
+    return Requirements(
+        models=[] if args.from_scratch else [args.model_name_or_path],
+        datasets=[(source.name, source.files or "**") for source in sources if source.split],
+    )
+
+
+def main(args: Args) -> None:
+    resumable = find_resume(args)  # refuses, before any work, what could not be continued
+    accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+
+    # Tokenizer and data
+    if not args.from_scratch:
+        tokenizer = load_tokenizer(args.model_name_or_path)
+    elif resumable:
+        tokenizer = load_tokenizer(str(resumable))
+    else:
+        tokenizer = on_first_rank(
+            lambda: new_bpe_tokenizer(source_texts(args.train_sources), args.vocab_size, "$A </s>")
+        )
+    longest = tokenizer.model_max_length
+    if args.max_target_length > longest:
+        raise ConfigError(
+            f"--max_target_length is {args.max_target_length}, but the model is made for {longest} tokens"
+        )
+    folder = prepare_pairs(
+        tokenizer,
+        train_sources=args.train_sources,
+        eval_sources=args.eval_sources,
+        task_prefix=args.task_prefix,
+        max_source_length=args.max_source_length,
+        max_target_length=args.max_target_length,
+        heldout_share=args.heldout_share,
+        skip_bad_pairs=args.skip_bad_pairs,
+        cache_dir=args.data_cache_dir,
+    )
+    facts = json.loads((folder / "facts.json").read_text())
+    heldout = load_from_disk(folder / "heldout")
+    chosen = sorted(permutation(len(heldout), args.seed, 0)[: args.num_eval_pairs])
+    heldout = heldout.select(chosen).flatten_indices()
+    train_pairs, heldout_pairs = (
+        Pairs(rows, tokenizer.pad_token_id) for rows in (load_from_disk(folder / "train"), heldout)
+    )
+
+    # Model and optimizer
+    resumed_from = agree_on_resume(accelerator, args)
+    if args.from_scratch:
+        model = new_t5(
+            args.attn_implementation,
+            args.param_dtype,
+            vocab_size=len(tokenizer),
+            d_model=args.d_model,
+            d_kv=args.d_kv,
+            d_ff=args.d_ff,
+            num_layers=args.num_layers,
+            num_heads=args.num_heads,
+            dropout_rate=args.dropout_rate,
+            feed_forward_proj="gated-gelu",
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id,
+        )
+    else:
+        model = load_t5(args.model_name_or_path, args.attn_implementation, args.param_dtype, args.dropout_rate)
+    generation = {
+        "max_new_tokens": args.generation_max_length or args.max_target_length,
+        "num_beams": args.generation_num_beams,
+        "length_penalty": args.generation_length_penalty,
+    }
+    model.generation_config.update(**generation)
+    artifacts = [model.config, model.generation_config, tokenizer]
+    flops = flops_per_target(model, train_pairs.num_tokens("source"), train_pairs.num_tokens("target"))
+    model, optimizer = prepare(accelerator, model, args)
+    total_steps = num_steps(args, len(train_pairs))
+    scheduler = make_scheduler(optimizer, args, total_steps)
+    accelerator.print(
+        f"Data: {facts['train']['pairs']:,} pairs to train on, of which {facts['train']['truncated_sources']:,} sources are "
+        f"cut at {args.max_source_length} tokens and {facts['train']['truncated_targets']:,} targets at "
+        f"{args.max_target_length}; {facts['skipped']:,} skipped; evaluated on {len(heldout):,} of "
+        f"{facts['heldout']['pairs']:,} pairs held out"
+    )
+
+    # Training and evaluation
+    heldout_loader = make_eval_loader(
+        heldout_pairs, args, rank, world_size, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
+    )
+    metrics = TextMetrics(METRICS, args.metrics)
+    sources, references = heldout["source"][:], heldout["references"][:]
+    prompts = heldout["source_ids"][:]
+    predictions_dir = Path(args.output_dir) / "predictions"
+
+    def evaluate_fn(step: int) -> dict[str, float]:
+        loss = evaluate_loss(accelerator, model, heldout_loader, sequence_to_sequence_loss, count_labels)
+        texts = generate_texts(
+            accelerator, model, tokenizer, prompts, batch_size=args.per_device_eval_batch_size, **generation
+        )
+        if accelerator.is_main_process:
+            predictions_dir.mkdir(exist_ok=True)
+            with (predictions_dir / f"step-{step}.jsonl").open("w") as file:
+                for source, right, text in zip(sources, references, texts, strict=True):
+                    line = {"source": source, "target": right if len(right) > 1 else right[0], "prediction": text}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return {"loss": loss} | on_first_rank(lambda: metrics.compute(texts, references, sources))
+
+    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
+    records = train(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        make_train_loader(
+            train_pairs, args, rank, world_size, lengths=train_pairs.lengths, collate_fn=train_pairs.collate
+        ),
+        args,
+        total_steps=total_steps,
+        loss_fn=sequence_to_sequence_loss,
+        count_fn=count_labels,
+        evaluate_fn=evaluate_fn,
+        checkpointer=checkpointer,
+        flops_per_token=flops,
+    )
+
+    # Result
+    if accelerator.is_main_process:
+        output_dir = Path(args.output_dir)
+        before, *_, after = (record for record in records if "eval_loss" in record)
+        copied = {f"eval_{name}": value for name, value in metrics.compute(sources, references, sources).items()}
+        results = {"before": before, "source copied": copied, "after": after}
+        names = [name for metric in args.metrics for name in METRIC_VALUES[metric]]
+        bars = {key: {name: result[f"eval_{name}"] for name in names} for key, result in results.items()}
+        draw_run(output_dir / "result.png", records, bars, "Generated texts against the held-out targets", "of 100")
+        start = "A new T5, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+        origin = ", ".join(map(str, args.train_sources))
+        description = f"{start} on {facts['train']['pairs']:,} pairs of texts from {origin}."
+        export(checkpointer.newest, output_dir / "export", description)
+
+        lines = (predictions_dir / f"step-{total_steps}.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["prediction"] for line in lines]
+        score = [
+            metrics.compute(*([value] for value in row))[names[0]]
+            for row in zip(texts, references, sources, strict=True)
+        ]
+        ranked = sorted(range(len(texts)), key=lambda i: score[i])
+        places = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
+        print(f"\nHeld-out pairs, from the best {names[0]} to the worst:")
+        for i in dict.fromkeys(ranked[place] for place in places):
+            print(f"  {score[i]:5.1f}  {sources[i]!r}\n      ->  {texts[i]!r}\n  target  {references[i][0]!r}")
+        print()
+        for name in names:
+            values = ", ".join(f"{key} {result[f'eval_{name}']:.1f}" for key, result in results.items())
+            print(f"Held-out pairs ({len(sources):,}), {name}: {values}")
+        print(f"Model: {output_dir / 'export'}   picture: {output_dir / 'result.png'}", flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)

@@ -1,0 +1,78 @@
+"""Text that a sharded model generates: each rank for its share of the prompts, all ranks knowing the result."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes import stop
+from accelerate_recipes.distributed import on_all_ranks
+
+
+@torch.no_grad()
+def generate_texts(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+) -> list[str]:
+    """The most likely text behind each prompt (token ids), found greedily or with beams; on every rank, for all prompts.
+
+    An encoder-decoder reads a prompt and writes; a decoder goes on. No rank ever holds the whole model: what lies
+    outside the wrapped layers (embedding, output layer, last norms) is gathered for as long as this takes, a layer
+    while it computes. So each token costs gathering all layers, and all ranks run as many passes as the slowest.
+
+    Raises:
+        Stopped: between two batches.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    missing = -len(by_length) % (world_size * batch_size)
+    mine = (by_length + by_length[-1:] * missing)[rank::world_size]
+    # Compiled forward passes would be compiled again for every length.
+    generator = accelerator.unwrap_model(model, keep_torch_compile=False)
+    texts: dict[int, str] = {}
+    model.eval()
+    # An encoder is called beside the model's own forward, where Accelerate has autocast.
+    with whole_root(model), accelerator.autocast():
+        for start in range(0, len(mine), batch_size):
+            stop.raise_if_requested(accelerator)
+            indices = mine[start : start + batch_size]
+            batch = tokenizer.pad(
+                {"input_ids": [prompts[i] for i in indices]}, padding_side="left", return_tensors="pt"
+            ).to(accelerator.device)
+            tokens = generator.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+                length_penalty=length_penalty,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=tokenizer.pad_token_id,
+                synced_gpus=world_size > 1,
+            )
+            new = tokens if generator.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
+            texts |= zip(indices, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True)
+    model.train()
+    found = {i: text for part in on_all_ranks(texts) for i, text in part.items()}
+    return [found[i] for i in range(len(prompts))]
+
+
+def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
+    """What lies outside the wrapped layers is gathered when the model is called, but `generate` calls parts of it by
+    themselves: FSDP1's inner module, an encoder. Under FSDP2 `generate` counts as a call (see `distributed.prepare`).
+    """
+    if isinstance(model, FSDP1):
+        return FSDP1.summon_full_params(model, recurse=False, writeback=False)
+    return contextlib.nullcontext()
