@@ -1,17 +1,16 @@
 """Which FSDP options pay: the largest batch that fits under each, and the throughput that it buys, on this machine.
 
-    python benchmarks/ablation.py --out outputs/ablation --memory_gib 0.5 \\
-        recipes/chess.py --config recipes/configs/chess/laptop.yaml
+    python benchmarks/ablation.py --memory_gib 0.75 recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-Without --memory_gib on GPUs, whose memory is the limit. For each of OPTIONS the batch per device is doubled, then
+(without --memory_gib on GPUs, whose memory is the limit). For each of OPTIONS the batch per device is doubled, then
 bisected: each trial is an `accelerate launch` of some optimizer steps of the recipe (benchmarks/ablation_trial.py),
-which either fits or runs out of memory. It begins with the longest rows, so what it fits, all fit. At the batch found,
---rounds launches of --steps steps each measure; the options take turns, and the fastest round counts, since what
-disturbs only slows. The batch in sequences is `per_device_train_batch_size`, without accumulation.
+which either fits and is measured, or runs out of memory. It begins with the longest rows, so what it fits, all fit.
+With --rounds 2 or more the batches found are measured again, the options in turns, and the fastest round counts, since
+what disturbs only slows. A batch is `per_device_train_batch_size`, in sequences, without accumulation.
 
 Writes to --out:
 
-    results.jsonl     a line for each launch; those that are there are not launched again
+    results.jsonl     a line for each launch; those that are there are not launched again, until the line is deleted
     table.md          what each lever brings, as in the PyTorch blog on T5; all figures; DDP against FSDP in bytes
     throughput.png, memory.png
 
@@ -96,7 +95,7 @@ STATE = ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]
 
 
 class CannotRunError(RuntimeError):
-    """An option fails for another reason than memory: no batch will do."""
+    """The recipe refuses an option: no batch will do."""
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int, start: int = 1, tolerance: float = 0.0) -> int:
@@ -132,6 +131,7 @@ class Ablation:
             "recipe": shlex.join([flags.recipe, *flags.arguments]),
             "num_processes": flags.num_processes,
             "memory_gib": flags.memory_gib,
+            "steps": flags.steps,
         }
         self.records = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
         for record in self.records:
@@ -141,26 +141,26 @@ class Ablation:
                     "give the same, or another --out"
                 )
         self.progress = tqdm(
-            total=len(flags.options) * (1 + flags.rounds),
+            total=len(flags.options) * flags.rounds,
             unit="option",
             disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
         )
 
-    def command(self, name: str, batch: int, steps: int) -> list[str]:
+    def command(self, name: str, batch: int) -> list[str]:
         option, processes = OPTIONS[name], self.flags.num_processes
         config = os.path.relpath(ROOT / f"accelerate_configs/{option.config}.yaml")
         command = ["accelerate", "launch", "--config_file", config, "--num_processes", str(processes)]
         command += option.launch.format(half=max(2, processes // 2)).split()
-        command += [os.path.relpath(ROOT / "benchmarks/ablation_trial.py"), "--steps", str(steps)]
+        command += [os.path.relpath(ROOT / "benchmarks/ablation_trial.py"), "--steps", str(self.flags.steps)]
         if self.flags.memory_gib:
             command += ["--memory_gib", str(self.flags.memory_gib)]
         command += [self.flags.recipe, *self.flags.arguments, *option.recipe.split()]
         return [*command, "--per_device_train_batch_size", str(batch), "--total_batch_size", str(batch * processes)]
 
     def trial(self, name: str, batch: int, round_number: int) -> dict:
-        """One launch, unless it is in the file. Round 0 searches, the others measure."""
-        command = self.command(name, batch, self.flags.steps if round_number else 1)
+        """One launch, unless it is in the file."""
+        command = self.command(name, batch)
         key = {"option": name, "batch": batch, "round": round_number, "command": shlex.join(command)}
         for record in self.records:
             if key.items() <= record.items():
@@ -180,14 +180,14 @@ class Ablation:
         return record
 
     def fits(self, name: str, batch: int) -> bool:
-        record = self.trial(name, batch, 0)
-        if record["outcome"] == "cannot run":
-            raise CannotRunError(record["reason"])
-        return record["outcome"] == "fits"
+        outcome = self.trial(name, batch, 1)["outcome"]
+        if outcome == "cannot run":
+            raise CannotRunError(name)
+        return outcome == "fits"
 
     def run(self) -> None:
-        """Search under each option, then measure, and write the report."""
-        found, start = {}, 1
+        """Search under each option, in round 1, then measure again."""
+        found, start = {}, self.flags.first_batch
         for name in self.flags.options:
             try:
                 found[name] = largest_fitting(
@@ -195,13 +195,13 @@ class Ablation:
                 )
             except CannotRunError:
                 found[name] = 0
-            start = found[name] or start  # options differ less than the doubling from 1 costs
+            start = found[name] or start  # the next will not differ by much
             self.progress.update()
-        for round_number in range(1, self.flags.rounds + 1):
-            for name, batch in found.items():
+        for round_number in range(2, self.flags.rounds + 1):
+            for name in found:
                 # Beside the limit a launch fits that the next one does not: then a little less.
-                while batch and self.trial(name, batch, round_number)["outcome"] == "out of memory":
-                    batch = found[name] = batch * 9 // 10
+                while found[name] and self.trial(name, found[name], round_number)["outcome"] != "fits":
+                    found[name] = found[name] * 9 // 10
                 self.progress.update()
         self.progress.close()
 
@@ -216,10 +216,7 @@ def launch(command: list[str], seconds: float, memory_gib: float) -> dict:
             try:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
-                return {
-                    "outcome": "cannot run",
-                    "reason": f"not over within {seconds / 60:g} minutes (--trial_minutes)",
-                }
+                return {"outcome": "failed", "reason": f"not over within {seconds / 60:g} minutes (--trial_minutes)"}
             finally:
                 end(process)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
@@ -235,33 +232,35 @@ def end(launcher: subprocess.Popen) -> None:
 
 
 def outcome(ranks: list[dict], log: str, memory_gib: float) -> dict:
-    """Of a trial, from what its ranks wrote and the launcher said: fits, out of memory, or cannot run.
+    """Of a trial, from what its ranks wrote and the launcher said: fits, out of memory, cannot run, or failed.
 
-    The first rank to fail tells why; its peers only lost it.
+    What failed otherwise may have been too large too, in other words: the search goes on with less. Of several ranks
+    the first tells why; its peers only lost it.
     """
     measured = [rank for rank in ranks if "tokens_per_second" in rank]
     if measured and len(measured) == measured[0]["num_processes"]:
         lists = {name: [rank[name] for rank in measured] for name in (*STATE, "peak_memory_gib")}
         shares = [rank["communication_share"] for rank in measured if "communication_share" in rank]
-        reason = "" if len(shares) == len(measured) else "the profiled step failed"
-        merged = {"communication_share": mean(shares) if not reason else None, "communication_reason": reason}
+        if len(shares) == len(measured):
+            merged = {"communication_share": mean(shares), "communication_reason": ""}
+        else:
+            why = next((rank["profile_failed"] for rank in measured if "profile_failed" in rank), "killed")
+            merged = {"communication_share": None, "communication_reason": f"the profiled step failed: {why}"}
         return {"outcome": "fits"} | measured[0] | lists | merged
     origin = next(({"machine": rank["machine"]} for rank in ranks if "machine" in rank), {})
-    failed = sorted(
-        (rank for rank in ranks if "reason" in rank), key=lambda rank: (not rank["is_memory"], rank["failed_at"])
-    )
+    failed = [rank for rank in ranks if "reason" in rank]
     if failed:
-        is_memory, reason = failed[0]["is_memory"], failed[0]["reason"]
+        first = min(failed, key=lambda rank: (rank["outcome"] == "failed", rank["failed_at"]))
+        found = {"outcome": first["outcome"], "reason": first["reason"]}
     elif killed := re.search(r"Root Cause.*?exitcode\s*: -(\d+)", log, re.DOTALL):
         number = int(killed[1])
         # The kernel ends who takes the machine's last memory; C++ code often aborts where it gets none.
-        is_memory = number == signal.SIGKILL or bool(
-            memory_gib and number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
-        )
-        reason = f"killed by {signal.Signals(number).name}"
+        by_limit = memory_gib and number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+        kind = "out of memory" if by_limit or number == signal.SIGKILL else "failed"
+        found = {"outcome": kind, "reason": f"killed by {signal.Signals(number).name}"}
     else:
-        is_memory, reason = False, (log.strip().splitlines() or ["it ended without a word"])[-1]
-    return {"outcome": "out of memory" if is_memory else "cannot run", "reason": reason} | origin
+        found = {"outcome": "failed", "reason": (log.strip().splitlines() or ["it ended without a word"])[-1]}
+    return found | origin
 
 
 def write_report(out: Path, names: list[str], records: list[dict]) -> None:
@@ -283,7 +282,7 @@ def write_report(out: Path, names: list[str], records: list[dict]) -> None:
         for part in STATE
     }
     parts["activations, gathered layers, buffers"] = {
-        name: max(row.get("peak_memory_gib", [0])) - sum(part[name] for part in parts.values())
+        name: max(0, max(row.get("peak_memory_gib", [0])) - sum(part[name] for part in parts.values()))
         for name, row in shown.items()
     }
     draw(out / "memory.png", parts, "peak memory of a process at that batch, GiB", shown)
@@ -294,16 +293,17 @@ def best(name: str, records: list[dict]) -> dict:
     mine = [record for record in records if record["option"] == name]
     failing = [record for record in mine if record["outcome"] != "fits"]
     too_large = min((record["batch"] for record in failing), default=float("inf"))
-    measured = [r for r in mine if r["round"] and r["outcome"] == "fits" and r["batch"] < too_large]
+    measured = [record for record in mine if record["outcome"] == "fits" and record["batch"] < too_large]
     if measured:
         return max(measured, key=lambda record: (record["batch"], record["tokens_per_second"]))
-    if others := [record for record in failing if record["outcome"] == "cannot run"]:
+    if not failing:
+        return {"reason": "not launched yet"}
+    last = min(failing, key=lambda record: record["batch"])
+    if last["outcome"] == "cannot run":
         # Of a list of problems the first; of a problem its first sentence.
-        problem = re.split(r"\n\s*(?:- )?", others[-1]["reason"], maxsplit=2)
-        return {"reason": (problem[1] if problem[0].endswith(":") else problem[0]).split("; ")[0]}
-    if too_large == 1:
-        return {"reason": f"a batch of 1 does not fit: {failing[-1]['reason'].splitlines()[0]}"}
-    return {"reason": "not measured yet"}
+        lines = [line.strip().removeprefix("- ") for line in last["reason"].splitlines()]
+        return {"reason": lines[lines[0].endswith(":")].split("; ")[0]}
+    return {"reason": f"{last['outcome']} with a batch of {last['batch']}: {last['reason'].splitlines()[0]}"}
 
 
 def model_name(row: dict) -> str:
@@ -437,13 +437,16 @@ def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="For results, table and plots.")
-    parser.add_argument("--options", nargs="+", default=list(OPTIONS), choices=OPTIONS, help="Which to compare.")
+    parser.add_argument(
+        "--options", nargs="+", default=list(OPTIONS), choices=OPTIONS, help="Which to compare; end them with --."
+    )
     parser.add_argument("--num_processes", type=int, default=num_accelerators() or 2, help="Processes to launch.")
     parser.add_argument("--memory_gib", type=float, default=0.0, help="On a CPU: what a process may hold of the model.")
+    parser.add_argument("--first_batch", type=int, default=1, help="The search begins here, per device.")
     parser.add_argument("--max_batch", type=int, default=1024, help="The search ends here, per device.")
     parser.add_argument("--tolerance", type=float, default=0.1, help="The search ends so near to the largest batch.")
-    parser.add_argument("--steps", type=int, default=10, help="Optimizer steps of a measurement.")
-    parser.add_argument("--rounds", type=int, default=1, help="Measurements of each option.")
+    parser.add_argument("--steps", type=int, default=10, help="Optimizer steps of a launch that count.")
+    parser.add_argument("--rounds", type=int, default=1, help="Measurements of each option at its batch.")
     parser.add_argument("--trial_minutes", type=float, default=20.0, help="After which a launch is given up.")
     parser.add_argument("recipe", help="Such as recipes/chess.py.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Of the recipe.")
@@ -456,6 +459,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without the launch under way
     flags = parse_flags()
     flags.out.mkdir(parents=True, exist_ok=True)
     try:

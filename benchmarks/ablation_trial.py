@@ -5,7 +5,8 @@
 
 The recipe is loaded by its path and runs as far as to `train`, in whose place `measure` is called: it gets the model,
 the optimizer and the loader that training would. Each rank writes what it found to `rank-<n>.json` in the recipe's
---output_dir. A rank that fails says there whether memory was the reason, and ends at once; the launcher ends its peers.
+--output_dir. A rank that fails says there why, and whether that was memory, and ends at once; the launcher
+ends its peers.
 """
 
 import argparse
@@ -36,11 +37,10 @@ from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_de
 from accelerate_recipes.metrics import peak_memory_gib
 
 GIB = 2**30
-WARM_UP = 3  # steps: two on the longest rows, since the first makes the optimizer's state, and one as they come
-# How memory that cannot be had shows in a traceback: on a GPU, in Python, in torch's allocator, in C++, in a thread.
+# How memory that cannot be had shows in a traceback: on a GPU, in Python, torch, C++, a thread, oneDNN.
 NO_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|out of memory|"
-    r"can't start new thread|Resource temporarily unavailable"
+    r"can't start new thread|Resource temporarily unavailable|could not (create|execute) a primitive(?! descriptor)"
 )
 
 
@@ -68,11 +68,11 @@ class Trial:
             self.held_before = 0.0
             if accelerator.device.type == "cpu":
                 # The model counts, not the interpreter, the libraries and the data.
-                weights = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+                weights = sum(num_bytes(parameter) for parameter in model.parameters() if not parameter.is_meta)
                 self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
+                Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: preparing data may need more
                 if self.memory_gib:
-                    limit = virtual_bytes() - weights + int(self.memory_gib * GIB)
-                    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+                    limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
             return original(accelerator, model, *rest)
 
         return prepare_within_limit
@@ -93,12 +93,12 @@ class Trial:
     ) -> None:
         """In the place of `engine.train`; does not return.
 
-        Tokens are targets, as in the log of a run. Throughput is that of the steps as they come, behind WARM_UP; peak
-        memory that of all, the longest rows included.
+        Tokens are targets, as in the log of a run. Throughput is that of the rows as they come, behind three steps of
+        warm-up; peak memory that of all.
         """
         sizes: dict[str, int] = {}
-        optimizer.register_step_post_hook(lambda *_: sizes.update(state_bytes(model, optimizer)))
-        train_loader.start_at(0, [{}] * accelerator.num_processes)
+        optimizer.register_step_post_hook(lambda *_: sizes.update(state_bytes(model, optimizer, accelerator.device)))
+        train_loader.start_at(0, [])
         batches = iter(train_loader)
         longest = longest_batch(train_loader, args.per_device_train_batch_size)
         model.train()
@@ -121,6 +121,7 @@ class Trial:
                 torch.cuda.synchronize()
             return time.perf_counter() - start, num_targets
 
+        # The longest rows twice: the first step makes the optimizer's state. Then as they come, for the compiler.
         for batch in (longest or next(batches), longest or next(batches), next(batches)):
             step(batch)
         seconds, tokens = zip(*(step(next(batches)) for _ in range(self.steps)), strict=True)
@@ -139,8 +140,7 @@ class Trial:
             peak_memory_gib=peak_memory_gib(accelerator.device) - self.held_before,
             **sizes,
         )
-        # What the profiler itself needs is not the model's.
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        limit_memory(None)  # what the profiler itself needs is not the model's
         batch = next(batches)
         with profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())]
@@ -153,6 +153,12 @@ class Trial:
         ]
         self.save(args.output_dir, communication_share=covered(spans) / 1e6 / seconds)
         raise SystemExit(0)
+
+
+def limit_memory(most: int | None) -> None:
+    """Let what `virtual_bytes` counts grow to `most`; None: to what it could before."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if most is None else most, hard))
 
 
 def virtual_bytes() -> int:
@@ -169,8 +175,8 @@ def longest_batch(loader: TrainLoader, size: int) -> Batch | None:
     return loader.collate_fn([loader.dataset[int(row)] for row in rows])
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank holds after a step, before the gradients are let go, by the tensors themselves.
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """What this rank holds on its device after a step, before the gradients are let go, by the tensors themselves.
 
     `whole_bytes` is what it would hold if nothing were sharded (not under FSDP1, whose tensors do not know).
     """
@@ -180,12 +186,11 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         "gradient_bytes": [p.grad for p in parameters if p.grad is not None],
         "optimizer_bytes": [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)],
     }
-    whole = sum(num_bytes(tensor) for part in tensors.values() for tensor in part)
-    return {name: sum(num_bytes(local(t)) for t in part) for name, part in tensors.items()} | {"whole_bytes": whole}
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    found = {"whole_bytes": sum(num_bytes(tensor) for part in tensors.values() for tensor in part)}
+    for name, part in tensors.items():
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in part]
+        found[name] = sum(num_bytes(tensor) for tensor in local if tensor.device.type == device.type)
+    return found
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -217,18 +222,23 @@ def main() -> None:
     code = 1
     try:
         module = recipe.load(flags.recipe)
-        args = parse(module.Args, flags.arguments, other_problems=launch_problems())
+        args = parse(module.Args, flags.arguments, other_problems=launch_problems)
         module.prepare, module.train = trial.prepare(module.prepare), trial.measure
-        trial.save(args.output_dir, machine=machine(torch.device("cuda" if num_accelerators() else "cpu")))
+        if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
+            trial.save(args.output_dir, machine=machine(torch.device("cuda" if num_accelerators() else "cpu")))
         module.main(args)
     except SystemExit:
         code = 0
     except BaseException as error:
-        # To be able to say why it failed.
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        limit_memory(None)  # to be able to say why it failed
         trace = traceback.format_exc()
-        message = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1]
-        trial.save(output_dir, failed_at=time.time(), is_memory=bool(NO_MEMORY.search(trace)), reason=message.strip())
+        reason = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1].strip()
+        if "tokens_per_second" in trial.found:
+            trial.save(output_dir, profile_failed=reason)
+        else:
+            outcome = "out of memory" if NO_MEMORY.search(trace) else "failed"
+            outcome = "cannot run" if isinstance(error, ConfigError) else outcome
+            trial.save(output_dir, outcome=outcome, reason=reason, failed_at=time.time())
         print(trace, file=sys.stderr, flush=True)
     # At once: the interpreter's teardown would wait for the peers.
     sys.stdout.flush()
