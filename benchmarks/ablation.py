@@ -175,8 +175,10 @@ class Ablation:
         line = f"{name}, {batch} a device: {record['outcome']}"
         if record["outcome"] == "fits":
             line += f", {record['tokens_per_second']:,.0f} tokens/s, {max(record['peak_memory_gib']):.2f} GiB"
+        else:
+            line += f" ({in_short(record['reason'])})"
         with self.progress.external_write_mode(file=sys.stdout):
-            print(line + (f" ({record['reason']})" if record.get("reason") else ""), flush=True)
+            print(line, flush=True)
         return record
 
     def fits(self, name: str, batch: int) -> bool:
@@ -299,11 +301,14 @@ def best(name: str, records: list[dict]) -> dict:
     if not failing:
         return {"reason": "not launched yet"}
     last = min(failing, key=lambda record: record["batch"])
-    if last["outcome"] == "cannot run":
-        # Of a list of problems the first; of a problem its first sentence.
-        lines = [line.strip().removeprefix("- ") for line in last["reason"].splitlines()]
-        return {"reason": lines[lines[0].endswith(":")].split("; ")[0]}
-    return {"reason": f"{last['outcome']} with a batch of {last['batch']}: {last['reason'].splitlines()[0]}"}
+    found = "" if last["outcome"] == "cannot run" else f"{last['outcome']} with a batch of {last['batch']}: "
+    return {"reason": found + in_short(last["reason"])}
+
+
+def in_short(reason: str) -> str:
+    """Of a list of problems the first; of a problem what comes before its remedy."""
+    lines = [line.strip().removeprefix("- ") for line in reason.splitlines()]
+    return lines[len(lines) > 1 and lines[0].endswith(":")].split("; ")[0]
 
 
 def model_name(row: dict) -> str:

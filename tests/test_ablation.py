@@ -128,6 +128,18 @@ def test_tables_and_plots(monkeypatch, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_fastest_round_at_the_batch_that_always_fits():
+    lines = [(8, 1, 80), (16, 1, 160), (16, 2, None), (12, 1, 100), (12, 2, 120), (12, 3, 110), (32, 1, None)]
+    records = [
+        {"option": "DDP", "batch": batch, "round": number} | (FITS | {"tokens_per_second": speed} if speed else OUT)
+        for batch, number, speed in lines
+    ]
+    for order in (records, records[::-1]):
+        found = ablation.best("DDP", order)
+        assert (found["batch"], found["tokens_per_second"]) == (12, 120)
+    assert ablation.best("FSDP1", records) == {"reason": "not launched yet"}
+
+
 def test_levers_compare_options():
     assert {name for pair in ablation.LEVERS.values() for name in pair} == set(ablation.OPTIONS)
     assert set(ablation.SHARDINGS) <= set(ablation.OPTIONS)
