@@ -1,12 +1,15 @@
 """Which FSDP options pay: the largest batch that fits under each, and the throughput that it buys, on this machine.
 
-    python benchmarks/ablation.py --memory_gib 0.75 recipes/t5.py --config recipes/configs/t5/laptop.yaml
+    python benchmarks/ablation.py --memory_gib 0.5 recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-(without --memory_gib on GPUs, whose memory is the limit). For each of OPTIONS the batch per device is doubled, then
-bisected: each trial is an `accelerate launch` of some optimizer steps of the recipe (benchmarks/ablation_trial.py),
-which either fits and is measured, or runs out of memory. It begins with the longest rows, so what it fits, all fit.
-With --rounds 2 or more the batches found are measured again, the options in turns, and the fastest round counts, since
-what disturbs only slows. A batch is `per_device_train_batch_size`, in sequences, without accumulation.
+For each of OPTIONS the batch per device is doubled, then bisected: each trial is an `accelerate launch` on this machine
+of some optimizer steps of the recipe (benchmarks/ablation_trial.py), which either fits and is measured, or runs out of
+memory. It begins with the longest rows, so what it fits, all fit. A batch is `per_device_train_batch_size`, in
+sequences, without accumulation. With --rounds 2 or more the batches found are measured again, the options in turns, and
+the fastest round counts, since what disturbs only slows.
+
+On GPUs leave --memory_gib out: their memory is the limit. On a CPU it is RLIMIT_DATA that imitates one: a process may
+take so much above what it held before the model.
 
 Writes to --out:
 
@@ -189,15 +192,15 @@ class Ablation:
 
     def run(self) -> None:
         """Search under each option, in round 1, then measure again."""
-        found, start = {}, self.flags.first_batch
+        found = {}
         for name in self.flags.options:
+            start = next(filter(None, found.values()), self.flags.first_batch)  # near what the first option fits
             try:
                 found[name] = largest_fitting(
                     lambda batch, name=name: self.fits(name, batch), self.flags.max_batch, start, self.flags.tolerance
                 )
             except CannotRunError:
                 found[name] = 0
-            start = found[name] or start  # the next will not differ by much
             self.progress.update()
         for round_number in range(2, self.flags.rounds + 1):
             for name in found:

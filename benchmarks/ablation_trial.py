@@ -10,6 +10,7 @@ ends its peers.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -72,6 +73,7 @@ class Trial:
                 self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
                 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: preparing data may need more
                 if self.memory_gib:
+                    return_freed_memory()
                     limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
             return original(accelerator, model, *rest)
 
@@ -153,6 +155,16 @@ class Trial:
         ]
         self.save(args.output_dir, communication_share=covered(spans) / 1e6 / seconds)
         raise SystemExit(0)
+
+
+def return_freed_memory() -> None:
+    """From now on a large tensor's memory goes back to the system when it is freed.
+
+    glibc would keep ever larger ones, and what fits would depend on how they happen to lie. Costs page faults.
+    """
+    glibc = ctypes.CDLL(None)
+    glibc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, which by itself grows to 32 MiB
+    glibc.malloc_trim(0)
 
 
 def limit_memory(most: int | None) -> None:
