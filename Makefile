@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 test test-slow check fix
+.PHONY: demo demo-c4 demo-t5 test test-slow check fix
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
@@ -14,6 +14,10 @@ demo: .venv/recipes
 demo-c4: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/c4.py --config recipes/configs/c4/laptop.yaml
+
+demo-t5: .venv/recipes
+	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
+		recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow"

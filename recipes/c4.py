@@ -148,9 +148,9 @@ def main(args: Args) -> None:
     # Model and optimizer
     resumed_from = agree_on_resume(accelerator, args)
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, args.attn_implementation)
+        model = load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
     else:
-        model = new_model(new_config(args), args.attn_implementation)
+        model = new_model(new_config(args), args.attn_implementation, args.param_dtype)
     problems = vocabulary_problems(model.config, tokenizer)
     if args.max_length > model.config.max_position_embeddings:
         problems.append(f"--max_length is {args.max_length}, the model's is {model.config.max_position_embeddings}")

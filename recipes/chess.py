@@ -119,6 +119,7 @@ def main(args: Args) -> None:
     if args.from_scratch:
         model = new_llama(
             args.attn_implementation,
+            args.param_dtype,
             vocab_size=len(tokenizer),
             hidden_size=args.hidden_size,
             intermediate_size=args.intermediate_size,
@@ -131,7 +132,7 @@ def main(args: Args) -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     else:
-        model = load_model(args.model_name_or_path, args.attn_implementation)
+        model = load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length)
     model, optimizer = prepare(accelerator, model, args)

@@ -89,16 +89,27 @@ class Forks:
             text=True,
         )
 
-    def run(self, out: Path, *args: object, config: str = "fsdp_full", num_processes: int = 2, **env: str) -> int:
-        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all."""
+    def run(
+        self,
+        out: Path,
+        *args: object,
+        script: Path | None = None,
+        config: str = "fsdp_full",
+        num_processes: int = 2,
+        **env: str,
+    ) -> int:
+        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all.
+
+        `script` defaults to the server's own.
+        """
         flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
-        launched = launch_environment([*flags, "--num_processes", str(num_processes), self.script])
+        launched = launch_environment([*flags, "--num_processes", str(num_processes), "recipe.py"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         world_size = int(launched["WORLD_SIZE"])
         job = {
-            "script": self.script,
+            "script": str(script or self.script),
             "world_size": world_size,
             "env": {name: str(value) for name, value in (launched | env).items()},
             "argv": ["--output_dir", str(out), *map(str, args)],

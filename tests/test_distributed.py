@@ -42,6 +42,11 @@ def test_sound_environments(env):
             4,
             ["SIZE_BASED_WRAP", "fsdp1_size_wrap.yaml"],
         ),
+        (
+            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            4,
+            ["fsdp_activation_checkpointing", "NO_WRAP"],
+        ),
         (FSDP1 | {"FSDP_USE_ORIG_PARAMS": "false"}, 4, ["fsdp_use_orig_params"]),
         (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, 0, ["FSDP1 hybrid", "fsdp_hybrid.yaml"]),
         (FSDP1 | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}, 0, ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]),
@@ -63,6 +68,7 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
         assert name in problem
 
 
+DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 
 
@@ -77,6 +83,11 @@ RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
             FSDP2,
             ["--checkpoint_every_n_layers 2", "fsdp_activation_checkpointing: true"],
         ),
+        ({"reduce_dtype": "bf16"}, DDP, ["--reduce_dtype bf16", "here fp32; set it to fp32"]),
+        ({"optim": "adamw_bf16_kahan"}, DDP, ["--reduce_dtype fp32", "here bf16; set it to bf16"]),
+        ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
+        ({"optim": "adamw_8bit"}, FSDP2, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
+        ({"optim": "adamw_8bit"}, FSDP1, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         (
             {"optim": "adamw_bf16_kahan"},
             FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"},
@@ -96,6 +107,11 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
         ({"prefetch_layers": 2}, FSDP2),
         ({"checkpoint_every_n_layers": 2}, RECOMPUTED),
         ({"optim": "adamw_bf16_kahan"}, FSDP2),
+        ({"optim": "adamw_bf16_kahan"}, {}),
+        ({"optim": "adamw_bf16_kahan", "reduce_dtype": "bf16"}, DDP),
+        ({"optim": "adafactor"}, FSDP2),
+        ({"optim": "adamw_8bit"}, DDP),
+        ({"reduce_dtype": "bf16"}, FSDP1),
         ({}, FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     ],
 )
@@ -158,6 +174,43 @@ def test_upstream_still_drops_the_rng_in_recomputation():
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
     assert "preserve_rng_state=False" in getsource(fsdp2_apply_ac)
+
+
+T5_UNDER_FSDP2 = """
+    import torch
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+    from accelerate_recipes.args import TrainArgs
+    from accelerate_recipes.distributed import make_accelerator
+    from accelerate_recipes.models import share_embedding
+    accelerator = make_accelerator(TrainArgs())
+    sizes = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+    SHARE
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            CALL
+        print("fine")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+def test_upstream_still_divides_a_tied_embedding():
+    """When this fails, torch or transformers made one of a T5's: models.share_embedding can leave out its last line."""
+    assert "is shared with a parameter already managed by another FSDP group" in run_python(
+        T5_UNDER_FSDP2.replace("SHARE", "").replace("CALL", "model(input_ids=ids, decoder_input_ids=ids)")
+    )
+
+
+def test_upstream_still_generates_beside_the_forward_pass():
+    """When this fails, an encoder's call gathers the root: distributed.prepare need not register `generate`."""
+    shared = T5_UNDER_FSDP2.replace("SHARE", "share_embedding(model)")
+    call = "model.generate(ids, max_new_tokens=2)"
+    assert run_python(shared.replace("CALL", call)) != "fine"
+    registered = f"torch.distributed.fsdp.register_fsdp_forward_method(model, 'generate'); {call}"
+    assert run_python(shared.replace("CALL", registered)) == "fine"
 
 
 def test_copies_are_an_error():

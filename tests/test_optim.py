@@ -1,14 +1,105 @@
-"""The schedule."""
+"""Optimizers in one process, where each has a reference; and the schedule. On several ranks: tests/test_levers.py."""
 
 import math
+import re
 
 import pytest
 import torch
+from helpers import ROOT
+from torch import nn
+from transformers.optimization import Adafactor
 
-from accelerate_recipes.args import ConfigError, TrainArgs, parse
-from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
+from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
 STEPS = 20
+
+
+def build(model: nn.Module, optim: str, **values) -> torch.optim.Optimizer:
+    args = TrainArgs(optim=optim, **values)
+    return optimizer_fn(model, args)(model.to(args.param_dtype))
+
+
+def follow(optimizer: torch.optim.Optimizer, model: nn.Module, gradients: list[list[torch.Tensor]]) -> None:
+    """One step with each of the lists of gradients, one gradient a parameter."""
+    for step in gradients:
+        for parameter, gradient in zip(model.parameters(), step, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+
+
+def test_kahan_keeps_what_bf16_loses():
+    """400 steps of 1e-4 from 1: alone, each is less than half of the distance to the next number in bf16."""
+    moved = {}
+    for name, optim in (("fp32", "adamw_torch_fused"), ("plain", "adamw_torch_fused"), ("kahan", "adamw_bf16_kahan")):
+        model = nn.ParameterList([torch.ones(3)])
+        optimizer = build(model, optim, learning_rate=1e-4, weight_decay=0.0)
+        follow(optimizer, model if name == "fp32" else model.bfloat16(), [[torch.ones(3)]] * 400)
+        moved[name] = model[0].tolist()
+    assert moved["fp32"] == pytest.approx([0.96] * 3, rel=1e-4)
+    assert moved["plain"] == [1.0] * 3
+    assert moved["kahan"] == pytest.approx(moved["fp32"], abs=1e-2)
+
+
+def test_kahan_is_adamw():
+    """With weight decay, on gradients of which most is noise: the way from the start differs by less than 2 %."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, 40, generator=generator).bfloat16().float() / 16
+    trend = torch.randn(50, 40, generator=generator)
+    gradients = [[0.3 * trend + torch.randn(50, 40, generator=generator)] for _ in range(400)]
+    ends = {}
+    for optim in ("adamw_torch_fused", "adamw_bf16_kahan"):
+        model = nn.ParameterList([start.clone()])
+        follow(build(model, optim, learning_rate=1e-4, weight_decay=1.0), model, gradients)
+        ends[optim] = model[0].detach().float()
+    whole = (ends["adamw_torch_fused"] - start).norm()
+    assert (ends["adamw_bf16_kahan"] - ends["adamw_torch_fused"]).norm() < 0.02 * whole
+
+
+def test_adafactor_is_that_of_transformers():
+    """As `TrainingArguments(optim="adafactor")` sets it up; vectors, matrices and stacks of matrices."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (5, 3), (2, 5, 3)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) * 10**i for shape in shapes] for i in (0, -3, 1, 0, -6)]
+    gradients[0][1][1] = gradients[2][1][0] = 0.0  # as of a word that no batch had
+    ours, theirs = (nn.ParameterList([p.clone() for p in start]) for _ in range(2))
+    follow(build(ours, "adafactor", learning_rate=1e-2, weight_decay=0.5), ours, gradients)
+    groups = [{"params": theirs[1:], "weight_decay": 0.5}, {"params": theirs[:1]}]
+    optimizer = Adafactor(groups, lr=1e-2, scale_parameter=False, relative_step=False)
+    follow(optimizer, theirs, gradients)
+    for ours_now, theirs_now in zip(ours, theirs, strict=True):
+        assert torch.allclose(ours_now, theirs_now, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_norms_and_biases_do_not_decay(optim):
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="not among the requirements")
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    decayed, spared = build(model, optim, weight_decay=0.1).param_groups
+    assert decayed["weight_decay"] == 0.1 and [p.shape for p in decayed["params"]] == [(3, 4)]
+    assert spared["weight_decay"] == 0.0 and len(spared["params"]) == 3
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_bytes_of_a_parameter_are_those_of_the_page(optim):
+    """Weight, gradient and state of a matrix, as docs/levers.md has them."""
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="not among the requirements")
+    model = nn.ParameterList([torch.randn(256, 256)])
+    optimizer = build(model, optim)
+    follow(optimizer, model, [[torch.randn(256, 256)]])
+    state = [tensor for tensor in optimizer.state[model[0]].values() if torch.is_tensor(tensor)]
+    found = sum(tensor.numel() * tensor.element_size() for tensor in (model[0], model[0].grad, *state)) / 256**2
+    (stated,) = re.findall(rf"^\| `{optim}` \| (\d+) \|", (ROOT / "docs/levers.md").read_text(), re.MULTILINE)
+    assert found == pytest.approx(int(stated), rel=0.02)
+
+
+def test_8_bit_needs_a_package(monkeypatch):
+    monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--optim adamw_8bit: bitsandbytes is not installed; run: pip install bits"):
+        parse(TrainArgs, ["--optim", "adamw_8bit"], world_size=1)
 
 
 def rates(**values) -> list[float]:

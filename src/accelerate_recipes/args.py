@@ -34,7 +34,7 @@ OWNED_ELSEWHERE = {
 }
 
 
-OPTIMIZERS = ["adamw_torch_fused"]
+OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -71,7 +71,9 @@ class TrainArgs:
     adam_beta1: float = arg(0.9, "AdamW's beta1.")
     adam_beta2: float = arg(0.95, "AdamW's beta2.")
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
-    optim: str = arg("adamw_torch_fused", "Optimizer.", choices=OPTIMIZERS)
+    optim: str = arg(
+        "adamw_torch_fused", "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.", choices=OPTIMIZERS
+    )
     max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.")
     prefetch_layers: int = arg(0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.")
     checkpoint_every_n_layers: int = arg(
@@ -140,6 +142,8 @@ class TrainArgs:
                 f"--metric_for_best_model needs an evaluation at every checkpoint: make --save_steps ({self.save_steps}) "
                 f"a multiple of --eval_steps ({self.eval_steps})"
             )
+        if self.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
+            found.append("--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes")
         for tracker in self.trackers:
             if tracker not in ("tensorboard", "trackio", "wandb"):
                 found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")

@@ -372,6 +372,7 @@ class Checkpointer:
             "world_size": self.accelerator.num_processes,
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
+            "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },
@@ -540,7 +541,7 @@ def export(
         if is_artifact and name != "data.json" and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, unfinished)
     if dtype is None:
-        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else torch.float32
+        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
     write_safetensors(checkpoint, unfinished, dtype, max_shard_size)
     config = json.loads((unfinished / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -587,6 +588,9 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     tied = set(model.all_tied_weights_keys)
+    if not json.loads((checkpoint / "config.json").read_text()).get("tie_word_embeddings", True):
+        # transformers 5.23 takes the output layer of every T5 for its embedding; see models.share_embedding.
+        tied.discard("lm_head.weight")
     tensors = {}
     for key, entry in saved.items():
         name = key.removeprefix("model.")

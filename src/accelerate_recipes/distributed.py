@@ -28,11 +28,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
 from accelerate_recipes.init import initialize
-from accelerate_recipes.optim import optimizer_fn
+from accelerate_recipes.optim import local, optimizer_fn
 
 T = TypeVar("T")
 
@@ -106,6 +105,11 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
                 "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard "
                 "rejects; use TRANSFORMER_BASED_WRAP, or accelerate_configs/fsdp1_size_wrap.yaml"
             )
+        if on("FSDP_ACTIVATION_CHECKPOINTING") and is_set("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"):
+            found.append(
+                "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
+                "no layers; use TRANSFORMER_BASED_WRAP"
+            )
         if version == 1 and not on("FSDP_USE_ORIG_PARAMS"):
             found.append(
                 "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
@@ -144,6 +148,22 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str]) -> list[str]:
         found.append(
             f"--checkpoint_every_n_layers {args.checkpoint_every_n_layers} says which layers are recomputed, but the "
             "accelerate YAML asks for none; set fsdp_activation_checkpointing: true under fsdp_config:, or it to 1"
+        )
+    grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
+    if not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1 and args.reduce_dtype != grad_dtype:
+        found.append(
+            f"--reduce_dtype {args.reduce_dtype}: DDP sums gradients over the ranks in the precision of the weights, "
+            f"here {grad_dtype}; set it to {grad_dtype}, or choose an FSDP config"
+        )
+    if use_fsdp and args.optim == "adafactor" and env.get("FSDP_VERSION") != "2":
+        found.append(
+            "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
+            "choose a config with fsdp_version: 2"
+        )
+    if use_fsdp and args.optim == "adamw_8bit":
+        found.append(
+            "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, "
+            "or --optim adafactor or adamw_bf16_kahan"
         )
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     if args.optim == "adamw_bf16_kahan" and precision != "no":
@@ -372,7 +392,7 @@ def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
 
 def local_numel(parameter: nn.Parameter) -> int:
     """Elements of a parameter that this rank holds."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+    return local(parameter).numel()
 
 
 def is_no_shard(accelerator: Accelerator) -> bool:
@@ -419,6 +439,8 @@ def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, loca
         f"backend {accelerator.state.backend or 'none'}",
         f"precision {accelerator.mixed_precision}",
     ]
+    if (dtype := next(model.parameters()).dtype) != torch.float32:
+        parts[-1] += f", weights {str(dtype).removeprefix('torch.')}"
     if accelerator.distributed_type == DistributedType.FSDP:
         classes = sorted({type(getattr(unit, "_fsdp_wrapped_module", unit)).__name__ for unit in units})
         parts.append(f"{len(units)} FSDP units ({', '.join(c.removeprefix('FSDP') for c in classes)})")

@@ -1,5 +1,6 @@
 """Models and tokenizers: from a name, a folder or a configuration."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,14 +42,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(name: str, attn_implementation: str) -> PreTrainedModel:
-    """A causal language model in fp32, as master weights; the accelerate YAML decides the precision it computes in.
+def load_model(name: str, attn_implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal language model with weights in `dtype`; the accelerate YAML decides the precision it computes in.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, attn_implementation=attn_implementation, use_safetensors=True
+        name, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True
     )
 
 
@@ -137,21 +138,23 @@ def vocabulary_problems(config: PreTrainedConfig, tokenizer: PreTrainedTokenizer
     return found
 
 
-def new_model(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    """A causal language model on the meta device, in fp32: `distributed.prepare` gives it its first weights.
+def new_model(
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """A causal language model on the meta device, in `dtype`: `distributed.prepare` gives it its first weights.
 
     Elsewhere `init.initialize` does.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.config.architectures = [type(model).__name__]
     model.is_new = True  # until it has them
     return model
 
 
-def new_llama(attn_implementation: str, **config) -> PreTrainedModel:
+def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
     """A Llama of these sizes, as `new_model` makes it."""
-    return new_model(LlamaConfig(**config), attn_implementation)
+    return new_model(LlamaConfig(**config), attn_implementation, dtype)
 
 
 def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rate: float) -> PreTrainedModel:
@@ -200,6 +203,8 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
         head.weight = model.shared.weight if is_tied else nn.Parameter(torch.empty_like(model.shared.weight))
     model.config.tie_word_embeddings = is_tied
     model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+    # FSDP2 warns of it: T5's layers hand on the position bias, a view. Nothing writes to it in place.
+    warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
 
 

@@ -1,10 +1,12 @@
-"""Optimizer and learning-rate schedule."""
+"""Optimizers and learning-rate schedule."""
 
 import re
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
 from transformers import get_scheduler
 
 from accelerate_recipes.args import TrainArgs
@@ -14,7 +16,7 @@ WRAPPERS = re.compile(r"^module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_mod
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """A function that builds the optimizer on `model` once it is sharded.
+    """A function that builds the optimizer of `args` on `model` once it is sharded.
 
     Matrices decay; norms, biases and other parameters of fewer than two dimensions do not. That is read off the
     whole model, by name: FSDP1 leaves every parameter flat.
@@ -26,15 +28,114 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
         for name, parameter in sharded.named_parameters():
             if parameter.requires_grad:
                 (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
-        return torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}],
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            fused=True,  # one kernel, on CPU and GPU, for plain tensors and DTensors alike
-        )
+        groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+        if args.optim == "adafactor":
+            return Adafactor(groups, args.learning_rate)
+        adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        if args.optim == "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit  # not among the requirements
+
+            return AdamW8bit(groups, **adam)
+        # Fused: one kernel, on CPU and GPU, for plain tensors and DTensors alike.
+        return (KahanAdamW if args.optim == "adamw_bf16_kahan" else torch.optim.AdamW)(groups, **adam, fused=True)
 
     return make_optimizer
+
+
+class KahanAdamW(torch.optim.AdamW):
+    """AdamW for weights in bf16: what rounding takes from an update is kept, and added to the next.
+
+    bf16 has 8 bits: an update of less than 1/512 of a weight is lost. 8 bytes a parameter (weight, two moments,
+    compensation) and 2 of gradient, instead of 16. The second moment is kept in bf16 too, where with a beta2 over 0.996
+    it can be stuck: what it would fall by in a step is rounded away.
+
+    Source: Zamirai et al., Revisiting BFloat16 Training, 2020, algorithm 1 (Kahan summation); torchdistx's
+    AnyPrecisionAdamW.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            params, grads, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
+            self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, [], steps)
+            for parameter in params:
+                self.state[parameter].setdefault("compensation", torch.zeros_like(parameter))
+            compensations = [self.state[parameter]["compensation"] for parameter in params]
+            # Each element by itself: a rank's shard is a tensor like any other.
+            tensors = (params, grads, exp_avgs, exp_avg_sqs, compensations)
+            params, grads, exp_avgs, exp_avg_sqs, compensations = ([local(t) for t in ts] for ts in tensors)
+            # The kernel moves the compensations in the weights' place, which are left to be rounded once, below.
+            adamw(
+                compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
+                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
+            )  # fmt: skip
+            for parameter, compensation in zip(params, compensations, strict=True):
+                compensation.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+                before = parameter.clone()
+                parameter.add_(compensation)
+                compensation.add_(before.sub_(parameter))
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor without a first moment, which trained T5: of a matrix it keeps the mean squares of rows and columns.
+
+    The learning rate is the external one, as `transformers.TrainingArguments` has it (no relative step, no scaling by
+    the parameter). torch 2.13's and transformers 5.23's own fail on DTensors, so on FSDP2's shards; here means are
+    taken over the whole parameter, with small all-reduces, and a step is that of one process.
+
+    Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018, algorithms 4 and 5.
+    """
+
+    def __init__(self, params, lr: float, eps: float = 1e-30, clip_threshold: float = 1.0, decay_rate: float = -0.8):
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        self.eps, self.clip_threshold, self.decay_rate = eps, clip_threshold, decay_rate
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = self._update(self.state[parameter], parameter.grad)
+                    parameter, update = local(parameter), local(update)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+    def _update(self, state: dict[str, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
+        square = grad.square().add_(self.eps)
+        means = {"row": mean(square, -1), "column": mean(square, -2)} if grad.ndim > 1 else {"element": square}
+        if not state:
+            state["step"] = torch.zeros(())
+            state.update({name: torch.zeros_like(value) for name, value in means.items()})
+        state["step"] += 1
+        for name, value in means.items():
+            state[name].lerp_(value, state["step"].item() ** self.decay_rate)
+        if grad.ndim > 1:
+            row = state["row"] / mean(state["row"], -1).unsqueeze(-1)
+            update = grad * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
+        else:
+            update = grad * state["element"].rsqrt()
+        rms = (whole(update.square().sum()) / update.numel()).sqrt()
+        update = update / (rms / self.clip_threshold).clamp(min=1.0)
+        # DTensor makes one row, of which one rank has nothing, whole on all.
+        return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
+
+
+def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Over all ranks that share the dimension. Not DTensor's own, which weighs uneven shards alike."""
+    return whole(tensor.sum(dim)) / tensor.shape[dim]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What is a sum over shards, added up; anything else as it is."""
+    if isinstance(tensor, DTensor):
+        done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        return tensor.redistribute(placements=done)
+    return tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_scheduler(

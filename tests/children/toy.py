@@ -65,7 +65,7 @@ def make_rows(num_rows: int) -> Dataset:
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
     model = new_llama(
-        "sdpa", vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
+        "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
         attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
     )  # fmt: skip

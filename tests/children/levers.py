@@ -1,0 +1,73 @@
+"""Three steps of the toy model, and what the levers did meanwhile; the result goes to a JSON file.
+
+Run by tests/test_levers.py. It is a recipe like any other.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import toy
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from accelerate_recipes.data import PackedRows, make_train_loader
+from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.engine import train_step
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.recipe import run
+
+STEPS = 3
+
+
+@dataclass
+class Args(toy.Args):
+    per_device_train_batch_size: int = 4
+
+
+requirements = toy.requirements
+
+
+def main(args: Args) -> None:
+    accelerator = make_accelerator(args)
+    model, _ = toy.make_model(args)
+    model, optimizer = prepare(accelerator, model, args)
+    calls = []
+    layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
+    offloads = []
+    save_on_cpu = checkpoint_wrapper.save_on_cpu
+    checkpoint_wrapper.save_on_cpu = lambda **options: offloads.append(options) or save_on_cpu(**options)
+    reduced = []
+    reduce_scatter = dist.reduce_scatter_single  # FSDP1 and FSDP2 of torch 2.13 both call it by this name
+
+    def record(output: torch.Tensor, input: torch.Tensor, *args, **kwargs):
+        reduced.append(str(input.dtype))
+        return reduce_scatter(output, input, *args, **kwargs)
+
+    dist.reduce_scatter_single = record
+    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
+    batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
+    losses = [
+        train_step(
+            accelerator, model, optimizer, [next(batches)], next_token_loss, count_next_tokens, args.max_grad_norm
+        ).loss.item()
+        for _ in range(STEPS)
+    ]
+    if accelerator.is_main_process:
+        result = {
+            "losses": losses,
+            "calls": [calls.count(i) / STEPS for i in range(len(layers))],
+            "offloads": len(offloads) / STEPS,
+            "reduced": sorted(set(reduced)),
+            "stored": sorted({str(parameter.dtype) for parameter in model.parameters()}),
+        }
+        Path(args.output_dir).mkdir(parents=True)
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)

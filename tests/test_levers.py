@@ -1,0 +1,142 @@
+"""Each lever does what it says, and nothing to the arithmetic that it does not say. Two ranks, forked."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import CHILDREN, Forks, losses
+from transformers import AutoModelForCausalLM
+
+RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+KAHAN = ("--optim", "adamw_bf16_kahan")
+# Of losses where something is kept in 8 bits: the last bits of a gradient, in which ranks differ, change how it is
+# rounded, by a 256th; an update's share of the loss is far smaller.
+BF16 = 1e-3
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    server = Forks(CHILDREN / "toy.py", tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def levers(forks, tmp_path_factory):
+    """What tests/children/levers.py found, and its log; each run once."""
+    done = {}
+
+    def result(*args: object, config: str = "fsdp_full", **env: str) -> tuple[dict, str]:
+        key = (*args, config, *sorted(env.items()))
+        if key not in done:
+            out = tmp_path_factory.mktemp("levers") / "out"
+            code = forks.run(out, *args, script=CHILDREN / "levers.py", config=config, **env)
+            log = out.with_suffix(".log").read_text()
+            assert code == 0, log[-3000:]
+            done[key] = json.loads((out / "result.json").read_text()), log
+        return done[key]
+
+    return result
+
+
+@pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
+@pytest.mark.parametrize("n, calls", [(1, [2, 2, 2]), (2, [2, 1, 2])])
+def test_each_nth_layer_is_recomputed(levers, config, n, calls):
+    """A layer that is recomputed is called twice a step. Losses are those of a run that recomputes nothing, bit for bit."""
+    plain, log = levers(config=config)
+    assert plain["calls"] == [1, 1, 1] and "recomputed" not in log
+    found, log = levers("--checkpoint_every_n_layers", n, config=config, **RECOMPUTED)
+    assert found["calls"] == calls and found["losses"] == plain["losses"]
+    assert f"activations of {sum(calls) - 3} of 3 layers recomputed" in log
+
+
+def test_where_inputs_are_kept_on_the_cpu_the_other_layers_keep_theirs(levers):
+    env = RECOMPUTED | {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
+    found, log = levers("--checkpoint_every_n_layers", 2, **env)
+    assert found["calls"] == [2, 1, 2] and found["offloads"] == 2
+    assert found["losses"] == levers()[0]["losses"]
+    assert "activations of 2 of 3 layers recomputed from inputs kept on the CPU" in log
+
+
+@pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
+@pytest.mark.parametrize("dtype, name", [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
+@pytest.mark.parametrize("precision", ["no", "bf16", "pure bf16"])
+def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, config, dtype, name, precision):
+    """Whatever the layers compute in, and without touching the precision in which weights are kept."""
+    args = KAHAN if precision == "pure bf16" else ()
+    env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if precision == "bf16" else {}
+    found, log = levers("--reduce_dtype", dtype, *args, config=config, **env)
+    assert ("precision no, weights bfloat16 |" in log) == (precision == "pure bf16")
+    assert found["reduced"] == [name]
+    assert found["stored"] == ["torch.bfloat16" if precision == "pure bf16" else "torch.float32"]
+    assert found["losses"] == pytest.approx(levers()[0]["losses"], rel=3e-3)
+
+
+@pytest.fixture(scope="module")
+def whole_runs(forks, tmp_path_factory):
+    """Output directory of a whole run of the toy recipe with an optimizer: 10 steps, with all checkpoints."""
+    done = {}
+
+    def result(optim: str, config: str = "fsdp_full", num_processes: int = 2):
+        key = (optim, config, num_processes)
+        if key not in done:
+            out = tmp_path_factory.mktemp("whole") / "out"
+            run_toy(forks, out, optim, config, num_processes)
+            done[key] = out
+        return done[key]
+
+    return result
+
+
+def run_toy(forks, out, optim: str, config: str, num_processes: int) -> None:
+    flags = ["--optim", optim, "--save_total_limit", 0]
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="not among the requirements")
+        flags += ["--hidden_size", 64]  # smaller parameters it leaves in 32 bits
+    if config == "ddp" and optim == "adamw_bf16_kahan":
+        flags += ["--reduce_dtype", "bf16"]
+    code = forks.run(out, *flags, config=config, num_processes=num_processes)
+    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+
+
+def tolerance(optim: str) -> float:
+    return 1e-5 if optim == "adafactor" else BF16
+
+
+EVERYWHERE = [
+    ("adamw_bf16_kahan", "fsdp_full"),
+    ("adamw_bf16_kahan", "fsdp1_full"),
+    ("adamw_bf16_kahan", "ddp"),
+    ("adafactor", "fsdp_full"),
+    ("adafactor", "ddp"),
+    ("adamw_8bit", "ddp"),
+]
+
+
+@pytest.mark.parametrize("optim, config", EVERYWHERE)
+def test_an_optimizer_does_not_depend_on_the_strategy(whole_runs, optim, config):
+    wanted, found = losses(whole_runs(optim, "single", 1)), losses(whole_runs(optim, config))
+    assert len(wanted) == 10 and found == pytest.approx(wanted, rel=tolerance(optim))
+
+
+@pytest.mark.parametrize("optim, dtype", [("adamw_bf16_kahan", torch.bfloat16), ("adafactor", torch.float32)])
+def test_an_export_has_the_precision_that_was_trained(whole_runs, optim, dtype):
+    model = AutoModelForCausalLM.from_pretrained(whole_runs(optim) / "export", dtype="auto")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (2, 1)])
+def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, after):
+    """From the checkpoint of step 3 in a new process: bit for bit, and on another number of ranks within rounding."""
+    config = {1: "single", 2: "ddp" if optim == "adamw_8bit" else "fsdp_full"}
+    whole, out = whole_runs(optim, config[before], before), tmp_path / "out"
+    out.mkdir()
+    shutil.copytree(whole / "checkpoint-3", out / "checkpoint-3")
+    run_toy(forks, out, optim, config[after], after)
+    assert f"checkpoint-3 (step 3, saved by {before} x" in out.with_suffix(".log").read_text()
+    if before == after:
+        assert losses(out) == losses(whole)
+    else:
+        assert losses(out) == pytest.approx(losses(whole), rel=tolerance(optim))
