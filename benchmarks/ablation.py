@@ -21,6 +21,7 @@ Source: "Efficient Large-Scale Training with Pytorch FSDP and AWS", pytorch.org/
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -192,21 +194,19 @@ class Ablation:
 
     def run(self) -> None:
         """Search under each option, in round 1, then measure again."""
-        found = {}
+        start = 0
         for name in self.flags.options:
-            start = next(filter(None, found.values()), self.flags.first_batch)  # near what the first option fits
-            try:
-                found[name] = largest_fitting(
-                    lambda batch, name=name: self.fits(name, batch), self.flags.max_batch, start, self.flags.tolerance
-                )
-            except CannotRunError:
-                found[name] = 0
+            with contextlib.suppress(CannotRunError):
+                first = start or self.flags.first_batch
+                found = largest_fitting(partial(self.fits, name), self.flags.max_batch, first, self.flags.tolerance)
+                start = start or found  # what the first option fits, the others are near
             self.progress.update()
         for round_number in range(2, self.flags.rounds + 1):
-            for name in found:
-                # Beside the limit a launch fits that the next one does not: then a little less.
-                while found[name] and self.trial(name, found[name], round_number)["outcome"] != "fits":
-                    found[name] = found[name] * 9 // 10
+            for name in self.flags.options:
+                # Beside the limit a launch fits that the next one does not: then it is the next smaller that counts.
+                while batch := best(name, self.records).get("batch"):
+                    if self.trial(name, batch, round_number)["outcome"] == "fits":
+                        break
                 self.progress.update()
         self.progress.close()
 
@@ -300,7 +300,8 @@ def best(name: str, records: list[dict]) -> dict:
     too_large = min((record["batch"] for record in failing), default=float("inf"))
     measured = [record for record in mine if record["outcome"] == "fits" and record["batch"] < too_large]
     if measured:
-        return max(measured, key=lambda record: (record["batch"], record["tokens_per_second"]))
+        fastest = max(measured, key=lambda record: (record["batch"], record["tokens_per_second"]))
+        return fastest | {"too_large": too_large}
     if not failing:
         return {"reason": "not launched yet"}
     last = min(failing, key=lambda record: record["batch"])
@@ -373,7 +374,7 @@ def figures(rows: dict[str, dict]) -> str:
         lines.append(
             [
                 name,
-                f"{row['batch']}",
+                f"{row['batch']}" + (f" (not {row['too_large']})" if row["too_large"] < float("inf") else ""),
                 f"{row['tokens_per_second']:,.0f}",
                 f"{row['tflops_per_device']:.3g}",
                 f"{max(row['peak_memory_gib']):.3f}",

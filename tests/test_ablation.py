@@ -115,7 +115,7 @@ def test_tables_and_plots(monkeypatch, tmp_path, capsys):
         for name, batch in (("full shard", 6), ("no wrapping", 3))
     }
     assert sum((r["option"], r["batch"]) == ("full shard", 6) for r in records) == 2
-    assert f"| full shard | 6 | {measured['full shard']:,.0f} | 0.5 | 0.500 | 25% |  |" in table
+    assert f"| full shard | 6 (not 7) | {measured['full shard']:,.0f} | 0.5 | 0.500 | 25% |  |" in table
     ratio = measured["full shard"] / measured["no wrapping"]
     assert f"| Transformer wrapping policy, against none | t5 3B | {ratio:.2f}x | 3 -> 6 |  |" in table
     assert "| DDP |  |  |  |  |  | out of memory with a batch of 1: no memory |" in table
