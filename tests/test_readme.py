@@ -131,7 +131,7 @@ def test_every_config_and_flag_on_the_page_exists():
     recipes = [load(ROOT / recipe).Args.__dataclass_fields__ for recipe in SHORT]
     known = {f"--{name}" for fields in recipes for name in fields} | {"--config", "--help"}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
-    ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update"}
+    ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
     assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE):
         assert (ROOT / Path(path)).exists(), path

@@ -1,0 +1,486 @@
+"""Which FSDP options pay: the largest batch that fits under each, and the throughput that it buys, on this machine.
+
+    python benchmarks/ablation.py --memory_gib 0.5 recipes/t5.py --config recipes/configs/t5/laptop.yaml
+
+For each of OPTIONS the batch per device is doubled, then bisected: each trial is an `accelerate launch` on this machine
+of some optimizer steps of the recipe (benchmarks/ablation_trial.py), which either fits and is measured, or runs out of
+memory. It begins with the longest rows, so what it fits, all fit. A batch is `per_device_train_batch_size`, in
+sequences, without accumulation. With --rounds 2 or more the batches found are measured again, the options in turns, and
+the fastest round counts, since what disturbs only slows.
+
+On GPUs leave --memory_gib out: their memory is the limit. On a CPU it is RLIMIT_DATA that imitates one: a process may
+take so much above what it held before the model.
+
+Writes to --out:
+
+    results.jsonl     a line for each launch; those that are there are not launched again, until the line is deleted
+    table.md          what each lever brings, as in the PyTorch blog on T5; all figures; DDP against FSDP in bytes
+    throughput.png, memory.png
+
+Source: "Efficient Large-Scale Training with Pytorch FSDP and AWS", pytorch.org/blog: the table and its levers.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import matplotlib
+import psutil
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from accelerate_recipes.distributed import num_accelerators
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+
+
+class Option(NamedTuple):
+    """An accelerate config, and flags of `accelerate launch` and of the recipe. {half}: of the processes, at least 2."""
+
+    config: str = "fsdp_full"
+    launch: str = ""
+    recipe: str = ""
+
+
+CHECKPOINTING = "--fsdp_activation_checkpointing true"
+OPTIONS = {
+    "full shard": Option(),
+    "DDP": Option("ddp"),
+    "grad-op shard": Option("fsdp_grad_op"),
+    "hybrid shard": Option(
+        "fsdp_hybrid", "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size {half}"
+    ),
+    "no wrapping": Option("fsdp_no_wrap"),
+    "FSDP1": Option("fsdp1_full"),
+    "FSDP1, by size": Option("fsdp1_size_wrap"),
+    "fp32": Option(launch="--mixed_precision no"),
+    "pure bf16, Kahan": Option(launch="--mixed_precision no", recipe="--optim adamw_bf16_kahan"),
+    "bf16 reduction": Option(recipe="--reduce_dtype bf16"),
+    "checkpointing": Option(launch=CHECKPOINTING),
+    "checkpointing, every 2nd": Option(launch=CHECKPOINTING, recipe="--checkpoint_every_n_layers 2"),
+    "checkpointing, on CPU": Option(launch=f"{CHECKPOINTING} --fsdp_activation_checkpointing_offload true"),
+    "parameter offload": Option("fsdp_offload"),
+    "prefetch 2": Option(recipe="--prefetch_layers 2"),
+    "compile": Option(launch="--dynamo_backend inductor --dynamo_use_regional_compilation"),
+}
+# Each compares two options that differ in it alone: with it, and without.
+LEVERS = {
+    "Mixed precision (bf16), against fp32": ("full shard", "fp32"),
+    "Pure bf16 with Kahan summation, against mixed": ("pure bf16, Kahan", "full shard"),
+    "Gradients reduced in bf16, against fp32": ("bf16 reduction", "full shard"),
+    "Activation checkpointing": ("checkpointing", "full shard"),
+    "Activation checkpointing of every 2nd layer": ("checkpointing, every 2nd", "full shard"),
+    "Activation checkpointing with inputs on the CPU": ("checkpointing, on CPU", "full shard"),
+    "Transformer wrapping policy, against none": ("full shard", "no wrapping"),
+    "Transformer wrapping policy, against units of 100M parameters (FSDP1)": ("FSDP1", "FSDP1, by size"),
+    "Full shard, against gradients and optimizer only": ("full shard", "grad-op shard"),
+    "Full shard, against DDP": ("full shard", "DDP"),
+    "Hybrid shard, against full": ("hybrid shard", "full shard"),
+    "FSDP2, against FSDP1": ("full shard", "FSDP1"),
+    "Parameters, gradients and optimizer on the CPU": ("parameter offload", "full shard"),
+    "Prefetch of 2 layers, against 1": ("prefetch 2", "full shard"),
+    "torch.compile of each layer": ("compile", "full shard"),
+}
+# All with weights, gradients and moments in fp32: their bytes compare.
+SHARDINGS = ["DDP", "full shard", "grad-op shard", "hybrid shard", "no wrapping", "FSDP1"]
+STATE = ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]
+
+
+class CannotRunError(RuntimeError):
+    """The recipe refuses an option: no batch will do."""
+
+
+def largest_fitting(fits: Callable[[int], bool], limit: int, start: int = 1, tolerance: float = 0.0) -> int:
+    """The largest number from 1 to `limit` that fits, to within a share `tolerance`; 0 if none does.
+
+    Doubles (or halves) from `start` until one fits and another does not, then bisects between them. What fits is
+    taken to fit when smaller.
+    """
+    fitting, failing = 0, limit + 1
+    size = min(start, limit)
+    while failing - fitting > max(1, tolerance * fitting):
+        if fits(size):
+            fitting = size
+        else:
+            failing = size
+        if not fitting:
+            size = failing // 2
+        elif failing > limit:
+            size = min(2 * fitting, limit)
+        else:
+            size = (fitting + failing) // 2
+    return fitting
+
+
+class Ablation:
+    """The launches of one comparison, and their file."""
+
+    def __init__(self, flags: argparse.Namespace):
+        self.flags = flags
+        self.path = flags.out / "results.jsonl"
+        # Of all its launches alike: others do not compare.
+        self.settings = {
+            "recipe": shlex.join([flags.recipe, *flags.arguments]),
+            "num_processes": flags.num_processes,
+            "memory_gib": flags.memory_gib,
+            "steps": flags.steps,
+        }
+        self.records = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        for record in self.records:
+            if record["settings"] != self.settings:
+                raise ValueError(
+                    f"{self.path} holds launches of {record['settings']}, not of {self.settings}; "
+                    "give the same, or another --out"
+                )
+        self.progress = tqdm(
+            total=len(flags.options) * flags.rounds,
+            unit="option",
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+        )
+
+    def command(self, name: str, batch: int) -> list[str]:
+        option, processes = OPTIONS[name], self.flags.num_processes
+        config = os.path.relpath(ROOT / f"accelerate_configs/{option.config}.yaml")
+        command = ["accelerate", "launch", "--config_file", config, "--num_processes", str(processes)]
+        command += option.launch.format(half=max(2, processes // 2)).split()
+        command += [os.path.relpath(ROOT / "benchmarks/ablation_trial.py"), "--steps", str(self.flags.steps)]
+        if self.flags.memory_gib:
+            command += ["--memory_gib", str(self.flags.memory_gib)]
+        command += [self.flags.recipe, *self.flags.arguments, *option.recipe.split()]
+        return [*command, "--per_device_train_batch_size", str(batch), "--total_batch_size", str(batch * processes)]
+
+    def trial(self, name: str, batch: int, round_number: int) -> dict:
+        """One launch, unless it is in the file."""
+        command = self.command(name, batch)
+        key = {"option": name, "batch": batch, "round": round_number, "command": shlex.join(command)}
+        for record in self.records:
+            if key.items() <= record.items():
+                return record
+        self.progress.set_postfix_str(f"{name}, batch {batch}")
+        record = (
+            key | {"settings": self.settings} | launch(command, self.flags.trial_minutes * 60, self.flags.memory_gib)
+        )
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        line = f"{name}, {batch} a device: {record['outcome']}"
+        if record["outcome"] == "fits":
+            line += f", {record['tokens_per_second']:,.0f} tokens/s, {max(record['peak_memory_gib']):.2f} GiB"
+        else:
+            line += f" ({in_short(record['reason'])})"
+        with self.progress.external_write_mode(file=sys.stdout):
+            print(line, flush=True)
+        return record
+
+    def fits(self, name: str, batch: int) -> bool:
+        outcome = self.trial(name, batch, 1)["outcome"]
+        if outcome == "cannot run":
+            raise CannotRunError(name)
+        return outcome == "fits"
+
+    def run(self) -> None:
+        """Search under each option, in round 1, then measure again."""
+        start = 0
+        for name in self.flags.options:
+            with contextlib.suppress(CannotRunError):
+                first = start or self.flags.first_batch
+                found = largest_fitting(partial(self.fits, name), self.flags.max_batch, first, self.flags.tolerance)
+                start = start or found  # what the first option fits, the others are near
+            self.progress.update()
+        for round_number in range(2, self.flags.rounds + 1):
+            for name in self.flags.options:
+                # Beside the limit a launch fits that the next one does not: then it is the next smaller that counts.
+                while batch := best(name, self.records).get("batch"):
+                    if self.trial(name, batch, round_number)["outcome"] == "fits":
+                        break
+                self.progress.update()
+        self.progress.close()
+
+
+def launch(command: list[str], seconds: float, memory_gib: float) -> dict:
+    """Run one trial to its end, and say how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *command[2:]]
+        with log.open("w") as file:
+            process = subprocess.Popen([*words, "--output_dir", folder], stdout=file, stderr=subprocess.STDOUT)
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return {"outcome": "failed", "reason": f"not over within {seconds / 60:g} minutes (--trial_minutes)"}
+            finally:
+                end(process)
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+        return outcome(ranks, log.read_text(), memory_gib)
+
+
+def end(launcher: subprocess.Popen) -> None:
+    """With its ranks, which it puts into sessions of their own."""
+    if launcher.poll() is None:
+        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+            process.kill()
+        launcher.wait()
+
+
+def outcome(ranks: list[dict], log: str, memory_gib: float) -> dict:
+    """Of a trial, from what its ranks wrote and the launcher said: fits, out of memory, cannot run, or failed.
+
+    What failed otherwise may have been too large too, in other words: the search goes on with less. Of several ranks
+    the first tells why; its peers only lost it.
+    """
+    measured = [rank for rank in ranks if "tokens_per_second" in rank]
+    if measured and len(measured) == measured[0]["num_processes"]:
+        lists = {name: [rank[name] for rank in measured] for name in (*STATE, "peak_memory_gib")}
+        shares = [rank["communication_share"] for rank in measured if "communication_share" in rank]
+        if len(shares) == len(measured):
+            merged = {"communication_share": mean(shares), "communication_reason": ""}
+        else:
+            why = next((rank["profile_failed"] for rank in measured if "profile_failed" in rank), "killed")
+            merged = {"communication_share": None, "communication_reason": f"the profiled step failed: {why}"}
+        return {"outcome": "fits"} | measured[0] | lists | merged
+    origin = next(({"machine": rank["machine"]} for rank in ranks if "machine" in rank), {})
+    failed = [rank for rank in ranks if "reason" in rank]
+    if failed:
+        first = min(failed, key=lambda rank: (rank["outcome"] == "failed", rank["failed_at"]))
+        found = {"outcome": first["outcome"], "reason": first["reason"]}
+    elif killed := re.search(r"Root Cause.*?exitcode\s*: -(\d+)", log, re.DOTALL):
+        number = int(killed[1])
+        # The kernel ends who takes the machine's last memory; C++ code often aborts where it gets none.
+        by_limit = memory_gib and number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+        kind = "out of memory" if by_limit or number == signal.SIGKILL else "failed"
+        found = {"outcome": kind, "reason": f"killed by {signal.Signals(number).name}"}
+    else:
+        found = {"outcome": "failed", "reason": (log.strip().splitlines() or ["it ended without a word"])[-1]}
+    return found | origin
+
+
+def write_report(out: Path, names: list[str], records: list[dict]) -> None:
+    """Tables and plots of these options, as far as they were measured."""
+    rows = {name: best(name, records) for name in names}
+    measured = [row for row in rows.values() if "tokens_per_second" in row]
+    if not measured:
+        return
+    (out / "table.md").write_text("\n\n".join([heading(measured), levers(rows), figures(rows), state(rows)]) + "\n")
+    shown = {f"{name} ({row['batch']})" if "batch" in row else name: row for name, row in rows.items()}
+    draw(
+        out / "throughput.png",
+        {"": {name: row.get("tokens_per_second", 0) for name, row in shown.items()}},
+        "tokens/s of all processes, at the largest batch per device that fits",
+        shown,
+    )
+    parts = {
+        part.removesuffix("_bytes"): {name: max(row.get(part, [0])) / GIB for name, row in shown.items()}
+        for part in STATE
+    }
+    parts["activations, gathered layers, buffers"] = {
+        name: max(0, max(row.get("peak_memory_gib", [0])) - sum(part[name] for part in parts.values()))
+        for name, row in shown.items()
+    }
+    draw(out / "memory.png", parts, "peak memory of a process at that batch, GiB", shown)
+
+
+def best(name: str, records: list[dict]) -> dict:
+    """The fastest round at the largest batch that always fitted; or the `reason` why there is none."""
+    mine = [record for record in records if record["option"] == name]
+    failing = [record for record in mine if record["outcome"] != "fits"]
+    too_large = min((record["batch"] for record in failing), default=float("inf"))
+    measured = [record for record in mine if record["outcome"] == "fits" and record["batch"] < too_large]
+    if measured:
+        fastest = max(measured, key=lambda record: (record["batch"], record["tokens_per_second"]))
+        return fastest | {"too_large": too_large}
+    if not failing:
+        return {"reason": "not launched yet"}
+    last = min(failing, key=lambda record: record["batch"])
+    found = "" if last["outcome"] == "cannot run" else f"{last['outcome']} with a batch of {last['batch']}: "
+    return {"reason": found + in_short(last["reason"])}
+
+
+def in_short(reason: str) -> str:
+    """Of a list of problems the first; of a problem what comes before its remedy."""
+    lines = [line.strip().removeprefix("- ") for line in reason.splitlines()]
+    return lines[len(lines) > 1 and lines[0].endswith(":")].split("; ")[0]
+
+
+def model_name(row: dict) -> str:
+    count, unit = next(
+        (row["num_parameters"] / n, u) for n, u in ((1e9, "B"), (1e6, "M"), (1, "")) if row["num_parameters"] >= n
+    )
+    return f"{row['model']} {count:.3g}{unit}"
+
+
+def heading(measured: list[dict]) -> str:
+    first = measured[0]
+    machine, settings = first["machine"], first["settings"]
+    loads = [row["machine"]["load_average"] for row in measured]
+    lines = [f"# Ablation of `{settings['recipe']}`"]
+    if first["device_type"] == "cpu":
+        lines.append(f"**{machine['cores']} CPU cores, gloo: shows that it works, not what a GPU does.**")
+    memory = (
+        f", each with {settings['memory_gib']:g} GiB for its state and activations" if settings["memory_gib"] else ""
+    )
+    lines.append(
+        f"{first['num_processes']} processes on {machine['device']}{memory}; load average {min(loads):.1f} to {max(loads):.1f}, "
+        "these processes included. Versions: "
+        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        + ". Every launch, with its command: [results.jsonl](results.jsonl)."
+    )
+    return "\n\n".join(lines)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def levers(rows: dict[str, dict]) -> str:
+    """The blog's table: throughput with a lever over that without, each at the largest batch that fits."""
+    lines = []
+    for lever, names in LEVERS.items():
+        if not set(names) <= set(rows):
+            continue
+        pair = [rows[name] for name in names]
+        missing = [f"{name}: {row['reason']}" for name, row in zip(names, pair, strict=True) if "reason" in row]
+        model = next((model_name(row) for row in pair if "batch" in row), "")
+        if missing:
+            lines.append([lever, model, "", "", "; ".join(missing)])
+        else:
+            ratio = pair[0]["tokens_per_second"] / pair[1]["tokens_per_second"]
+            lines.append([lever, model, f"{ratio:.2f}x", f"{pair[1]['batch']} -> {pair[0]['batch']}", ""])
+    header = ["optimization", "model", "throughput improvement", "batch per device", "why empty"]
+    return "## What each lever brings\n\n" + markdown(header, lines)
+
+
+def figures(rows: dict[str, dict]) -> str:
+    lines = []
+    for name, row in rows.items():
+        if "reason" in row:
+            lines.append([name, "", "", "", "", "", row["reason"]])
+            continue
+        share = row["communication_share"]
+        lines.append(
+            [
+                name,
+                f"{row['batch']}" + (f" (not {row['too_large']})" if row["too_large"] < float("inf") else ""),
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['tflops_per_device']:.3g}",
+                f"{max(row['peak_memory_gib']):.3f}",
+                f"{share:.0%}" if share is not None else "",
+                row["communication_reason"],
+            ]
+        )
+    header = ["option", "batch per device", "tokens/s", "TFLOP/s per device", "peak GiB", "communication", "why empty"]
+    return (
+        "## Figures\n\n"
+        + markdown(header, lines)
+        + "\n\nTokens are targets, over all processes; FLOPs by the formula of `metrics.flops_per_token`, recomputation not "
+        "counted. Peak: of the process that needs most, above what it held before the model on a CPU, allocated tensors on a "
+        "GPU. Communication: share of one profiled step in which a collective is under way, mean of the processes; waiting "
+        "for the others is in it, and on a GPU it may overlap computation."
+    )
+
+
+def state(rows: dict[str, dict]) -> str:
+    """Bytes that do not depend on the batch, against an ideal division of them."""
+    title = "## DDP against FSDP: what a process holds\n\n"
+    whole = next((row for row in map(rows.get, ("full shard", "DDP")) if row and "batch" in row), None)
+    if whole is None:
+        return title + "Neither `full shard` nor `DDP` ran."
+    ideal = whole["whole_bytes"] / whole["num_processes"]
+    lines = []
+    for name in SHARDINGS:
+        row = rows.get(name, {"reason": "not chosen"})
+        if "reason" in row:
+            lines.append([name, *[""] * 5, row["reason"]])
+        else:
+            held = [max(row[part]) for part in STATE]
+            lines.append(
+                [name, *(f"{part / 2**20:,.1f}" for part in (*held, sum(held))), f"{sum(held) / ideal:.3f}", ""]
+            )
+    header = ["option", "parameters, MiB", "gradients, MiB", "optimizer, MiB", "sum", "sum / ideal", "why empty"]
+    return (
+        title
+        + markdown(header, lines)
+        + f"\n\nThe ideal is all of it over {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. Counted from the tensors "
+        "after a step, before the gradients are let go; of the process that holds most."
+    )
+
+
+def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[str, dict]) -> None:
+    """A PNG with a bar for each option, of parts one after the other; an option that did not run says so."""
+    matplotlib.use("agg")  # there may be no display
+    figure = Figure(figsize=(9, 1.4 + 0.34 * len(rows)), layout="constrained")
+    chart = figure.subplots()
+    left = dict.fromkeys(rows, 0.0)
+    for label, values in parts.items():
+        bars = chart.barh(list(values), list(values.values()), left=list(left.values()), label=label)
+        left = {name: left[name] + value for name, value in values.items()}
+    chart.bar_label(
+        bars,
+        [f"{left[name]:,.3g}" if "batch" in row else "did not run" for name, row in rows.items()],
+        padding=3,
+        fontsize=8,
+    )
+    chart.set(title=title)
+    chart.invert_yaxis()
+    chart.margins(x=0.12)
+    chart.grid(alpha=0.3, axis="x")
+    if len(parts) > 1:
+        chart.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="For results, table and plots.")
+    parser.add_argument(
+        "--options", nargs="+", default=list(OPTIONS), choices=OPTIONS, help="Which to compare; end them with --."
+    )
+    parser.add_argument("--num_processes", type=int, default=num_accelerators() or 2, help="Processes to launch.")
+    parser.add_argument("--memory_gib", type=float, default=0.0, help="On a CPU: what a process may hold of the model.")
+    parser.add_argument("--first_batch", type=int, default=1, help="The search begins here, per device.")
+    parser.add_argument("--max_batch", type=int, default=1024, help="The search ends here, per device.")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="The search ends so near to the largest batch.")
+    parser.add_argument("--steps", type=int, default=10, help="Optimizer steps of a launch that count.")
+    parser.add_argument("--rounds", type=int, default=1, help="Measurements of each option at its batch.")
+    parser.add_argument("--trial_minutes", type=float, default=20.0, help="After which a launch is given up.")
+    parser.add_argument("recipe", help="Such as recipes/chess.py.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Of the recipe.")
+    flags = parser.parse_args()
+    if not num_accelerators() and not flags.memory_gib:
+        parser.error("on a CPU give --memory_gib: without, the search would end only when the machine's memory does")
+    if num_accelerators() and flags.memory_gib:
+        parser.error(f"--memory_gib {flags.memory_gib:g} is for a CPU; a GPU's memory is its own limit: leave it out")
+    return flags
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without the launch under way
+    flags = parse_flags()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    try:
+        ablation = Ablation(flags)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    try:
+        ablation.run()
+    finally:
+        write_report(flags.out, flags.options, ablation.records)
+    print((flags.out / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

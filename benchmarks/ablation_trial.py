@@ -1,0 +1,261 @@
+"""One trial of benchmarks/ablation.py: some optimizer steps of a recipe, as it would run, measured.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml benchmarks/ablation_trial.py --steps 5 \\
+        recipes/chess.py --config recipes/configs/chess/laptop.yaml
+
+The recipe is loaded by its path and runs as far as to `train`, in whose place `measure` is called: it gets the model,
+the optimizer and the loader that training would. Each rank writes what it found to `rank-<n>.json` in the recipe's
+--output_dir. A rank that fails says there why, and whether that was memory, and ends at once; the launcher
+ends its peers.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import datasets
+import numpy as np
+import psutil
+import torch
+import transformers
+from accelerate import Accelerator
+from machine import machine
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, TrainArgs, parse
+from accelerate_recipes.distributed import launch_problems, num_accelerators, strategy_name
+from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
+from accelerate_recipes.metrics import peak_memory_gib
+
+GIB = 2**30
+# How memory that cannot be had shows in a traceback: on a GPU, in Python, torch, C++, a thread, oneDNN.
+NO_MEMORY = re.compile(
+    r"OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|out of memory|"
+    r"can't start new thread|Resource temporarily unavailable|could not (create|execute) a primitive(?! descriptor)"
+)
+
+
+class Trial:
+    """What one rank does and finds."""
+
+    def __init__(self, steps: int, memory_gib: float):
+        self.steps = steps
+        self.memory_gib = memory_gib
+        self.found: dict = {}
+
+    def save(self, folder: str | Path, **found: object) -> None:
+        """Whole at any time: the process may be killed."""
+        self.found |= found
+        path = Path(folder) / f"rank-{os.environ.get('RANK', 0)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".partial").write_text(json.dumps(self.found))
+        path.with_suffix(".partial").replace(path)
+
+    def prepare(self, original):
+        """The recipe's `prepare`, within the memory that a trial may have."""
+
+        def prepare_within_limit(accelerator: Accelerator, model: nn.Module, *rest):
+            self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            self.held_before = 0.0
+            if accelerator.device.type == "cpu":
+                # The model counts, not the interpreter, the libraries and the data.
+                weights = sum(num_bytes(parameter) for parameter in model.parameters() if not parameter.is_meta)
+                self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
+                Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: preparing data may need more
+                if self.memory_gib:
+                    return_freed_memory()
+                    limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
+            return original(accelerator, model, *rest)
+
+        return prepare_within_limit
+
+    def measure(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        train_loader: TrainLoader,
+        args: TrainArgs,
+        *,
+        loss_fn: LossFn,
+        count_fn: CountFn,
+        flops_per_token: float,
+        **_: object,
+    ) -> None:
+        """In the place of `engine.train`; does not return.
+
+        Tokens are targets, as in the log of a run. Throughput is that of the rows as they come, behind three steps of
+        warm-up; peak memory that of all.
+        """
+        sizes: dict[str, int] = {}
+        optimizer.register_step_post_hook(lambda *_: sizes.update(state_bytes(model, optimizer, accelerator.device)))
+        train_loader.start_at(0, [])
+        batches = iter(train_loader)
+        longest = longest_batch(train_loader, args.per_device_train_batch_size)
+        model.train()
+
+        def step(batch: Batch) -> tuple[float, int]:
+            """Seconds, and targets of all ranks."""
+            start = time.perf_counter()
+            done = train_step(
+                accelerator,
+                model,
+                optimizer,
+                [to_device(batch, accelerator.device)],
+                loss_fn,
+                count_fn,
+                args.max_grad_norm,
+            )
+            scheduler.step()
+            num_targets = done.num_targets.item()
+            if accelerator.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start, num_targets
+
+        # The longest rows twice: the first step makes the optimizer's state. Then as they come, for the compiler.
+        for batch in (longest or next(batches), longest or next(batches), next(batches)):
+            step(batch)
+        seconds, tokens = zip(*(step(next(batches)) for _ in range(self.steps)), strict=True)
+        tokens_per_second = sum(tokens) / sum(seconds)
+        self.save(
+            args.output_dir,
+            model=accelerator.unwrap_model(model, keep_torch_compile=False).config.model_type,
+            num_parameters=self.num_parameters,
+            strategy=strategy_name(accelerator),
+            precision=accelerator.mixed_precision,
+            num_processes=accelerator.num_processes,
+            device_type=accelerator.device.type,
+            tokens_per_second=tokens_per_second,
+            tflops_per_device=flops_per_token * tokens_per_second / accelerator.num_processes / 1e12,
+            step_seconds=seconds,
+            peak_memory_gib=peak_memory_gib(accelerator.device) - self.held_before,
+            **sizes,
+        )
+        limit_memory(None)  # what the profiler itself needs is not the model's
+        batch = next(batches)
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())]
+        ) as profiled:
+            seconds, _ = step(batch)
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if re.match(r"gloo:|nccl(Dev)?Kernel", event.name)
+        ]
+        self.save(args.output_dir, communication_share=covered(spans) / 1e6 / seconds)
+        raise SystemExit(0)
+
+
+def return_freed_memory() -> None:
+    """From now on a large tensor's memory goes back to the system when it is freed.
+
+    glibc would keep ever larger ones, and what fits would depend on how they happen to lie. Costs page faults.
+    """
+    glibc = ctypes.CDLL(None)
+    glibc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, which by itself grows to 32 MiB
+    glibc.malloc_trim(0)
+
+
+def limit_memory(most: int | None) -> None:
+    """Let what `virtual_bytes` counts grow to `most`; None: to what it could before."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard if most is None else most, hard))
+
+
+def virtual_bytes() -> int:
+    """What RLIMIT_DATA limits: memory of this process alone that can be written, used or not."""
+    return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def longest_batch(loader: TrainLoader, size: int) -> Batch | None:
+    """A micro-batch of the longest rows: what fits it fits all. None where all rows are equally long."""
+    lengths = getattr(getattr(loader, "batch_sampler", None), "lengths", None)
+    if lengths is None:
+        return None
+    rows = np.resize(np.argsort(lengths, kind="stable")[::-1], size)  # over again, where there are not as many
+    return loader.collate_fn([loader.dataset[int(row)] for row in rows])
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """What this rank holds on its device after a step, before the gradients are let go, by the tensors themselves.
+
+    `whole_bytes` is what it would hold if nothing were sharded (not under FSDP1, whose tensors do not know).
+    """
+    parameters = list(model.parameters())
+    tensors = {
+        "parameter_bytes": parameters,
+        "gradient_bytes": [p.grad for p in parameters if p.grad is not None],
+        "optimizer_bytes": [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)],
+    }
+    found = {"whole_bytes": sum(num_bytes(tensor) for part in tensors.values() for tensor in part)}
+    for name, part in tensors.items():
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in part]
+        found[name] = sum(num_bytes(tensor) for tensor in local if tensor.device.type == device.type)
+    return found
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of the spans: collectives may run beside each other."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="Optimizer steps that count.")
+    parser.add_argument(
+        "--memory_gib", type=float, default=0.0, help="On a CPU: for the model's state and activations."
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Of the recipe.")
+    flags = parser.parse_args()
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    trial = Trial(flags.steps, flags.memory_gib)
+    output_dir = dict(zip(flags.arguments, flags.arguments[1:], strict=False)).get("--output_dir", ".")
+    code = 1
+    try:
+        module = recipe.load(flags.recipe)
+        args = parse(module.Args, flags.arguments, other_problems=launch_problems)
+        module.prepare, module.train = trial.prepare(module.prepare), trial.measure
+        if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
+            trial.save(args.output_dir, machine=machine(torch.device("cuda" if num_accelerators() else "cpu")))
+        module.main(args)
+    except SystemExit:
+        code = 0
+    except BaseException as error:
+        limit_memory(None)  # to be able to say why it failed
+        trace = traceback.format_exc()
+        reason = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1].strip()
+        if "tokens_per_second" in trial.found:
+            trial.save(output_dir, profile_failed=reason)
+        else:
+            outcome = "out of memory" if NO_MEMORY.search(trace) else "failed"
+            outcome = "cannot run" if isinstance(error, ConfigError) else outcome
+            trial.save(output_dir, outcome=outcome, reason=reason, failed_at=time.time())
+        print(trace, file=sys.stderr, flush=True)
+    # At once: the interpreter's teardown would wait for the peers.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
