@@ -42,3 +42,13 @@ def test_demo_c4_reaches_what_it_says(tmp_path):
     )
     gzip = float(re.search(r"Bits per byte .*gzip ([\d.]+)", done.stdout)[1])
     assert before > 3.8 and after < 2.2 < gzip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_demo_t5_reaches_what_it_says(tmp_path):
+    """chrF of held-out pairs at least 5 points above copying the source."""
+    done = run_target("demo-t5", tmp_path, "--data_cache_dir", tmp_path / "cache")
+    before, *_, after = (record["eval_chrf"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
+    copied = float(re.search(r"chrf: .*source copied ([\d.]+)", done.stdout)[1])
+    assert before < 10 < copied < after - 5
