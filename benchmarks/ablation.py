@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,8 @@ LEVERS = {
 }
 # All with weights, gradients and moments in fp32: their bytes compare.
 SHARDINGS = ["DDP", "full shard", "grad-op shard", "hybrid shard", "no wrapping", "FSDP1"]
-STATE = ["parameter_bytes", "gradient_bytes", "optimizer_bytes"]
+STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer"}
+ON_CPU = "{} CPU cores, gloo: shows that it works, not what a GPU does."
 
 
 class CannotRunError(RuntimeError):
@@ -274,23 +276,25 @@ def write_report(out: Path, names: list[str], records: list[dict]) -> None:
     measured = [row for row in rows.values() if "tokens_per_second" in row]
     if not measured:
         return
-    (out / "table.md").write_text("\n\n".join([heading(measured), levers(rows), figures(rows), state(rows)]) + "\n")
+    (out / "table.md").write_text(
+        "\n\n".join([heading(measured, records), levers(rows), figures(rows), state(rows)]) + "\n"
+    )
+    note = "\n" + ON_CPU.format(measured[0]["machine"]["cores"]) if measured[0]["device_type"] == "cpu" else ""
     shown = {f"{name} ({row['batch']})" if "batch" in row else name: row for name, row in rows.items()}
     draw(
         out / "throughput.png",
         {"": {name: row.get("tokens_per_second", 0) for name, row in shown.items()}},
-        "tokens/s of all processes, at the largest batch per device that fits",
+        "tokens/s of all processes, at the largest batch per device that fits" + note,
         shown,
     )
     parts = {
-        part.removesuffix("_bytes"): {name: max(row.get(part, [0])) / GIB for name, row in shown.items()}
-        for part in STATE
+        label: {name: max(row.get(part, [0])) / GIB for name, row in shown.items()} for part, label in STATE.items()
     }
     parts["activations, gathered layers, buffers"] = {
         name: max(0, max(row.get("peak_memory_gib", [0])) - sum(part[name] for part in parts.values()))
         for name, row in shown.items()
     }
-    draw(out / "memory.png", parts, "peak memory of a process at that batch, GiB", shown)
+    draw(out / "memory.png", parts, "peak memory of a process at that batch, GiB" + note, shown)
 
 
 def best(name: str, records: list[dict]) -> dict:
@@ -322,13 +326,13 @@ def model_name(row: dict) -> str:
     return f"{row['model']} {count:.3g}{unit}"
 
 
-def heading(measured: list[dict]) -> str:
+def heading(measured: list[dict], records: list[dict]) -> str:
     first = measured[0]
     machine, settings = first["machine"], first["settings"]
     loads = [row["machine"]["load_average"] for row in measured]
     lines = [f"# Ablation of `{settings['recipe']}`"]
     if first["device_type"] == "cpu":
-        lines.append(f"**{machine['cores']} CPU cores, gloo: shows that it works, not what a GPU does.**")
+        lines.append(f"**{ON_CPU.format(machine['cores'])}**")
     memory = (
         f", each with {settings['memory_gib']:g} GiB for its state and activations" if settings["memory_gib"] else ""
     )
@@ -338,6 +342,14 @@ def heading(measured: list[dict]) -> str:
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         + ". Every launch, with its command: [results.jsonl](results.jsonl)."
     )
+    rounds = defaultdict(list)
+    for record in records:
+        if record["outcome"] == "fits":
+            rounds[record["option"], record["batch"]].append(record["tokens_per_second"])
+    if noise := max((max(speeds) / min(speeds) for speeds in rounds.values() if len(speeds) > 1), default=0):
+        lines.append(
+            f"Two rounds of the same differ by up to {noise:.2f}x; the faster counts. Less than that is noise."
+        )
     return "\n\n".join(lines)
 
 
@@ -386,7 +398,7 @@ def figures(rows: dict[str, dict]) -> str:
     return (
         "## Figures\n\n"
         + markdown(header, lines)
-        + "\n\nTokens are targets, over all processes; FLOPs by the formula of `metrics.flops_per_token`, recomputation not "
+        + "\n\nTokens are targets, over all processes; FLOPs by the formulas in `metrics.py`, recomputation not "
         "counted. Peak: of the process that needs most, above what it held before the model on a CPU, allocated tensors on a "
         "GPU. Communication: share of one profiled step in which a collective is under way, mean of the processes; waiting "
         "for the others is in it, and on a GPU it may overlap computation."
@@ -430,7 +442,10 @@ def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[
         left = {name: left[name] + value for name, value in values.items()}
     chart.bar_label(
         bars,
-        [f"{left[name]:,.3g}" if "batch" in row else "did not run" for name, row in rows.items()],
+        [
+            f"{left[name]:,.0f}" if left[name] >= 100 else f"{left[name]:.3g}" if "batch" in row else "did not run"
+            for name, row in rows.items()
+        ],
         padding=3,
         fontsize=8,
     )
@@ -439,7 +454,7 @@ def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[
     chart.margins(x=0.12)
     chart.grid(alpha=0.3, axis="x")
     if len(parts) > 1:
-        chart.legend(fontsize=8)
+        figure.legend(loc="outside lower center", ncols=len(parts), fontsize=8)
     figure.savefig(path, dpi=110)
 
 

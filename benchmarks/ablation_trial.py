@@ -237,7 +237,9 @@ def main() -> None:
         args = parse(module.Args, flags.arguments, other_problems=launch_problems)
         module.prepare, module.train = trial.prepare(module.prepare), trial.measure
         if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
-            trial.save(args.output_dir, machine=machine(torch.device("cuda" if num_accelerators() else "cpu")))
+            described = machine(torch.device("cuda" if num_accelerators() else "cpu"))
+            del described["command"]  # results.jsonl has that of the launch
+            trial.save(args.output_dir, machine=described)
         module.main(args)
     except SystemExit:
         code = 0

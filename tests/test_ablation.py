@@ -124,6 +124,8 @@ def test_tables_and_plots(monkeypatch, tmp_path, capsys):
     assert "| full shard | 25.0 | 25.0 | 50.0 | 100.0 | 1.000 |  |" in table
     assert "| FSDP1 |  |  |  |  |  | not chosen |" in table
     assert "**2 CPU cores, gloo: shows that it works, not what a GPU does.**" in table
+    speeds = [r["tokens_per_second"] for r in records if (r["option"], r["batch"]) == ("full shard", 6)]
+    assert f"differ by up to {max(speeds) / min(speeds):.2f}x" in table
     for name in ("throughput.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
