@@ -235,6 +235,7 @@ def main() -> None:
     try:
         module = recipe.load(flags.recipe)
         args = parse(module.Args, flags.arguments, other_problems=launch_problems)
+        args.max_steps = 10**6  # the rows begin anew as often as large batches need
         module.prepare, module.train = trial.prepare(module.prepare), trial.measure
         if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
             described = machine(torch.device("cuda" if num_accelerators() else "cpu"))

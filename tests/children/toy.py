@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         if rank == 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
         loss = next_token_loss(model, batch)
-        return loss * float("nan") if int(os.environ.get("TOY_POISON", -1)) in batch["row"] else loss
+        return loss * float("nan") if int(os.environ.get("TOY_POISON", -2)) in batch["row"] else loss
 
     def evaluate_fn(step: int) -> dict[str, float]:
         return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
