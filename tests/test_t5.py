@@ -225,6 +225,15 @@ def test_an_output_layer_of_its_own_stays_one(run, pretrained):
     assert not model.config.scale_decoder_outputs
 
 
+def test_a_tied_output_layer_stays_one(run):
+    """Going on from an export, on 2 ranks of which one reads the weights: what the other run ended with."""
+    args = ("--from_scratch", "false", "--model_name_or_path", run() / "export", "--max_steps", 1)
+    found = run(*args)
+    last = [record["eval_loss"] for record in read_metrics(run()) if "eval_loss" in record][-1]
+    assert read_metrics(found)[0]["eval_loss"] == pytest.approx(last, rel=1e-5)
+    assert "lm_head.weight" not in load_file(found / "export/model.safetensors")
+
+
 def test_best_checkpoint_by_a_metric(run):
     best = ("--metric_for_best_model", "chrf", "--eval_steps", 1, "--save_steps", 1, "--save_total_limit", 1)
     out = run(*best)
