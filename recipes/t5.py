@@ -24,11 +24,12 @@ from accelerate_recipes.data import make_eval_loader, make_train_loader, num_ste
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.hub import BUILDERS
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import load_t5, load_tokenizer, new_bpe_tokenizer, new_t5
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.pairs import KINDS, Pairs, PairSource, prepare_pairs, source_texts
+from accelerate_recipes.pairs import Pairs, PairSource, prepare_pairs, source_texts
 from accelerate_recipes.picture import draw_run
 from accelerate_recipes.recipe import Requirements, run
 from accelerate_recipes.text_metrics import TextMetrics
@@ -100,12 +101,15 @@ class Args(TrainArgs):
             for file in getattr(self, name):
                 if not Path(file).is_file():
                     found.append(f"--{name} {file}: no such file")
-                elif Path(file).suffix not in KINDS:
-                    found.append(f"--{name} {file}: its name must end with one of {', '.join(KINDS)}")
+                elif Path(file).suffix not in BUILDERS:
+                    found.append(f"--{name} {file}: its name must end with one of {', '.join(BUILDERS)}")
         if self.train_files and self.eval_split and not self.eval_dataset_name:
-            found.append(f"--eval_split {self.eval_split} is of no dataset, since there are --train_files")
+            found.append(
+                f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "
+                "or --eval_files instead"
+            )
         if self.eval_dataset_name and not self.eval_split:
-            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split")
+            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
         if self.eval_files and self.eval_split:
             found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
         if not (self.eval_files or self.eval_split) and not 0 < self.heldout_share < 1:
@@ -130,6 +134,12 @@ class Args(TrainArgs):
                 found.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
         if not self.metrics:
             found.append(f"--metrics names none; known are {', '.join(METRIC_VALUES)}")
+        measured = ["loss", *(value for name in self.metrics for value in METRIC_VALUES.get(name, []))]
+        if self.metric_for_best_model and self.metric_for_best_model not in measured:
+            found.append(
+                f"--metric_for_best_model {self.metric_for_best_model}: the evaluation gives {', '.join(measured)}; "
+                "choose one of them, or add to --metrics"
+            )
         return found
 
     @property
@@ -193,7 +203,8 @@ def main(args: Args) -> None:
     longest = tokenizer.model_max_length
     if args.max_target_length > longest:
         raise ConfigError(
-            f"--max_target_length is {args.max_target_length}, but the model is made for {longest} tokens"
+            f"--max_target_length is {args.max_target_length}, but the model is made for {longest} tokens; "
+            f"set it to {longest} or less"
         )
     folder = prepare_pairs(
         tokenizer,
@@ -228,7 +239,8 @@ def main(args: Args) -> None:
         "num_beams": args.generation_num_beams,
         "length_penalty": args.generation_length_penalty,
     }
-    model.generation_config.update(**generation)
+    # early_stopping is of beams: left over from the model, it would contradict a greedy search.
+    model.generation_config.update(**generation, early_stopping=False)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_target(model, train_pairs.num_tokens("source"), train_pairs.num_tokens("target"))
     model, optimizer = prepare(accelerator, model, args)

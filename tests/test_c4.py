@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Forks, launch_ok, losses, read_metrics
+from helpers import ROOT, launch_ok, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-C4 = ROOT / "recipes" / "c4.py"
+C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12
 SIZES = (
     "--vocab_size", 300, "--hidden_size", 32, "--intermediate_size", 64, "--num_hidden_layers", 2,
@@ -38,13 +38,6 @@ def arguments(pages) -> tuple:
         "--per_device_train_batch_size", 2, "--num_validation_rows", 10, "--learning_rate", 1e-2, "--logging_steps", 1,
         "--save_steps", 4, "--save_total_limit", 0, "--dataloader_num_workers", 2, "--async_save", "false",
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    server = Forks(C4, tmp_path_factory.mktemp("forks"))
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")

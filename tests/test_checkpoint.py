@@ -1,6 +1,7 @@
 """Which directories are checkpoints, what a run may continue, and what is never lost. In one process."""
 
 import contextlib
+import dataclasses
 import json
 import resource
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from accelerate_recipes import checkpoint, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs
@@ -64,6 +65,14 @@ def save(run: Checkpointer, step: int) -> Path:
     path = run.save(step, {})
     run.wait()
     return path
+
+
+def test_what_could_not_be_saved_is_refused_before_training(make_run):
+    """A temperature without sampling, as some published models have it: `save_pretrained` would raise."""
+    run = make_run()
+    settings = GenerationConfig(do_sample=False, temperature=0.5)
+    with pytest.raises(ConfigError, match=r"(?s)correct its generation_config\.json: .*temperature"):
+        dataclasses.replace(run, artifacts=[settings])
 
 
 def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):

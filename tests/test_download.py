@@ -112,6 +112,7 @@ class Commands:
 
     def start(self, cache: Path, *argv: object, **env: str) -> int:
         """Returns its process id; `end` must follow."""
+        self.log.unlink(missing_ok=True)
         job = {"argv": [str(word) for word in argv], "cache": str(cache), "log": str(self.log), "env": env}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())

@@ -10,19 +10,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, Forks, environment, launch_command, losses
+from helpers import CHILDREN, ROOT, environment, launch_command, losses
 
 from accelerate_recipes.checkpoint import MARKER, candidates, damage, defect, step_of
 
 DROPOUT = ("--dropout", 0.1)  # so that a random generator that is not restored shows
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    server = Forks(CHILDREN / "toy.py", tmp_path_factory.mktemp("forks"))
-    yield server
-    server.close()
+SCRIPT = CHILDREN / "toy.py"
 
 
 @pytest.fixture(scope="module")

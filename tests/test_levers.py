@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import CHILDREN, Forks, losses
+from helpers import CHILDREN, losses
 from transformers import AutoModelForCausalLM
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
@@ -13,13 +13,7 @@ KAHAN = ("--optim", "adamw_bf16_kahan")
 # Of losses where something is kept in 8 bits: the last bits of a gradient, in which ranks differ, change how it is
 # rounded, by a 256th; an update's share of the loss is far smaller.
 BF16 = 1e-3
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    server = Forks(CHILDREN / "toy.py", tmp_path_factory.mktemp("forks"))
-    yield server
-    server.close()
+SCRIPT = CHILDREN / "toy.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """New models: their sizes, and what no model can be made of."""
 
 import pytest
+import torch
 from helpers import ROOT
 
 from accelerate_recipes import recipe
@@ -9,6 +10,7 @@ from accelerate_recipes.models import (
     Architecture,
     new_config,
     new_model,
+    new_t5,
     new_word_tokenizer,
     vocabulary_problems,
 )
@@ -90,3 +92,13 @@ def test_a_vocabulary_that_does_not_fit():
     assert "the tokenizer has 100 tokens, the model's vocab_size is 99" in problem
     (problem,) = vocabulary_problems(new_config(Architecture(eos_token_id=3)), tokenizer)
     assert "the tokenizer's eos_token_id is 2, the model's is 3" in problem
+
+
+def test_a_new_t5_depends_on_the_seed_alone():
+    """Not on what was drawn since it was set, which ranks may differ in."""
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    torch.manual_seed(3)
+    first = new_t5("sdpa", torch.float32, **sizes)
+    torch.rand(5)
+    second = new_t5("sdpa", torch.float32, **sizes)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -48,7 +48,7 @@ from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 import accelerate_recipes
 from accelerate_recipes import lock, stop
@@ -233,7 +233,11 @@ class HostCopy(BlockingAsyncStager):
 
 @dataclass
 class Checkpointer:
-    """Saves and restores all that a run consists of. Call its methods on every rank."""
+    """Saves and restores all that a run consists of. Call its methods on every rank.
+
+    Raises:
+        ConfigError: for artifacts that could not be saved.
+    """
 
     accelerator: Accelerator
     model: nn.Module
@@ -246,6 +250,13 @@ class Checkpointer:
     data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
 
     def __post_init__(self):
+        for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
+            try:
+                settings.validate(strict=True)  # as its `save_pretrained` does; but now, not at the first checkpoint
+            except ValueError as error:
+                raise ConfigError(
+                    f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
+                ) from None
         self.stager = HostCopy()
         # What is said in the background must not come between the collectives of training.
         self.group = None

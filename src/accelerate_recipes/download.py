@@ -203,15 +203,18 @@ def files_of_config(api: HfApi, plan: Plan, need: Dataset) -> dict[str, dict]:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raises ConfigError."""
     needed = sum(total(plan.to_fetch) for plan in plans)
-    place = Path(constants.HF_HUB_CACHE)
-    while not place.exists():
-        place = place.parent
+    place = existing(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ConfigError(
             f"{readable(needed)} are to be fetched, but {place} has {readable(free)} free; make room, or set HF_HOME "
             "to a folder on another disk"
         )
+
+
+def existing(path: Path) -> Path:
+    """The path, or what there is of it."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def write_manifest(plan: Plan, recipe: str) -> None:

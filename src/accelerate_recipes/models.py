@@ -168,7 +168,7 @@ def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rat
     """
     config = AutoConfig.from_pretrained(name, **hub.pinned(name))
     if config.model_type not in T5_TYPES:
-        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}")
+        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}; give another model")
     model = AutoModelForSeq2SeqLM.from_pretrained(
         name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **hub.pinned(name)
     )

@@ -24,7 +24,6 @@ from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.data import cached
 from accelerate_recipes.losses import IGNORE_INDEX
 
-KINDS = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 
@@ -143,7 +142,7 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
             )
         if is_empty(source.name):
             raise ValueError("it has 0 rows")
-        kind = KINDS[Path(source.name).suffix]
+        kind = hub.BUILDERS[Path(source.name).suffix]
         # A text may well be "None" or "NA".
         options = {"keep_default_na": False} if kind == "csv" else {}
         return datasets.load_dataset(kind, data_files=source.name, split="train", cache_dir=str(cache_dir), **options)

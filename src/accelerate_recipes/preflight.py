@@ -31,6 +31,7 @@ from transformers import AutoConfig, PreTrainedModel
 from accelerate_recipes import checkpoint, hub, recipe
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
+from accelerate_recipes.download import existing
 from accelerate_recipes.optim import CHECKPOINT_BYTES
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
@@ -189,11 +190,6 @@ def versions() -> tuple[list[str], list[str]]:
     return missing, other
 
 
-def existing(path: Path) -> Path:
-    """The path, or what there is of it."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-
-
 def output_problems(output_dir: Path) -> list[str]:
     place = existing(output_dir)
     try:
@@ -247,7 +243,10 @@ def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) ->
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
     export = num_parameters * args.param_dtype.itemsize
-    return coming * size + export, f"{coming} checkpoints of {gib(size)} and the export of {gib(export)}"
+    return (
+        coming * size + export,
+        f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
+    )
 
 
 def gib(size: int) -> str:

@@ -9,6 +9,7 @@ import sys
 
 import datasets  # noqa: F401
 import transformers  # noqa: F401
+from forked import run_and_exit
 from huggingface_hub import constants
 
 from accelerate_recipes import __main__, download, preflight, recipe  # noqa: F401
@@ -19,22 +20,8 @@ def run(job: dict) -> int:
         return pid
     os.environ.update(job["env"])
     constants.HF_HUB_CACHE = job["cache"]
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     sys.argv = ["accelerate_recipes", *job["argv"]]
-    code = 1
-    try:
-        __main__.main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    run_and_exit(__main__.main, job["log"])
 
 
 for line in sys.stdin:

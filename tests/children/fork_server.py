@@ -15,6 +15,7 @@ import sys
 
 import faults
 import toy  # noqa: F401  what it imports is what a run would wait for
+from forked import run_and_exit
 
 from accelerate_recipes import recipe
 
@@ -38,25 +39,15 @@ def rank_process(rank: int, job: dict) -> int:
     if pid := os.fork():
         return pid
     os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     sys.argv = [job["script"], *job["argv"]]
-    sys.addaudithook(refuse_network)
-    faults.arm()
-    code = 1
-    try:
+
+    def run() -> None:
+        sys.addaudithook(refuse_network)
+        faults.arm()
         module = recipe.load(job["script"])
         recipe.run(module.main, module.Args, module.requirements)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    run_and_exit(run, job["log"])
 
 
 def group_process(job: dict) -> int:

@@ -1,0 +1,25 @@
+"""What a forked process does: run to its end, without going on as a copy of its parent."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+
+def run_and_exit(run: Callable[[], None], log: str) -> NoReturn:
+    """With its output appended to `log`, and the exit code that a process of its own would have."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
