@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,7 @@ import accelerate_recipes
 from accelerate_recipes import lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
+from accelerate_recipes.status import update_status
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -279,6 +281,7 @@ class Checkpointer:
                 they were, nothing is left half done.
         """
         self.wait()
+        start = time.perf_counter()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         unfinished = final.with_name(f"{final.name}.partial")
         data_states = on_all_ranks(data_state, self.group)
@@ -292,10 +295,10 @@ class Checkpointer:
         state = {"model": model_state, "optimizer": optimizer_state}
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, step, unfinished, final, write, rng_state())
+            self.in_flight = self.background.submit(self._complete, step, start, unfinished, final, write, rng_state())
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(step, unfinished, final, partial(dcp.save, state, **settings), rng_state())
+            self._complete(step, start, unfinished, final, partial(dcp.save, state, **settings), rng_state())
         return final
 
     def wait(self) -> None:
@@ -308,8 +311,10 @@ class Checkpointer:
             in_flight, self.in_flight = self.in_flight, None
             in_flight.result()
 
-    def _complete(self, step: int, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict) -> None:
-        """Everything of a save that training need not wait for. `write` writes model and optimizer."""
+    def _complete(
+        self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
+    ) -> None:
+        """Everything of a save, begun at `start`, that training need not wait for. `write` writes model and optimizer."""
         rank = self.accelerator.process_index
         with self._all_or_none(unfinished):
             write()
@@ -322,8 +327,9 @@ class Checkpointer:
             if rank == 0:
                 self._finish(step, unfinished, final, files)
         self.newest = final
+        longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
-            stop.update_status(final.parent, step=step, checkpoint=str(final))
+            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 1))
             try:
                 remove_old(final.parent, self.args)
             except OSError as error:
@@ -351,6 +357,8 @@ class Checkpointer:
             )
 
     def _make_room(self, unfinished: Path, final: Path) -> None:
+        if lock.is_lost():
+            raise OSError(f"another run has taken over {final.parent}")
         assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
         for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
             shutil.rmtree(leftover, ignore_errors=True)
