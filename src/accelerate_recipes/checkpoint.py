@@ -454,8 +454,8 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
     Raises:
         ConfigError: if they were trained in another, by its weights, whatever its name.
     """
-    before = marker["base_model"]
-    if before["fingerprint"] != base["fingerprint"]:
+    before = marker.get("base_model")  # of a whole model there is none, and the names tell
+    if before and before["fingerprint"] != base["fingerprint"]:
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
         raise ConfigError(
             f"{checkpoint} holds adapters of {was}; {now} has other weights. Resume with the model they were trained in, "
@@ -588,6 +588,8 @@ def export(
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
+    if is_adapter and dtype and not merge_adapter:
+        raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     unfinished = out.with_name(f"{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
