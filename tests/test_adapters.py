@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from accelerate_recipes import checkpoint
+from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_bpe_tokenizer, new_llama, new_t5
+from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
 from accelerate_recipes.preflight import preflight, space_needed
 
 SCRIPT = CHILDREN / "toy.py"
@@ -139,20 +140,43 @@ def test_what_trains_is_what_peft_trains(run, base):
             assert torch.equal(tensor, before[key.replace(".base_layer", "")]), key
 
 
-def test_first_weights(forks, arguments, tmp_path):
-    """Of an adapter: equal on one process and two, as large as PEFT makes them; another seed gives others."""
-    found = []
-    for seed, config in ((42, "single"), (42, "fsdp_full"), (43, "single")):
-        out = tmp_path / f"{seed}-{config}"
-        args = ("--max_steps", 1, "--learning_rate", 0, "--seed", seed)
-        assert forks.run(out, *arguments, *args, config=config) == 0, log_of(out)[-3000:]
-        found.append(load_file(out / "export/adapter_model.safetensors"))
-    first, sharded, other = found
-    for key, tensor in first.items():
-        assert torch.equal(tensor, sharded[key]), key
-        is_up = "lora_B" in key
-        assert torch.equal(tensor, other[key]) == is_up == bool((tensor == 0).all())
-        assert is_up or tensor.abs().max() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.05)
+def test_first_weights(forks, arguments, base, tmp_path):
+    """Of an adapter: by seed and name alone, in fp32 and as PEFT's beside a model in bf16, and so on two processes."""
+
+    def first(**settings) -> dict[str, torch.Tensor]:
+        model = load_model(str(base), "sdpa", torch.bfloat16)
+        torch.manual_seed(len(settings))  # does not matter
+        args = toy.Args(model_name_or_path=str(base), use_peft=True, use_dora=True, lora_r=4, **settings)
+        add_adapters(model, args)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    whole, few, other = first(), first(lora_target_modules=["v_proj"]), first(seed=43)
+    assert len(few) == 9 and all(torch.equal(tensor, whole[name]) for name, tensor in few.items())
+    weights = load_file(base / "model.safetensors")
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float32
+        layer, kind = name.split(".lora_")
+        assert torch.equal(tensor, other[name]) == (kind[0] != "A")
+        if kind[0] == "A":
+            assert tensor.abs().max() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.05)
+            assert not torch.equal(tensor, tensor.bfloat16().float())
+        elif kind[0] == "B":
+            assert not tensor.any()
+        else:
+            assert torch.equal(tensor, weights[f"{layer}.weight"].bfloat16().float().norm(dim=1))
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--max_steps", 1, "--learning_rate", 0) == 0, log_of(out)[-3000:]
+    exported = load_file(out / "export/adapter_model.safetensors")
+    assert len(exported) == 2 * 7 * 3
+    for name, tensor in whole.items():
+        if "magnitude" not in name:
+            assert torch.equal(tensor, exported[f"base_model.model.{name.replace('.default', '')}"]), name
+
+
+def test_dropout_is_drawn_again_where_activations_are_recomputed(run):
+    dropout = ("--lora_dropout", 0.2)
+    plain, recomputed = run("fsdp2", *dropout), run("activation checkpointing", *dropout)
+    assert trajectory(recomputed) == trajectory(plain) != trajectory(run("fsdp2"))
 
 
 def test_a_checkpoint_holds_the_adapters_alone(run, base):
