@@ -440,12 +440,13 @@ class Checkpointer:
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State of the model, without what is frozen, and of the optimizer; sharded."""
+    """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
-    named = model.named_parameters(remove_duplicate=False)
-    frozen = {WRAPPERS.sub("", name) for name, parameter in named if not parameter.requires_grad}
-    return {name: tensor for name, tensor in model_state.items() if name not in frozen}, optimizer_state
+    if adapters.adapter_of(model):
+        # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+        trained = [WRAPPERS.sub("", name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        model_state = {name: model_state[name] for name in trained}
+    return model_state, optimizer_state
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
