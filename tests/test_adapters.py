@@ -15,12 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import toy
 from helpers import CHILDREN, ROOT, read_metrics
+from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from accelerate_recipes import checkpoint
-from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.adapters import add_adapters, base_tensors
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows
 from accelerate_recipes.init import initialize
@@ -71,8 +72,8 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def arguments(base) -> tuple:
-    """Without dropout, which differs with the number of ranks."""
-    return ("--model_name_or_path", base, "--use_peft", "--lora_r", 4, "--lora_alpha", 8, "--lora_dropout", 0)
+    """Without dropout, which differs with the number of ranks. Of four ranks, one has no row of a rank of 3."""
+    return ("--model_name_or_path", base, "--use_peft", "--lora_r", 3, "--lora_alpha", 6, "--lora_dropout", 0)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_what_trains_is_what_peft_trains(run, base):
     """As many parameters as PEFT counts; and all else is bit for bit what it was, under each strategy."""
     model = AutoModelForCausalLM.from_pretrained(base)
     before = dict(model.named_parameters())
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
     trained, total = get_peft_model(model, config).get_nb_trainable_parameters()
     for name in ("one process, accumulation", "ddp", "fsdp2", "offload"):
         out = run(name)
@@ -150,7 +151,7 @@ def test_first_weights(forks, arguments, base, tmp_path):
     def first(**settings) -> dict[str, torch.Tensor]:
         model = load_model(str(base), "sdpa", torch.bfloat16)
         torch.manual_seed(len(settings))  # does not matter
-        args = toy.Args(model_name_or_path=str(base), use_peft=True, use_dora=True, lora_r=4, **settings)
+        args = toy.Args(model_name_or_path=str(base), use_peft=True, use_dora=True, lora_r=3, **settings)
         add_adapters(model, args)
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -373,3 +374,23 @@ def test_continued_pretraining(forks, base, tmp_path):
     assert forks.run(out, *args, script=ROOT / "recipes/c4.py", **CHECKPOINTING) == 0, log_of(out)[-3000:]
     before, after = evaluations(out)
     assert after < before - 0.2
+
+
+def test_a_base_of_the_hub(base, monkeypatch, tmp_path):
+    """At its commit in the cache, also in the older format; and one whose files could not be merged, from the start."""
+    place = tmp_path / "models--me--base/snapshots/abc"
+    shutil.copytree(base, place)
+    (tmp_path / "models--me--base/refs").mkdir()
+    (tmp_path / "models--me--base/refs/main").write_text("abc")
+    weights = load_file(base / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    torch.save(weights, place / "pytorch_model.bin")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    args = toy.Args(model_name_or_path="me/base", use_peft=True, merge_adapter=True)
+    adapter = add_adapters(load_model(str(base), "sdpa"), args).adapter
+    assert adapter.base["revision"] == adapter.config.revision == "abc"
+    found = base_tensors(adapter.config)
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    torch.save({name.removeprefix("model."): tensor for name, tensor in weights.items()}, place / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"--merge_adapter: there is no model\.layers\.0\.mlp\.down_proj\.weight in"):
+        add_adapters(load_model(str(base), "sdpa"), args)
