@@ -20,6 +20,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from accelerate_recipes.adapters import add_adapters, load_dtype
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
@@ -28,7 +29,7 @@ from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
-from accelerate_recipes.metrics import flops_per_token
+from accelerate_recipes.metrics import flops_per_token, trained_share
 from accelerate_recipes.models import (
     Architecture,
     load_model,
@@ -95,6 +96,10 @@ class Args(TrainArgs, Architecture):
             found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found + stream_problems(self.num_streams, world_size)
 
+    @property
+    def base_model(self) -> str:
+        return self.model_name_or_path
+
 
 def requirements(args: Args) -> Requirements:
     def shards(files: list[str], pattern: str) -> list[Dataset]:
@@ -104,7 +109,7 @@ def requirements(args: Args) -> Requirements:
     if not is_pretokenized(args.pretokenize):
         datasets += shards(args.train_files, args.dataset_files)
     return Requirements(
-        models=[args.model_name_or_path] if args.model_name_or_path else [],
+        models=[args.base_model] if args.base_model else [],
         tokenizers=[args.tokenizer_name] if args.tokenizer_name else [],
         datasets=datasets,
         new_model=None if args.model_name_or_path else lambda: make_model(args),
@@ -113,7 +118,8 @@ def requirements(args: Args) -> Requirements:
 
 def make_model(args: Args) -> PreTrainedModel:
     if args.model_name_or_path:
-        return load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
+        model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
+        return add_adapters(model, args) if args.use_peft else model
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
@@ -171,7 +177,7 @@ def main(args: Args) -> None:
     if problems:
         raise ConfigError(error_list("Model and data do not belong together", problems))
     artifacts = [model.config, model.generation_config, tokenizer]
-    flops = flops_per_token(model.config, model.num_parameters(), validation.rows.attended_length)
+    flops = flops_per_token(model.config, model.num_parameters(), validation.rows.attended_length, trained_share(model))
     model, optimizer = prepare(accelerator, model, args)
     total_steps = args.max_steps
     scheduler = make_scheduler(optimizer, args, total_steps)
@@ -220,7 +226,8 @@ def main(args: Args) -> None:
             f"{args.model_name_or_path}, pretrained further" if args.model_name_or_path else "A new model, pretrained"
         )
         files = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        export(checkpointer.newest, output_dir / "export", f"{start} on text from {files}.")
+        description = f"{start} on text from {files}."
+        export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
         print("\nThe model goes on where documents of the validation split begin:")
         for tokens, continuation in zip(starts, continuations, strict=True):
             beginning = tokenizer.decode(tokens, skip_special_tokens=True)

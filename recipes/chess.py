@@ -18,6 +18,7 @@ from datasets import load_from_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
+from accelerate_recipes.adapters import add_adapters, load_dtype
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import SUFFIXES, prepare_games
@@ -26,7 +27,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.metrics import flops_per_token
+from accelerate_recipes.metrics import flops_per_token, trained_share
 from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
 from accelerate_recipes.next_moves import NextMoves
 from accelerate_recipes.optim import make_scheduler
@@ -80,10 +81,14 @@ class Args(TrainArgs):
             found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
         return found
 
+    @property
+    def base_model(self) -> str:
+        return "" if self.from_scratch else self.model_name_or_path
+
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
-        models=[] if args.from_scratch else [args.model_name_or_path],
+        models=[args.base_model] if args.base_model else [],
         datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
         new_model=(lambda: make_model(args, make_tokenizer(args))) if args.from_scratch else None,
     )
@@ -97,7 +102,8 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        return load_model(args.model_name_or_path, args.attn_implementation, args.param_dtype)
+        model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
+        return add_adapters(model, args) if args.use_peft else model
     return new_llama(
         args.attn_implementation,
         args.param_dtype,
@@ -143,7 +149,7 @@ def main(args: Args) -> None:
     resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args, tokenizer)
     artifacts = [model.config, model.generation_config, tokenizer]
-    flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length)
+    flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length, trained_share(model))
     model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(train_rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
@@ -192,7 +198,7 @@ def main(args: Args) -> None:
         start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
         source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
         description = f"{start} on {facts['train']:,} chess games in UCI, from {source}."
-        export(checkpointer.newest, output_dir / "export", description)
+        export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
         print(f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n")
         for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
             shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())

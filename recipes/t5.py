@@ -18,6 +18,7 @@ from pathlib import Path
 from datasets import load_from_disk
 from transformers import PreTrainedModel
 
+from accelerate_recipes.adapters import add_adapters, load_dtype
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
@@ -143,6 +144,10 @@ class Args(TrainArgs):
         return found
 
     @property
+    def base_model(self) -> str:
+        return "" if self.from_scratch else self.model_name_or_path
+
+    @property
     def train_sources(self) -> list[PairSource]:
         columns = (self.source_column, self.target_column)
         if self.train_files:
@@ -162,7 +167,7 @@ class Args(TrainArgs):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
-        models=[] if args.from_scratch else [args.model_name_or_path],
+        models=[args.base_model] if args.base_model else [],
         datasets=[source.dataset for source in (*args.train_sources, *args.eval_sources) if source.split],
         new_model=(lambda: make_model(args, vocab_size=args.vocab_size)) if args.from_scratch else None,
     )
@@ -171,7 +176,8 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
     if not args.from_scratch:
-        return load_t5(args.model_name_or_path, args.attn_implementation, args.param_dtype, args.dropout_rate)
+        model = load_t5(args.model_name_or_path, args.attn_implementation, load_dtype(args), args.dropout_rate)
+        return add_adapters(model, args) if args.use_peft else model
     return new_t5(
         args.attn_implementation,
         args.param_dtype,
@@ -305,7 +311,7 @@ def main(args: Args) -> None:
         start = "A new T5, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
         origin = ", ".join(map(str, args.train_sources))
         description = f"{start} on {facts['train']['pairs']:,} pairs of texts from {origin}."
-        export(checkpointer.newest, output_dir / "export", description)
+        export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
 
         lines = (predictions_dir / f"step-{total_steps}.jsonl").read_text().splitlines()
         texts = [json.loads(line)["prediction"] for line in lines]

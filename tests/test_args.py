@@ -5,18 +5,19 @@ from dataclasses import asdict, fields
 import pytest
 import yaml
 from transformers import TrainingArguments
+from trl import ModelConfig
 
 from accelerate_recipes.args import ConfigError, TrainArgs, parse
 
-# What `transformers.TrainingArguments` has no name for.
+# What neither `transformers.TrainingArguments` nor, of adapters, trl's `ModelConfig` has a name for.
 OURS = {
     "total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout",
-    "prefetch_layers", "checkpoint_every_n_layers", "reduce_dtype",
+    "prefetch_layers", "checkpoint_every_n_layers", "reduce_dtype", "merge_adapter",
 }  # fmt: skip
 
 
 def test_names_are_those_of_training_arguments():
-    theirs = {field.name for field in fields(TrainingArguments)}
+    theirs = {field.name for config in (TrainingArguments, ModelConfig) for field in fields(config)}
     assert {field.name for field in fields(TrainArgs)} - theirs == OURS
 
 

@@ -5,6 +5,7 @@ Downloads are run in tests/test_download.py, against a Hub of the tests; sbatch'
 tests/test_slurm.py.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -152,6 +153,13 @@ def test_every_lever_exists_and_has_its_line():
         "fsdp_activation_checkpointing_offload",
     ):
         assert lever in page
+
+
+def test_memory_of_adapters_is_as_measured():
+    measured = json.loads((ROOT / "benchmarks/results/adapter_memory.json").read_text())["MiB_of_ranks"]
+    for ranks in measured.values():
+        numbers = [ranks[-1][name] for name in ("frozen", "trained", "gradients", "optimizer", "peak")]
+        assert f"| {' | '.join(f'{number:.0f}' for number in numbers)} |" in README
 
 
 def test_every_config_and_flag_on_the_page_exists():

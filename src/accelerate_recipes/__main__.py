@@ -35,6 +35,7 @@ def main() -> None:
     out.add_argument("out", type=Path)
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="default: the precision it was evaluated in")
     out.add_argument("--max_shard_size", default="5GB", help="of a safetensors file, such as 500MB")
+    out.add_argument("--merge_adapter", action="store_true", help="of adapters: the whole model with them merged in")
     args, rest = parser.parse_known_args()
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -117,7 +118,9 @@ def export(args: argparse.Namespace) -> None:
     if reason := checkpoint.defect(args.checkpoint):
         raise ConfigError(f"{args.checkpoint}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
-    checkpoint.export(args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size)
+    checkpoint.export(
+        args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, merge_adapter=args.merge_adapter
+    )
     print(f"{args.out} holds the model of {args.checkpoint}")
 
 

@@ -36,6 +36,7 @@ OWNED_ELSEWHERE = {
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALL_LINEAR = "all-linear"
 
 
 class ConfigError(ValueError):
@@ -97,10 +98,24 @@ class TrainArgs:
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.")
     step_timeout: int = arg(300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.")
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
+    use_peft: bool = arg(False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.")
+    lora_r: int = arg(16, "Rank of an adapter.")
+    lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.")
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter.")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: [ALL_LINEAR],
+        metadata={"help": "Linear layers that get one, such as q_proj v_proj; all-linear: all but the output layer."},
+    )
+    use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.")
+    use_dora: bool = arg(False, "DoRA: train the length of each row of a weight apart from its direction.")
+    merge_adapter: bool = arg(False, "export/ holds the model with the adapter merged in, and the adapter in a folder.")
 
     # What a checkpoint cannot be continued with once it changed: it decides the order of the data, the model, or
     # what the optimizer keeps.
-    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({"seed", "total_batch_size", "optim"})
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
+        "seed", "total_batch_size", "optim", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora",
+        "use_dora",
+    })  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
@@ -149,13 +164,51 @@ class TrainArgs:
                 found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")
             elif find_spec(tracker) is None:
                 found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
+        found += self.adapter_problems()
         if min(self.total_batch_size, self.per_device_train_batch_size) >= 1:
             found += batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
         return found
 
+    def adapter_problems(self) -> list[str]:
+        """What is wrong with the arguments of adapters, one sentence each."""
+        names = [name for name in TrainArgs.__dataclass_fields__ if name.startswith("lora_")]
+        names += ["use_rslora", "use_dora", "merge_adapter"]
+        if not self.use_peft:
+            default = TrainArgs()
+            changed = [name for name in names if getattr(self, name) != getattr(default, name)]
+            return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]
+        found = [
+            f"--{name} is {getattr(self, name)}; it must be at least 1"
+            for name in ("lora_r", "lora_alpha")
+            if getattr(self, name) < 1
+        ]
+        if not 0 <= self.lora_dropout < 1:
+            found.append(f"--lora_dropout is {self.lora_dropout}; it must be at least 0, and below 1")
+        if not self.lora_target_modules or (ALL_LINEAR in self.lora_target_modules and self.lora_target_modules[1:]):
+            found.append(
+                f"--lora_target_modules is {' '.join(self.lora_target_modules) or 'empty'}; give names of layers, or "
+                f"{ALL_LINEAR} alone"
+            )
+        if self.optim == "adamw_bf16_kahan":
+            found.append(
+                "--optim adamw_bf16_kahan keeps trained weights in bf16, --use_peft its few in fp32: nothing would be "
+                "saved; choose another --optim"
+            )
+        if not self.base_model:
+            found.append(
+                "--use_peft trains adapters of a pretrained model, and this run makes a new one, whose random weights "
+                "would stay as they are; remove it, or name a model"
+            )
+        return found
+
+    @property
+    def base_model(self) -> str:
+        """Name or folder of the pretrained model that a run begins with, as its recipe says; empty: it makes a new one."""
+        return ""
+
     @property
     def param_dtype(self) -> torch.dtype:
-        """In which a model is loaded or made, and its weights are kept."""
+        """In which the weights that are trained are kept."""
         return torch.bfloat16 if self.optim == "adamw_bf16_kahan" else torch.float32
 
     @property

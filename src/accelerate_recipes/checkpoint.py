@@ -8,7 +8,8 @@
     data.json            what else the position in the data is, of data without a fixed order of rows
     metrics.jsonl        the records so far
     config.json, ...     configuration, tokenizer and generation config of the model
-    model.safetensors    only under FULL_STATE_DICT
+    adapter_config.json  of a model with adapters: then state/ holds nothing of the model besides
+    model.safetensors    only under FULL_STATE_DICT; or adapter_model.safetensors
     complete.json        the marker, written last: step, world size, strategy, versions, size and checksum of every file
 
 It is written beside its name, as `checkpoint-<step>.partial`, and renamed when the marker is on the disk. What has
@@ -44,17 +45,19 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
+from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoConfig, GenerationConfig
 
 import accelerate_recipes
-from accelerate_recipes import lock, stop
+from accelerate_recipes import adapters, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
+from accelerate_recipes.optim import WRAPPERS
 from accelerate_recipes.status import update_status
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
@@ -259,6 +262,7 @@ class Checkpointer:
                 raise ConfigError(
                     f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
                 ) from None
+        self.adapter = adapters.adapter_of(self.model)
         self.stager = HostCopy()
         # What is said in the background must not come between the collectives of training.
         self.group = None
@@ -290,7 +294,7 @@ class Checkpointer:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
                 (unfinished / "data.json").write_text(json.dumps(data_states))
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        model_state, optimizer_state = trained_state(self.model, self.optimizer)
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
         if self.args.async_save:
@@ -375,11 +379,14 @@ class Checkpointer:
     def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
         """Add what one rank writes, then the marker; `files` are those that the ranks have described."""
         self.args.save(unfinished / "args.yaml")
-        for artifact in self.artifacts:
+        for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
             artifact.save_pretrained(unfinished)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
-            write_safetensors(unfinished, unfinished, dtype=None, max_shard_size=2**63)
+            if self.adapter:
+                write_adapter(unfinished, unfinished)
+            else:
+                write_safetensors(unfinished, unfinished, dtype=None, max_shard_size=2**63)
         for file in sorted(unfinished.rglob("*")):
             if file.is_file() and str(file.relative_to(unfinished)) not in files:
                 name, entry = describe(file, unfinished)
@@ -392,6 +399,7 @@ class Checkpointer:
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
             "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
+            "base_model": self.adapter.base if self.adapter else None,
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },
@@ -414,11 +422,16 @@ class Checkpointer:
         checkpoint = self.newest = self.resumed_from
         marker = read_marker(checkpoint)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        if self.adapter:
+            on_first_rank(lambda: check_base(checkpoint, marker, self.adapter.base))
+        model_state, optimizer_state = trained_state(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         check_shapes(checkpoint, model_state)
         dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=self.adapter is None),  # what is frozen is not among it
+        )  # fmt: skip
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
@@ -432,6 +445,31 @@ class Checkpointer:
             flush=True,
         )
         return marker["step"]
+
+
+def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if adapters.adapter_of(model):
+        # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+        trained = [WRAPPERS.sub("", name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        model_state = {name: model_state[name] for name in trained}
+    return model_state, optimizer_state
+
+
+def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
+    """Whether the adapters of a checkpoint belong to this model.
+
+    Raises:
+        ConfigError: if they were trained in another, by its weights, whatever its name.
+    """
+    before = marker.get("base_model")  # of a whole model there is none, and the names tell
+    if before and before["fingerprint"] != base["fingerprint"]:
+        was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
+        raise ConfigError(
+            f"{checkpoint} holds adapters of {was}; {now} has other weights. Resume with the model they were trained in, "
+            "or give another --output_dir"
+        )
 
 
 def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None:
@@ -545,26 +583,45 @@ def export(
     description: str = "",
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    merge_adapter: bool = False,
 ) -> None:
     """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
 
     `dtype` of the weights defaults to the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory:
     one safetensors shard of `max_shard_size` (bytes, or such as "500MB").
+
+    Of adapters it is a folder for PEFT; or with `merge_adapter` the whole model, of which each weight is read from the
+    files of the one that they belong to, and the adapters themselves in `adapter/`.
     """
     marker = read_marker(checkpoint)
+    is_adapter = marker.get("base_model") is not None
+    if merge_adapter and not is_adapter:
+        raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
+    if is_adapter and dtype and not merge_adapter:
+        raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     unfinished = out.with_name(f"{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    for name in marker["files"]:
+    left_out = {"data.json"}
+    if is_adapter:  # each would make `from_pretrained` take the folder for the other
+        left_out.add("adapter_config.json" if merge_adapter else "config.json")
+    for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
-        if is_artifact and name != "data.json" and "model.safetensors" not in name:
+        if is_artifact and "model.safetensors" not in name:
             shutil.copy(checkpoint / name, unfinished)
-    if dtype is None:
-        dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
-    write_safetensors(checkpoint, unfinished, dtype, max_shard_size)
-    config = json.loads((unfinished / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if merge_adapter:
+        (unfinished / "adapter").mkdir()
+        shutil.copy(checkpoint / "adapter_config.json", unfinished / "adapter")
+    if is_adapter:
+        write_adapter(checkpoint, unfinished / "adapter" if merge_adapter else unfinished)
+    if merge_adapter or not is_adapter:
+        if dtype is None:
+            dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
+        write = write_merged if merge_adapter else write_safetensors
+        write(checkpoint, unfinished, dtype, max_shard_size)
+        config = json.loads((unfinished / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (unfinished / "README.md").write_text(model_card(checkpoint, description))
     shutil.rmtree(out, ignore_errors=True)
     unfinished.rename(out)
@@ -573,6 +630,10 @@ def export(
 def model_card(checkpoint: Path, description: str) -> str:
     """README.md of an export: what was trained, to what result, with which arguments."""
     arguments = (checkpoint / "args.yaml").read_text()
+    marker = read_marker(checkpoint)
+    if base := marker.get("base_model"):
+        at = f" at commit {base['revision']}" if base["revision"] else ""
+        description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
     records = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text().splitlines()]
     result = next((record for record in reversed(records) if "eval_loss" in record), {})
     measured = "".join(
@@ -582,7 +643,7 @@ def model_card(checkpoint: Path, description: str) -> str:
     )
     return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
 
-{description} Trained with accelerate-recipes {read_marker(checkpoint)["versions"]["accelerate_recipes"]}.
+{description} Trained with accelerate-recipes {marker["versions"]["accelerate_recipes"]}.
 
 ## Result on held-out data
 
@@ -601,8 +662,62 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
 
     Reads one shard of `max_shard_size` bytes at a time. `dtype` of floating-point weights; None: as saved.
     """
-    reader = dcp.FileSystemReader(checkpoint / "state")
-    saved = reader.read_metadata().state_dict_metadata
+    model, tied = model_on_meta(checkpoint)
+    tensors = {name: t for name, t in saved_tensors(checkpoint).items() if name not in tied}
+    if missing := set(model.state_dict()) - tied - set(tensors):
+        raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
+    write_shards(tensors, partial(read_state, checkpoint), out, dtype, max_shard_size)
+
+
+def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+    """The same of the model that the adapters of `checkpoint/state` belong to, with them merged in.
+
+    Weights are named as in its files, which are mapped into memory: of what is read, no more than a shard is kept.
+    """
+    config, adapter = LoraConfig.from_pretrained(checkpoint), read_adapter(checkpoint)
+    base = adapters.base_tensors(config)
+    _, tied = model_on_meta(checkpoint)
+    tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
+
+    def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: adapters.merged(name, base[name], adapter, config).to(tensor.dtype).contiguous()
+            for name, tensor in wanted.items()
+        }
+
+    write_shards(tensors, read, out, dtype, max_shard_size)
+
+
+def write_adapter(checkpoint: Path, out: Path) -> None:
+    """Write the adapters of `checkpoint/state` as PEFT does, in fp32."""
+    tensors = {adapters.peft_name(name): tensor for name, tensor in read_adapter(checkpoint).items()}
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return read_state(checkpoint, saved_tensors(checkpoint))
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of the model in `checkpoint/state`, by their names in it; on the meta device."""
+    metadata = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+    return {
+        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in metadata.items()
+        if key.startswith("model.")
+    }
+
+
+def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the model in `checkpoint/state`, like those that are `wanted`."""
+    # In the dtype to be written: the reader converts as it copies, without a second buffer.
+    tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
+    dcp.load(tensors, checkpoint_id=checkpoint / "state", no_dist=True)
+    return {name: tensors[f"model.{name}"] for name in wanted}
+
+
+def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
+    """The checkpoint's model without weights, and which of its names are other names of a tied weight."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
@@ -610,14 +725,18 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
     if not json.loads((checkpoint / "config.json").read_text()).get("tie_word_embeddings", True):
         # transformers 5.23 takes the output layer of every T5 for its embedding; see models.share_embedding.
         tied.discard("lm_head.weight")
-    tensors = {}
-    for key, entry in saved.items():
-        name = key.removeprefix("model.")
-        if key.startswith("model.") and name not in tied:
-            to = dtype if dtype and entry.properties.dtype.is_floating_point else entry.properties.dtype
-            tensors[name] = torch.empty(entry.size, dtype=to, device="meta")
-    if missing := set(model.state_dict()) - tied - set(tensors):
-        raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
+    return model, tied
+
+
+def write_shards(
+    tensors: dict[str, torch.Tensor],
+    read: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    out: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> None:
+    """Write `tensors`, which are on the meta device, as safetensors: `read` gives those of a shard, like what it is given."""
+    tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
@@ -625,11 +744,8 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        # In the dtype to be written: the reader converts as it copies, without a second buffer.
-        shard = {f"model.{name}": torch.empty_like(tensors[name], device="cpu") for name in names}
-        dcp.load(shard, storage_reader=reader, no_dist=True)
-        save_file({name: shard[f"model.{name}"] for name in names}, out / filename, metadata={"format": "pt"})
-        del shard  # else it lives until the next one is read
+        # No name for the shard: it would live until the next one is read.
+        save_file(read({name: tensors[name] for name in names}), out / filename, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

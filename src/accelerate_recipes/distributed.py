@@ -155,6 +155,11 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str]) -> list[str]:
             f"--reduce_dtype {args.reduce_dtype}: DDP sums gradients over the ranks in the precision of the weights, "
             f"here {grad_dtype}; set it to {grad_dtype}, or choose an FSDP config"
         )
+    if use_fsdp and args.use_peft and env.get("FSDP_VERSION") != "2":
+        found.append(
+            "--use_peft: FSDP1 melts frozen weights and adapters into one flat parameter, which has one precision and "
+            "gradients of all; choose a config with fsdp_version: 2"
+        )
     if use_fsdp and args.optim == "adafactor" and env.get("FSDP_VERSION") != "2":
         found.append(
             "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
@@ -284,6 +289,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
     `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
     # Not whether parameters are meta: those that a checkpoint lacks may be too, and on some ranks only.
     is_new = getattr(model, "is_new", False)
@@ -305,7 +311,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
     recompute_every(model, args.checkpoint_every_n_layers)
     local = sum(local_numel(p) for p in model.parameters())
     units = fsdp_units(model)
-    report_strategy(accelerator, model, total, local, units)
+    report_strategy(accelerator, model, total, trained, local, units)
     if accelerator.distributed_type == DistributedType.FSDP:
         shards = shard_world_size(accelerator)
         if not units:
@@ -431,7 +437,9 @@ def strategy_name(accelerator: Accelerator) -> str:
     return name
 
 
-def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, local: int, units: list[nn.Module]) -> None:
+def report_strategy(
+    accelerator: Accelerator, model: nn.Module, total: int, trained: int, local: int, units: list[nn.Module]
+) -> None:
     """Print the one line that says what runs."""
     parts = [
         strategy_name(accelerator),
@@ -450,6 +458,8 @@ def report_strategy(accelerator: Accelerator, model: nn.Module, total: int, loca
         parts.append(f"activations of {sum(map(recomputes, layers))} of {len(layers)} layers recomputed{where}")
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
+    if trained < total:
+        parts.append(f"adapters: {trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
     accelerator.print("Strategy: " + " | ".join(parts), flush=True)
 

@@ -52,6 +52,11 @@ def initialize(
     return model
 
 
+def seed_of(name: str, seed: int) -> int:
+    """The parameter's own."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big")
+
+
 def first_value(
     model: nn.Module, module: nn.Module, path: str, name: str, seed: int, device: torch.device
 ) -> torch.Tensor:
@@ -68,7 +73,7 @@ def first_value(
             value = own[group][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if value.is_floating_point():
         value.fill_(torch.nan)  # to see whether the rule knows of it
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name_in_model}".encode()).digest()[:8], "big"))
+    torch.manual_seed(seed_of(name_in_model, seed))
     module.__dict__.update(own)
     try:
         model._init_weights(module)

@@ -45,8 +45,10 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def flops_per_token(config: PreTrainedConfig, num_parameters: int, attended_length: float) -> float:
-    """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`.
+def flops_per_token(
+    config: PreTrainedConfig, num_parameters: int, attended_length: float, trained_share: float = 1.0
+) -> float:
+    """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`, of which 2 N are the gradients of weights that train.
 
     N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
     output layer) and the experts that a token is not sent to. L layers, H heads of dimension Q, T = `attended_length`,
@@ -60,13 +62,18 @@ def flops_per_token(config: PreTrainedConfig, num_parameters: int, attended_leng
     idle *= 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
-    return 6 * (num_parameters - embedding - idle) + attention
+    return (4 + 2 * trained_share) * (num_parameters - embedding - idle) + attention
+
+
+def trained_share(model: PreTrainedModel) -> float:
+    """Of the parameters: 1, unless there are adapters."""
+    return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
     """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
 
-    As `flops_per_token`: 6 for each parameter and token that it multiplies, 12 L H Q for each pair of tokens of which
+    As `flops_per_token`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of tokens of which
     one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see the source; the
     rest of the decoder and the output layer, the target.
     """
@@ -77,7 +84,7 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     decoder = sum(p.numel() for p in model.decoder.parameters()) - embedding
     cross = config.num_decoder_layers * 2 * config.d_model * width
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
-    multiplied = 6 * ((encoder + cross) * source + (decoder - cross + embedding) * target)
+    multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
     attended = config.num_layers * source**2 + config.num_decoder_layers * target * (source + target)
     return float((multiplied + 12 * width * attended).sum() / target.sum())
 

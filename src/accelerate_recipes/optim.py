@@ -15,7 +15,7 @@ from accelerate_recipes.args import TrainArgs
 CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
 
 # What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.
-WRAPPERS = re.compile(r"^module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -32,6 +32,9 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             if parameter.requires_grad:
                 (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+        groups = [
+            group for group in groups if group["params"]
+        ]  # adapters are all matrices; no state has a place in none
         if args.optim == "adafactor":
             return Adafactor(groups, args.learning_rate)
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

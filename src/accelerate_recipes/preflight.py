@@ -31,6 +31,7 @@ from packaging.requirements import Requirement
 from transformers import AutoConfig, PreTrainedModel
 
 from accelerate_recipes import checkpoint, hub, recipe
+from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
 from accelerate_recipes.download import existing
@@ -228,8 +229,10 @@ def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str
     return chosen, [], []
 
 
-def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) -> tuple[int, str]:
+def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_dict: bool) -> tuple[int, str]:
     """Bytes that checkpoints to come and the export add to what is in the output directory; and how they are counted.
+
+    A checkpoint holds the parameters that are `trained`, the export too unless adapters are merged.
 
     Of a run whose number of steps is not known, at least so many.
     """
@@ -237,7 +240,7 @@ def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) ->
     if present:  # it knows best
         size = sum(entry["size"] for entry in checkpoint.read_marker(present[-1])["files"].values())
     else:
-        size = num_parameters * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
+        size = trained * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
@@ -245,7 +248,7 @@ def space_needed(args: TrainArgs, num_parameters: int, full_state_dict: bool) ->
         # An old one is removed when the new one is complete.
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
-    export = num_parameters * args.param_dtype.itemsize
+    export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize
     return (
         coming * size + export,
         f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
@@ -334,13 +337,23 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     problems += found
     for model in models:
         problems += wrap_problems(model, env)
+    if args.use_peft:
+        try:
+            models = [add_adapters(model, args) for model in models]
+        except ConfigError as error:
+            problems.append(str(error))
     sizes = []
     if models and not found_in_output:
-        num_parameters = sum(model.num_parameters() for model in models)
-        needs, counted = space_needed(args, num_parameters, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT")
+        num_parameters, trained = (
+            sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
+        )
+        needs, counted = space_needed(
+            args, num_parameters, trained, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
+        )
         free = shutil.disk_usage(existing(output_dir)).free
         needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
-        sizes = [f"Parameters: {num_parameters:,}; {needed_space}; {gib(free)} are free"]
+        of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
+        sizes = [f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}; {gib(free)} are free"]
         if needs > free:
             remedy = "make room, lower --save_total_limit, or give another"
             problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")

@@ -17,16 +17,19 @@ import faults
 import numpy as np
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from accelerate_recipes.adapters import add_adapters, load_dtype
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume, step_of
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
+from accelerate_recipes.optim import WRAPPERS, make_scheduler
 from accelerate_recipes.recipe import Requirements, run
 
 LENGTH = 32
@@ -44,6 +47,11 @@ class Args(TrainArgs):
     hidden_size: int = arg(32, "Of the model.")
     dropout: float = arg(0.0, "In the attention.")
     tie_word_embeddings: bool = arg(False, "Output layer and embedding are one.")
+    model_name_or_path: str = arg("", "Instead, the model in this folder.")
+
+    @property
+    def base_model(self) -> str:
+        return self.model_name_or_path
 
 
 def requirements(args: Args) -> Requirements:
@@ -64,12 +72,19 @@ def make_rows(num_rows: int) -> Dataset:
 
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
+    if args.model_name_or_path:
+        model = load_model(args.model_name_or_path, "sdpa", load_dtype(args))
+        return add_adapters(model, args) if args.use_peft else model, tokenizer
     model = new_llama(
         "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
         attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
     )  # fmt: skip
     return model, tokenizer
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def main(args: Args) -> None:
@@ -122,7 +137,13 @@ def main(args: Args) -> None:
         flops_per_token=1.0,
     )
     if accelerator.is_main_process:
-        export(checkpointer.newest, Path(args.output_dir) / "export")
+        export(checkpointer.newest, Path(args.output_dir) / "export", merge_adapter=args.merge_adapter)
+    if args.use_peft:
+        frozen = {name: whole(p) for name, p in model.named_parameters() if not p.requires_grad}
+        if accelerator.is_main_process:
+            save_file(
+                {WRAPPERS.sub("", name): p for name, p in frozen.items()}, Path(args.output_dir) / "frozen.safetensors"
+            )
     accelerator.end_training()
 
 

@@ -1,0 +1,170 @@
+"""Adapters by PEFT: LoRA and DoRA in a frozen model, in PEFT's files, and merged into the model's.
+
+They are put into the model in place. It stays the transformers model that FSDP wraps, losses call and `generate` runs;
+a layer with an adapter keeps its weight under `base_layer`.
+
+Under FSDP2 frozen weights in bf16 and adapters in fp32 share a layer's group: torch 2.13 wants one dtype among the
+trained parameters of a group, not among all, and gathers them in the precision of the YAML. Gradients are kept and
+reduced of the adapters alone.
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu et al., DoRA: Weight-Decomposed
+Low-Rank Adaptation, 2024.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from accelerate_recipes import hub
+from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
+from accelerate_recipes.init import seed_of
+
+NAME = "default"  # PEFT's, of a model's only adapter
+
+
+@dataclass
+class Adapter:
+    """What a checkpoint of adapters says of itself."""
+
+    config: LoraConfig
+    base: dict[str, str | None]  # name, revision and fingerprint of the model that it belongs to
+
+
+def load_dtype(args: TrainArgs) -> torch.dtype:
+    """In which a pretrained model is loaded: that of trained weights; of frozen ones, that which they compute in."""
+    is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    return torch.bfloat16 if args.use_peft and is_bf16 else args.param_dtype
+
+
+def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
+    """Names, or their ends, of the linear layers that get an adapter.
+
+    The output layer never does: it may be the embedding too, and a loss without logits calls it in a way of its own.
+
+    Raises:
+        ConfigError: for a name that is no such layer's.
+    """
+    head = model.get_output_embeddings()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    kinds = sorted({name.rpartition(".")[2] for name in layers})
+    if not layers:
+        raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
+    if args.lora_target_modules == [ALL_LINEAR]:
+        return kinds
+    unknown = [end for end in args.lora_target_modules if not any(f".{name}".endswith(f".{end}") for name in layers)]
+    if unknown:
+        raise ConfigError(
+            f"--lora_target_modules {' '.join(unknown)}: no linear layer inside {type(model).__name__} has that name; "
+            f"there are {', '.join(kinds)}"
+        )
+    return args.lora_target_modules
+
+
+def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
+    """Freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place. Returns the model.
+
+    An adapter's first weights depend on the seed and the layer's name only: they are the same on any number of
+    processes. One that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first.
+
+    Raises:
+        ConfigError: for layers that are not there, and where --merge_adapter would not find them in the model's files.
+    """
+    config = LoraConfig(
+        task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
+        base_model_name_or_path=args.base_model,
+        revision=hub.pinned(args.base_model).get("revision"),
+        target_modules=target_modules(model, args),
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
+    )
+    base = {"name": args.base_model, "revision": config.revision, "fingerprint": fingerprint(model)}
+    model.adapter = Adapter(config, base)
+    inject_adapter_in_model(config, model, NAME)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    with torch.random.fork_rng([]):
+        for name, layer in layers.items():
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()  # PEFT gave it the dtype of the layer
+            torch.manual_seed(seed_of(name, args.seed))
+            layer.reset_lora_parameters(NAME, init_lora_weights=True)
+            if args.use_dora:
+                length = layer.get_base_layer().weight.data.float().norm(dim=1)
+                layer.lora_magnitude_vector[NAME].weight.data = length
+    if args.merge_adapter:
+        lacking = {f"{name}.weight" for name in layers} - base_tensors(config).keys()
+        if lacking:
+            raise ConfigError(
+                f"--merge_adapter: there is no {min(lacking)} in the files of {args.base_model}, which name weights "
+                f"otherwise than {type(model).__name__} does; remove it"
+            )
+    return model
+
+
+def fingerprint(model: nn.Module) -> str | None:
+    """Of a sample of each weight, alike in fp32 and bf16; None in a process that has not read them."""
+    digest = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            return None
+        sample = parameter.detach().flatten()[:1024].bfloat16().view(torch.int16)
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """That of a prepared model."""
+    return next((vars(module)["adapter"] for module in model.modules() if "adapter" in vars(module)), None)
+
+
+def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
+    """The weights of the model that an adapter belongs to, from its files, which are mapped and not read.
+
+    Raises:
+        ConfigError: if it is not here.
+    """
+    name, revision = config.base_model_name_or_path, config.revision
+    place = hub.repository("model", name) / "snapshots" / revision if revision else Path(name)
+    found = next((file for file in hub.WEIGHTS if (place / file).is_file()), None)
+    if found is None:
+        raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
+    tensors = {}
+    for file in hub.shards(place / found) if found.endswith(".index.json") else [found]:
+        if file.endswith(".safetensors"):
+            tensors |= load_file(place / file)
+        else:
+            tensors |= torch.load(place / file, map_location="cpu", mmap=True, weights_only=True)
+    return tensors
+
+
+def merged(name: str, weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> torch.Tensor:
+    """A weight with what the adapter adds to it, in fp32; as it is if that has nothing for it."""
+    layer = name.removesuffix(".weight")
+    if f"{layer}.lora_A.{NAME}.weight" not in adapter:
+        return weight
+    down, up = (adapter[f"{layer}.lora_{which}.{NAME}.weight"].float() for which in "AB")
+    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    whole = weight.float() + scale * (up @ down)
+    if config.use_dora:
+        length = adapter[f"{layer}.lora_magnitude_vector.{NAME}.weight"].float()
+        whole *= (length / whole.norm(dim=1)).unsqueeze(1)
+    return whole
+
+
+def peft_name(name: str) -> str:
+    """In adapter_model.safetensors, as PEFT names it."""
+    name = name.replace(f"lora_magnitude_vector.{NAME}.weight", "lora_magnitude_vector")
+    return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"

@@ -1,0 +1,396 @@
+"""Adapters: one trajectory under every sharding, of which checkpoints and exports hold what was trained, and PEFT reads it.
+
+The base is a small Llama with weights of a useful size; the toy recipe trains adapters in it for 10 steps.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import toy
+from helpers import CHILDREN, ROOT, read_metrics
+from huggingface_hub import constants
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from accelerate_recipes import checkpoint
+from accelerate_recipes.adapters import add_adapters, base_tensors
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.data import PackedRows
+from accelerate_recipes.init import initialize
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
+from accelerate_recipes.preflight import preflight, space_needed
+
+SCRIPT = CHILDREN / "toy.py"
+LAST = 10
+CHECKPOINTING = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+# Name: config, processes, sequences per forward pass, environment.
+STRATEGIES = {
+    "one process, accumulation": ("single", 1, 2, {}),
+    "ddp": ("ddp", 2, 4, {}),
+    "fsdp2": ("fsdp_full", 2, 4, {}),
+    "fsdp2, accumulation": ("fsdp_full", 2, 2, {}),
+    "every process reads the base": ("fsdp_full", 2, 4, {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}),
+    "gradients and optimizer, accumulation": ("fsdp_grad_op", 2, 1, {}),
+    "hybrid 2 x 2": ("fsdp_hybrid", 4, 2, {}),
+    "offload": ("fsdp_offload", 2, 4, {}),
+    "no wrap": ("fsdp_no_wrap", 2, 4, {}),
+    "full state dict": ("fsdp_full_state_dict", 2, 4, {}),
+    "activation checkpointing": ("fsdp_full", 2, 4, CHECKPOINTING),
+}
+SLOW = [
+    "fsdp2, accumulation", "gradients and optimizer, accumulation", "no wrap", "every process reads the base",
+    "activation checkpointing",
+]  # fmt: skip
+DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
+
+
+def make_base(folder: Path, seed: int, **config) -> Path:
+    _, tokenizer = toy.make_model(toy.Args())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = new_llama(
+        "sdpa", vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=toy.LENGTH, pad_token_id=0,
+        initializer_range=0.1, **sizes, **config,
+    )  # fmt: skip
+    initialize(model, seed, "cpu").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
+
+
+@pytest.fixture(scope="module")
+def arguments(base) -> tuple:
+    """Without dropout, which differs with the number of ranks. Of four ranks, one has no row of a rank of 3."""
+    return ("--model_name_or_path", base, "--use_peft", "--lora_r", 3, "--lora_alpha", 6, "--lora_dropout", 0)
+
+
+@pytest.fixture(scope="module")
+def run(forks, arguments, tmp_path_factory):
+    """Output of the toy in forked ranks, run once for all tests that ask for the same."""
+    done: dict[tuple, Path] = {}
+
+    def output(name: str, *args: object) -> Path:
+        if (name, *args) not in done:
+            config, num_processes, size, env = STRATEGIES[name]
+            out = tmp_path_factory.mktemp("run") / "out"
+            sizes = ("--per_device_train_batch_size", size)
+            code = forks.run(out, *arguments, *sizes, *args, config=config, num_processes=num_processes, **env)
+            assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+            done[name, *args] = out
+        return done[name, *args]
+
+    return output
+
+
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+def trajectory(out: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
+
+
+def evaluations(out: Path) -> list[float]:
+    return [record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record]
+
+
+@torch.no_grad()
+def loss_of(model: torch.nn.Module) -> float:
+    """On what the toy evaluates on."""
+    rows = PackedRows(toy.make_rows(toy.Args().num_rows), toy.LENGTH, 0, document_mask=True)
+    batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])
+    return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
+
+
+@pytest.mark.parametrize(
+    "name, variant",
+    [pytest.param(name, (), id=name, marks=pytest.mark.slow if name in SLOW else []) for name in STRATEGIES]
+    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora")],
+)
+def test_one_trajectory(run, name, variant):
+    """Losses and gradient norms, to 1e-5; and it learns."""
+    reference = trajectory(run("one process, accumulation", *variant))
+    found = trajectory(run(name, *variant))
+    before, after = evaluations(run(name, *variant))
+    assert len(found) == LAST and after < before - 0.1
+    for step, wanted in zip(found, reference, strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+
+
+def test_what_trains_is_what_peft_trains(run, base):
+    """As many parameters as PEFT counts; and all else is bit for bit what it was, under each strategy."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    before = dict(model.named_parameters())
+    config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained, total = get_peft_model(model, config).get_nb_trainable_parameters()
+    for name in ("one process, accumulation", "ddp", "fsdp2", "offload"):
+        out = run(name)
+        said = re.findall(r"adapters: ([\d,]+) parameters are trained, .* of ([\d,]+) parameters", log_of(out))
+        assert [int(number.replace(",", "")) for number in said[0]] == [trained, total]
+        frozen = load_file(out / "frozen.safetensors")
+        assert len(frozen) == len(before)
+        for key, tensor in frozen.items():
+            assert torch.equal(tensor, before[key.replace(".base_layer", "")]), key
+
+
+def test_first_weights(forks, arguments, base, tmp_path):
+    """Of an adapter: by seed and name alone, in fp32 and as PEFT's beside a model in bf16, and so on two processes."""
+
+    def first(**settings) -> dict[str, torch.Tensor]:
+        model = load_model(str(base), "sdpa", torch.bfloat16)
+        torch.manual_seed(len(settings))  # does not matter
+        args = toy.Args(model_name_or_path=str(base), use_peft=True, use_dora=True, lora_r=3, **settings)
+        add_adapters(model, args)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    whole, few, other = first(), first(lora_target_modules=["v_proj"]), first(seed=43)
+    assert len(few) == 9 and all(torch.equal(tensor, whole[name]) for name, tensor in few.items())
+    weights = load_file(base / "model.safetensors")
+    for name, tensor in whole.items():
+        assert tensor.dtype == torch.float32
+        layer, kind = name.split(".lora_")
+        assert torch.equal(tensor, other[name]) == (kind[0] != "A")
+        if kind[0] == "A":
+            assert tensor.abs().max() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.05)
+            assert not torch.equal(tensor, tensor.bfloat16().float())
+        elif kind[0] == "B":
+            assert not tensor.any()
+        else:
+            assert torch.equal(tensor, weights[f"{layer}.weight"].bfloat16().float().norm(dim=1))
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--max_steps", 1, "--learning_rate", 0) == 0, log_of(out)[-3000:]
+    exported = load_file(out / "export/adapter_model.safetensors")
+    assert len(exported) == 2 * 7 * 3
+    for name, tensor in whole.items():
+        if "magnitude" not in name:
+            assert torch.equal(tensor, exported[f"base_model.model.{name.replace('.default', '')}"]), name
+
+
+def test_dropout_is_drawn_again_where_activations_are_recomputed(run):
+    plain, recomputed = run("fsdp2", *DROPOUT), run("activation checkpointing", *DROPOUT)
+    assert trajectory(recomputed) == trajectory(plain) != trajectory(run("fsdp2"))
+
+
+def test_a_checkpoint_holds_the_adapters_alone(run, base):
+    out = run("fsdp2")
+    state = checkpoint.saved_tensors(out / f"checkpoint-{LAST}")
+    assert len(state) == 2 * 7 * 3 and all("lora_" in name for name in state)
+    metadata = dcp.FileSystemReader(out / f"checkpoint-{LAST}/state").read_metadata().state_dict_metadata
+    moments = {key.split(".", 2)[2] for key in metadata if key.startswith("optimizer.state.")}
+    assert moments == {f"{name}.{kind}" for name in state for kind in ("step", "exp_avg", "exp_avg_sq")}
+    assert checkpoint.read_marker(out / f"checkpoint-{LAST}")["base_model"]["name"] == str(base)
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
+    """By SIGKILL in step 8, after the save of step 6; with dropout on the same number of ranks: bit for bit."""
+    args = DROPOUT if num_processes == 2 else ()
+    args += ("--async_save", "false", "--per_device_train_batch_size", 8 // num_processes)
+    fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, *args, TOY_FAULT=json.dumps(fault)) == -9
+    assert [path.name for path in checkpoint.candidates(out)] == ["checkpoint-3", "checkpoint-6"]
+    code = forks.run(out, *arguments, *args, num_processes=num_processes)
+    assert code == 0 and "(step 6, saved by 2 x" in log_of(out), log_of(out)[-3000:]
+    if num_processes == 2:
+        assert trajectory(out) == trajectory(run("fsdp2", *DROPOUT)) != trajectory(run("fsdp2"))
+    else:
+        for step, wanted in zip(trajectory(out), trajectory(run("fsdp2")), strict=True):
+            assert step == pytest.approx(wanted, rel=1e-5)
+
+
+def test_resuming_in_another_model_is_refused(forks, arguments, run, base, tmp_path):
+    """Of the same name and shapes, with other weights: an export that was written anew, say."""
+    out = tmp_path / "out"
+    shutil.copytree(run("fsdp2"), out)
+    args = ("--max_steps", LAST + 1)
+    weights = load_file(base / "model.safetensors")
+    try:
+        make_base(base, seed=2)
+        assert forks.run(out, *arguments, *args) == 2
+    finally:
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    assert re.search(r"error: .*checkpoint-10 holds adapters of .* has other weights", log_of(out)), log_of(out)[-3000:]
+
+
+@pytest.mark.parametrize("variant", [(), ("--use_dora", "--use_rslora")], ids=["lora", "dora"])
+def test_export(run, base, variant):
+    """PEFT loads the adapters, transformers the merged model; both give the last evaluation's loss."""
+    out = run("fsdp2", *variant, "--merge_adapter")
+    before, after = evaluations(out)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert loss_of(plain) == pytest.approx(before, rel=1e-5)
+    loaded = PeftModel.from_pretrained(plain, out / "export/adapter")
+    assert loss_of(loaded) == pytest.approx(after, rel=1e-5)
+    names = get_peft_model_state_dict(loaded, save_embedding_layers=False).keys()
+    assert load_file(out / "export/adapter/adapter_model.safetensors").keys() == names
+    merged = AutoModelForCausalLM.from_pretrained(out / "export")
+    assert loss_of(merged) == pytest.approx(after, rel=1e-5)
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+
+
+def test_export_without_merging(run, base):
+    out = run("fsdp2")
+    names = {path.name for path in (out / "export").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= names
+    assert not names & {"config.json", "model.safetensors"}
+    assert f"Low-rank adapters of {base}" in (out / "export/README.md").read_text()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "export")
+    assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    checkpoint_files = {path.name for path in (run("full state dict") / f"checkpoint-{LAST}").iterdir()}
+    assert "adapter_model.safetensors" in checkpoint_files
+
+
+def test_bf16(run, forks, arguments, base, tmp_path):
+    """Frozen weights are kept in bf16, adapters in fp32; the losses are those of fp32 but for rounding."""
+    for config, num_processes in (("single", 1), ("fsdp_full", 2)):
+        out = tmp_path / config
+        args = (*arguments, "--per_device_train_batch_size", 4, "--use_dora", "--merge_adapter")
+        bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        assert forks.run(out, *args, config=config, num_processes=num_processes, **bf16) == 0, log_of(out)[-3000:]
+        assert "precision bf16, weights bfloat16" in log_of(out)
+        for step, wanted in zip(trajectory(out), trajectory(run("fsdp2", "--use_dora")), strict=True):
+            assert step == pytest.approx(wanted, rel=0.02)
+        whole = load_file(base / "model.safetensors")
+        for key, tensor in load_file(out / "frozen.safetensors").items():
+            assert torch.equal(tensor, whole[key.replace(".base_layer", "")].bfloat16()), key
+        adapter = load_file(out / "export/adapter/adapter_model.safetensors")
+        assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
+        merged = load_file(out / "export/model.safetensors")
+        assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16} and merged.keys() == whole.keys()
+        assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(
+            evaluations(out)[-1], rel=0.01
+        )
+
+
+CHESS = ("recipes/chess.py", "--train_files", "data/chess/games_20k.parquet")
+
+
+def test_all_problems_at_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    where = ("--output_dir", str(tmp_path / "out"))
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            ["accelerate_configs/fsdp1_full.yaml", "--mixed_precision", "no", *CHESS, *where, "--from_scratch",
+             "--use_peft", "--lora_r", "0", "--lora_dropout", "1", "--optim", "adamw_bf16_kahan",
+             "--lora_target_modules", "all-linear", "q_proj"]
+        )  # fmt: skip
+    said = str(caught.value)
+    for problem in (
+        "--lora_r is 0", "--lora_dropout is 1", "keeps trained weights in bf16", "makes a new one", "FSDP1 melts",
+        "--lora_target_modules is all-linear q_proj",
+    ):  # fmt: skip
+        assert problem in said, said
+    with pytest.raises(ConfigError, match=r"--lora_r has no effect without --use_peft(.|\n)*--merge_adapter has no"):
+        preflight(["accelerate_configs/ddp.yaml", *CHESS, *where, "--from_scratch", "--lora_r", "8", "--merge_adapter"])
+
+
+def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    argv = ["accelerate_configs/fsdp_full.yaml", *CHESS, "--model_name_or_path", str(base), "--use_peft"]
+    argv += ["--output_dir", str(tmp_path / "out"), "--max_steps", "10", "--max_length", "32", "--lora_r", "4"]
+    assert "Parameters: 40,416, of which 6,144 are trained" in preflight(argv)[0]
+    with pytest.raises(
+        ConfigError, match=r"--lora_target_modules query: no .* LlamaForCausalLM .* down_proj, .*v_proj"
+    ):
+        preflight([*argv, "--lora_target_modules", "q_proj", "query"])
+    with pytest.raises(ConfigError, match="--lora_target_modules lm_head: no linear layer inside"):
+        preflight([*argv, "--lora_target_modules", "lm_head"])
+    full, adapter = 100_000_000, 1_000_000
+    whole, few = TrainArgs(max_steps=10), TrainArgs(max_steps=10, use_peft=True)
+    assert space_needed(whole, full, full, False)[0] == 1600_000_000
+    assert space_needed(few, full, adapter, False)[0] == 16_000_000
+    assert space_needed(replace(few, merge_adapter=True), full, adapter, False)[0] == 12_000_000 + 400_000_000
+
+
+def test_t5(forks, tmp_path):
+    """In an encoder-decoder: one trajectory, and both exports give the loss of the last evaluation."""
+    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
+        pairs = list(islice(lines, 60))
+    (tmp_path / "pairs.jsonl").write_text("".join(pairs))
+    tokenizer = new_bpe_tokenizer(pairs, 300, "$A </s>")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    torch.manual_seed(0)
+    model = new_t5(
+        "sdpa", torch.float32, vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=ids["pad_token_id"], **ids,
+    )  # fmt: skip
+    for artifact in (model, tokenizer):
+        artifact.save_pretrained(tmp_path / "t5")
+    args = (
+        "--model_name_or_path", tmp_path / "t5", "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--merge_adapter",
+        "--dropout_rate", 0, "--train_files", tmp_path / "pairs.jsonl", "--heldout_share", 0.2, "--num_eval_pairs", 8,
+        "--max_source_length", 64, "--max_target_length", 64, "--generation_max_length", 4, "--task_prefix", "",
+        "--metrics", "exact_match", "--max_steps", 4, "--total_batch_size", 8, "--per_device_train_batch_size", 4,
+        "--learning_rate", 1e-2, "--logging_steps", 1, "--data_cache_dir", tmp_path / "cache",
+    )  # fmt: skip
+    for out, config in ((tmp_path / "one", "single"), (tmp_path / "two", "fsdp_full")):
+        assert forks.run(out, *args, script=ROOT / "recipes/t5.py", config=config) == 0, log_of(out)[-3000:]
+    for step, wanted in zip(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+    export = tmp_path / "two/export"
+    plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
+    with_adapter = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5"), export / "adapter")
+    found = []
+    for model in (plain, with_adapter, AutoModelForSeq2SeqLM.from_pretrained(export)):
+        loss_sum, num_targets = 0.0, 0
+        for line in (tmp_path / "two/predictions/step-4.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            source, target = (torch.tensor([tokenizer(row[key])["input_ids"]]) for key in ("source", "target"))
+            source, target = (t if t.shape[1] <= 64 else torch.cat([t[:, :63], t[:, -1:]], 1) for t in (source, target))
+            with torch.no_grad():
+                loss_sum += model.eval()(input_ids=source, labels=target).loss.item() * target.numel()
+            num_targets += target.numel()
+        found.append(loss_sum / num_targets)
+    before, after = evaluations(tmp_path / "two")
+    assert found == pytest.approx([before, after, after], rel=1e-5) and after < before - 0.1
+
+
+def test_continued_pretraining(forks, base, tmp_path):
+    """The loss without logits, and a stream of packed text."""
+    words = [f"w{i}" for i in range(96)]
+    lines = [json.dumps({"text": " ".join(words[(i * j) % 96] for j in range(1, 40))}) for i in range(1, 200)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    args = (
+        "--model_name_or_path", base, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--max_length", 32,
+        "--train_files", tmp_path / "text.jsonl", "--validation_files", tmp_path / "text.jsonl",
+        "--num_validation_rows", 8, "--max_steps", 6, "--total_batch_size", 16, "--per_device_train_batch_size", 8,
+        "--learning_rate", 1e-2, "--logging_steps", 1, "--num_streams", 4,
+    )  # fmt: skip
+    out = tmp_path / "out"
+    assert forks.run(out, *args, script=ROOT / "recipes/c4.py", **CHECKPOINTING) == 0, log_of(out)[-3000:]
+    before, after = evaluations(out)
+    assert after < before - 0.2
+
+
+def test_a_base_of_the_hub(base, monkeypatch, tmp_path):
+    """At its commit in the cache, also in the older format; and one whose files could not be merged, from the start."""
+    place = tmp_path / "models--me--base/snapshots/abc"
+    shutil.copytree(base, place)
+    (tmp_path / "models--me--base/refs").mkdir()
+    (tmp_path / "models--me--base/refs/main").write_text("abc")
+    weights = load_file(base / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    torch.save(weights, place / "pytorch_model.bin")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    args = toy.Args(model_name_or_path="me/base", use_peft=True, merge_adapter=True)
+    adapter = add_adapters(load_model(str(base), "sdpa"), args).adapter
+    assert adapter.base["revision"] == adapter.config.revision == "abc"
+    found = base_tensors(adapter.config)
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    torch.save({name.removeprefix("model."): tensor for name, tensor in weights.items()}, place / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"--merge_adapter: there is no model\.layers\.0\.mlp\.down_proj\.weight in"):
+        add_adapters(load_model(str(base), "sdpa"), args)
