@@ -181,7 +181,7 @@ def main(args: Args) -> None:
     model, optimizer = prepare(accelerator, model, args)
     total_steps = args.max_steps
     scheduler = make_scheduler(optimizer, args, total_steps)
-    accelerator.print(
+    accelerator.on_main_process(print)(
         f"Data: {len(source.shards):,} shards, in rows of {args.max_length} tokens; validation on {len(validation.rows):,} "
         f"rows, {validation.bytes_per_token:.2f} bytes per token"
     )

@@ -153,7 +153,7 @@ def main(args: Args) -> None:
     model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(train_rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
-    accelerator.print(
+    accelerator.on_main_process(print)(
         f"Data: {facts['train']:,} games to train on, {facts['heldout']:,} held out, {facts['skipped']:,} skipped; "
         f"{len(train_rows):,} rows of {args.max_length} tokens, {train_rows.padding_share:.1%} padding"
     )

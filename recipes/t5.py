@@ -252,7 +252,7 @@ def main(args: Args) -> None:
     model, optimizer = prepare(accelerator, model, args)
     total_steps = num_steps(args, len(train_pairs))
     scheduler = make_scheduler(optimizer, args, total_steps)
-    accelerator.print(
+    accelerator.on_main_process(print)(
         f"Data: {facts['train']['pairs']:,} pairs to train on, of which {facts['train']['truncated_sources']:,} sources are "
         f"cut at {args.max_source_length} tokens and {facts['train']['truncated_targets']:,} targets at "
         f"{args.max_target_length}; {facts['skipped']:,} skipped; evaluated on {len(heldout):,} of "

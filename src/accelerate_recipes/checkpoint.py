@@ -189,7 +189,9 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
         if reason is None:
             for name, (before, now) in changed_arguments(chosen, args).items():
                 if name not in ("output_dir", "resume_from_checkpoint"):
-                    accelerator.print(f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}")
+                    accelerator.on_main_process(print)(
+                        f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}"
+                    )
             return chosen
         if args.resume_from_checkpoint != "latest":
             raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
@@ -440,7 +442,7 @@ class Checkpointer:
             set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
         else:  # no generator fits a rank that was not there: derive one from the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
-        self.accelerator.print(
+        self.accelerator.on_main_process(print)(
             f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",
             flush=True,
         )

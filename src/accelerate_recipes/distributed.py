@@ -461,7 +461,7 @@ def report_strategy(
     if trained < total:
         parts.append(f"adapters: {trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
-    accelerator.print("Strategy: " + " | ".join(parts), flush=True)
+    accelerator.on_main_process(print)("Strategy: " + " | ".join(parts), flush=True)
 
 
 @contextlib.contextmanager

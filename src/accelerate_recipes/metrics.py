@@ -73,9 +73,9 @@ def trained_share(model: PreTrainedModel) -> float:
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
     """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
 
-    As `flops_per_token`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of tokens of which
-    one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see the source; the
-    rest of the decoder and the output layer, the target.
+    As `flops_per_token`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of
+    tokens of which one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see
+    the source; the rest of the decoder and the output layer, the target.
     """
     config = model.config
     width = config.num_heads * config.d_kv
@@ -136,7 +136,9 @@ class MetricsLog:
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(accelerator.device)
         if self.peak_flops is None:
-            accelerator.print(f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known")
+            accelerator.on_main_process(print)(
+                f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
+            )
         self.records: list[dict] = []
         self.progress = tqdm(
             total=total_steps,

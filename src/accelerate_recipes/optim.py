@@ -32,9 +32,8 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             if parameter.requires_grad:
                 (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-        groups = [
-            group for group in groups if group["params"]
-        ]  # adapters are all matrices; no state has a place in none
+        # Adapters are all matrices; a group without parameters would not come back from a checkpoint.
+        groups = [group for group in groups if group["params"]]
         if args.optim == "adafactor":
             return Adafactor(groups, args.learning_rate)
         adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
