@@ -1,0 +1,171 @@
+"""The recipes on trl's trainers: one trajectory under every sharding, killed and resumed, exported, as the others.
+
+The base is a Llama of two layers; SFT trains it on 120 conversations for 6 steps and saves after 3.
+"""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, launch_ok, losses, read_metrics
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.checkpoint import complete_checkpoints
+from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.preflight import preflight
+
+SFT = SCRIPT = ROOT / "recipes/sft.py"
+IMPORTS = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
+STEPS = 6
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+# All ranks, by SIGKILL, when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
+IN_STEP_5 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True})
+}
+
+
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
+    return [record[name] for record in read_metrics(out) if name in record]
+
+
+def save_base(folder: Path, tokenizer, **config) -> Path:
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.1, **sizes, **ids, **config)
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """Translations as conversations; beside them, bases with dropout and without."""
+    folder = tmp_path_factory.mktemp("chats")
+    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
+        pairs = [json.loads(line)["translation"] for line in islice(lines, 120)]
+    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
+    tokenizer.chat_template = TEMPLATE
+    save_base(folder / "base", tokenizer)
+    save_base(folder / "base_with_dropout", tokenizer, attention_dropout=0.1)
+    with (folder / "chats.jsonl").open("w") as file:
+        for pair in pairs:
+            messages = [{"role": "user", "content": pair["en"]}, {"role": "assistant", "content": pair["fr"]}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(chats) -> tuple:
+    return (
+        "--train_files", chats / "chats.jsonl", "--max_length", 64, "--max_steps", STEPS, "--save_steps", 3,
+        "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2, "--async_save", "false",
+        "--heldout_share", 0.1, "--per_device_eval_batch_size", 5,
+    )  # fmt: skip
+
+
+def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
+    """Also where the output layer is sharded, and read by a loss that does not call it."""
+    found = {}
+    for name, config, batch in (("one", "single", 2), ("ddp", "ddp", 4), ("fsdp2", "fsdp_full", 2)):
+        out = tmp_path / name
+        size = ("--per_device_train_batch_size", batch, "--model_name_or_path", chats / "base")
+        assert forks.run(out, *arguments, *size, config=config) == 0, log_of(out)[-3000:]
+        norms = [record["grad_norm"] for record in read_metrics(out) if "loss" in record]
+        found[name] = [*losses(out).values(), *norms, *evaluations(out)]
+    assert len(found["one"]) == 2 * STEPS + 2
+    assert found["ddp"] == pytest.approx(found["one"], rel=1e-5)
+    assert found["fsdp2"] == pytest.approx(found["one"], rel=1e-5)
+    before, after = evaluations(tmp_path / "fsdp2")
+    assert after < before - 0.2
+
+
+@pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
+def test_sft_is_killed_and_resumed(forks, arguments, chats, tmp_path, adapters):
+    """With dropout: bit for bit. What is exported gives the loss of the last evaluation."""
+    args = (*arguments, "--per_device_train_batch_size", 2, "--model_name_or_path", chats / "base_with_dropout")
+    args = (*args, *adapters)
+    whole, out = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
+    for folder in (whole, out):
+        folder.parent.mkdir()
+    if adapters:
+        assert forks.run(whole, *args) == 0, log_of(whole)[-3000:]
+    else:
+        done = launch_ok(tmp_path, "fsdp_full", SFT, *args, "--output_dir", whole)
+        assert re.search(r"Strategy: FSDP2 full shard \| 2 x cpu.*\n(.|\n)*Step 6/6 Loss: \d.*, data wait", done.stdout)
+    assert forks.run(out, *args, **IN_STEP_5) == -9, log_of(out)[-3000:]
+    assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
+    assert sorted(losses(out)) == [1, 2, 3, 4]
+    assert forks.run(out, *args) == 0, log_of(out)[-3000:]
+    assert "Resumed" in log_of(out)
+    assert losses(out) == losses(whole) and evaluations(out) == evaluations(whole)
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+
+    export = out / "export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.use_cache, "trl's settings for training are not the model's"
+    assert loss_of(model, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    if adapters:
+        plain = AutoModelForCausalLM.from_pretrained(chats / "base_with_dropout")
+        assert loss_of(plain, chats, out) == pytest.approx(evaluations(out)[0], rel=1e-5)
+        with_adapter = PeftModel.from_pretrained(plain, export / "adapter")
+        assert loss_of(with_adapter, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+
+
+def loss_of(model: torch.nn.Module, chats: Path, out: Path) -> float:
+    """Of a model in one process, in nats per token, on the rows that the run held out."""
+    module = recipe.load(SFT)
+    args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
+    tokenizer = AutoTokenizer.from_pretrained(chats / "base")
+    loss_sum, num_targets = 0.0, 0
+    for row in module.load_rows(args, tokenizer)["test"]:
+        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
+        with torch.no_grad():
+            loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        num_targets += ids.shape[1] - 1
+    return loss_sum / num_targets
+
+
+def test_all_problems_at_once(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            ["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
+             "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
+             "--packing_strategy", "bfd", "--train_files", "no.jsonl"]
+        )  # fmt: skip
+    said = str(caught.value)
+    for problem in (
+        "--gradient_checkpointing (on the command line) is not an argument of the recipe: set `fsdp_activation_checkp",
+        "--bf16 (on the command line) is not an argument of the recipe: set `mixed_precision: bf16` in",
+        "--save_steps, --eval_steps and --logging_steps say when", "unknown argument 'pakcing' on the command line; did "
+        "you mean 'packing'?", "--lora_r is 0", "--total_batch_size 7 is not a multiple", "no.jsonl: no such file",
+        "--model_name_or_path is missing",
+    ):  # fmt: skip
+        assert problem in said, said
+
+
+def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]
+    said = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
+    assert re.search(r"Ready: fsdp_full.yaml with 2 processes; 8 sequences a step(.|\n)*Parameters: [\d,]+;", said)
+    with pytest.raises(SystemExit):
+        parse(recipe.load(SFT).Args, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--packing" in shown and "--total_batch_size" in shown
+    assert "--gradient_checkpointing" not in shown and "--save_strategy" not in shown
