@@ -26,7 +26,7 @@ from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.recipe import Requirements, run
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model
+from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
 
@@ -129,9 +129,10 @@ def main(args: Args) -> None:
 
     # Model and trainer
     resumed_from = agree_on_resume(accelerator, args)
+    config = trl_config(args, SFTConfig, accelerator)
     trainer = Trainer(
         args,
-        SFTConfig,
+        config,
         accelerator,
         make_model(args),
         tokenizer,

@@ -15,7 +15,9 @@ checkpoints, export, signals and lock are those of `engine.train`; loss, data, s
 import contextlib
 import copy
 import os
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -38,6 +40,9 @@ from accelerate_recipes.models import load_model
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import Watch
+
+# trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 # Of transformers.TrainingArguments, besides those that TrainArgs has too. The others would do again, or otherwise, what
 # is done here.
@@ -82,8 +87,12 @@ class TrainerArgs(TrainArgs):
         return self.model_name_or_path
 
 
-def trl_config(args: TrainerArgs, config_class: type[TrainingArguments], accelerator: Accelerator) -> TrainingArguments:
+def trl_config(
+    args: TrainerArgs, config_class: type[TrainingArguments], accelerator: Accelerator, **decided: Any
+) -> TrainingArguments:
     """The arguments as trl's trainer takes them, with what it is to leave alone switched off.
+
+    `decided` are fields that the recipe fills.
 
     Raises:
         ConfigError: for what trl refuses.
@@ -104,6 +113,7 @@ def trl_config(args: TrainerArgs, config_class: type[TrainingArguments], acceler
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # replaces a loss that is NaN in the log by the mean of earlier ones
     }
+    values |= decided
     try:
         return config_class(**values)
     except ValueError as error:
@@ -142,7 +152,7 @@ class RecipeTrainer:
     def __init__(
         self,
         args: TrainerArgs,
-        config_class: type[TrainingArguments],
+        config: TrainingArguments,
         accelerator: Accelerator,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -155,7 +165,8 @@ class RecipeTrainer:
         # Copies: trl writes into the model's own, `use_cache: false` for one.
         self.artifacts = copy.deepcopy([model.config, model.generation_config, tokenizer])
         self.num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-        config = trl_config(args, config_class, accelerator)
+        if not sys.stderr.isatty():  # a job's log: plain lines
+            os.environ["TQDM_DISABLE"] = "1"  # trl looks there
         with whole_weights():
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
         self.remove_callback(PrinterCallback)
