@@ -6,6 +6,7 @@ The base is a Llama of two layers, with weights of a useful size; a run is 6 ste
 import json
 import math
 import re
+import signal
 from itertools import islice
 from pathlib import Path
 
@@ -37,6 +38,20 @@ TEMPLATE = (
 # All ranks, by SIGKILL, when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
 IN_STEP_5 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True})
+}
+
+# One rank gets the signal when it would log step 3.
+STOP_AFTER_STEP_3 = {
+    "TOY_FAULT": json.dumps(
+        {
+            "event": "open",
+            "path": "/out/metrics.jsonl",
+            "count": 4,
+            "rank": 0,
+            "everyone": False,
+            "signal": signal.SIGUSR1,
+        }
+    )
 }
 
 
@@ -102,8 +117,8 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
-def test_sft_is_killed_and_resumed(forks, arguments, chats, tmp_path, adapters):
-    """With dropout: bit for bit. What is exported gives the loss of the last evaluation."""
+def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapters):
+    """By SIGKILL, or in good order; with dropout; bit for bit. What is exported gives the loss of the last evaluation."""
     args = (*arguments, "--per_device_train_batch_size", 2, "--model_name_or_path", chats / "base_with_dropout")
     args = (*args, *adapters)
     whole, out = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
@@ -111,12 +126,15 @@ def test_sft_is_killed_and_resumed(forks, arguments, chats, tmp_path, adapters):
         folder.parent.mkdir()
     if adapters:
         assert forks.run(whole, *args) == 0, log_of(whole)[-3000:]
+        assert forks.run(out, *args, **STOP_AFTER_STEP_3) == 0, log_of(out)[-3000:]
+        status = json.loads((out / "status.json").read_text())
+        assert (status["state"], status["step"], status["reason"]) == ("stopped", 4, "SIGUSR1")
     else:
         done = launch_ok(tmp_path, "fsdp_full", SFT, *args, "--output_dir", whole)
         assert re.search(r"Strategy: FSDP2 full shard \| 2 x cpu.*\n(.|\n)*Step 6/6 Loss: \d.*, data wait", done.stdout)
-    assert forks.run(out, *args, **IN_STEP_5) == -9, log_of(out)[-3000:]
-    assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
-    assert sorted(losses(out)) == [1, 2, 3, 4]
+        assert forks.run(out, *args, **IN_STEP_5) == -9, log_of(out)[-3000:]
+        assert sorted(losses(out)) == [1, 2, 3, 4]
+    assert complete_checkpoints(out)[-1].name == ("checkpoint-4" if adapters else "checkpoint-3")
     assert forks.run(out, *args) == 0, log_of(out)[-3000:]
     assert "Resumed" in log_of(out)
     assert losses(out) == losses(whole) and evaluations(out) == evaluations(whole)
@@ -145,6 +163,16 @@ def loss_of(model: torch.nn.Module, chats: Path, out: Path) -> float:
             loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
         num_targets += ids.shape[1] - 1
     return loss_sum / num_targets
+
+
+def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
+    """The loss of held-out rows is that of each by itself."""
+    args = (*arguments, "--model_name_or_path", chats / "base", "--max_length", 1024, "--max_steps", 1)
+    for name in ("false", "true"):
+        code = forks.run(tmp_path / name, *args, "--packing", name, config="single")
+        assert code == 0, log_of(tmp_path / name)[-3000:]
+    apart, packed = (evaluations(tmp_path / name)[0] for name in ("false", "true"))
+    assert packed == pytest.approx(apart, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +275,7 @@ def test_grpo(killed_and_resumed, chess):
     args = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
     _, out = killed_and_resumed(GRPO, *chess, *args, "--num_generations", 16)
     records = [record for record in read_metrics(out) if "loss" in record]
-    assert any(record["grad_norm"] > 0 for record in records), "no group had different rewards"
+    assert any(record["grad_norm"] > 0.01 for record in records), "no group had different rewards"
     for record in records:
         weighted = [w * record[f"rewards/{r.__name__}/mean"] for w, r in zip((0.2, 1.0, 0.5), REWARDS, strict=True)]
         assert record["reward"] == pytest.approx(sum(weighted), rel=1e-5)

@@ -2,7 +2,7 @@
 
 TOY_FAULT in the environment is JSON {"event", "path", "count", "rank", "everyone"}: the process of that rank kills
 itself, or the whole run, at the count-th event of that name whose first argument contains `path`. Python
-raises `open`, `os.rename`, `os.remove`, ... before it does so.
+raises `open`, `os.rename`, `os.remove`, ... before it does so. With "signal" it sends itself that instead.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def arm() -> None:
         die_at(**json.loads(fault))
 
 
-def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None:
+def die_at(event: str, path: str, count: int, rank: int, everyone: bool, signal: int = signal.SIGKILL) -> None:
     if int(os.environ["RANK"]) != rank:
         return
     seen = 0
@@ -32,7 +32,7 @@ def die_at(event: str, path: str, count: int, rank: int, everyone: bool) -> None
             if seen == count and everyone:
                 kill_run(psutil.Process().parent())
             elif seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal)
 
     sys.addaudithook(hook)
 
