@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-hub check fix
+.PHONY: demo demo-c4 demo-t5 test test-slow test-hub test-slurm check fix
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
@@ -20,7 +20,7 @@ demo-t5: .venv/recipes
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow and not hub"
+	$(BIN)/python -m pytest -m "not slow and not hub and not slurm"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
@@ -30,6 +30,15 @@ test-hub: .venv/dev
 	@test -x .venv/olah/bin/olah-cli || $(PYTHON) -m venv .venv/olah
 	@.venv/olah/bin/pip install --quiet olah==0.5.4
 	$(BIN)/python -m pytest -m hub
+
+# Under a real Slurm of two nodes, which the tests start and stop on this machine. That needs root.
+test-slurm: .venv/dev
+	@missing=; for program in slurmctld slurmd sbatch munged shellcheck; do \
+		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
+	if [ "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
+			slurmctld slurmd slurm-client munge shellcheck >/dev/null; fi
+	$(BIN)/python -m pytest -m slurm
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -48,9 +48,8 @@ def test_every_key_reaches_the_environment(path):
 
 
 def test_ready():
-    assert "2 processes; 16 sequences a step = 2 processes x 8 x 1" in preflight(
-        [str(CONFIGS / "fsdp_full.yaml"), *LAPTOP]
-    )
+    found, _ = preflight([str(CONFIGS / "fsdp_full.yaml"), *LAPTOP])
+    assert "2 processes; 16 sequences a step = 2 processes x 8 x 1" in found
 
 
 def test_launch_flags_count():
@@ -62,7 +61,7 @@ def test_launch_flags_count():
         "--per_device_train_batch_size",
         "4",
     ]
-    assert "4 processes x 4 x 1" in preflight(argv)
+    assert "4 processes x 4 x 1" in preflight(argv)[0]
 
 
 BROKEN = """
@@ -141,14 +140,18 @@ def test_what_the_job_will_have(monkeypatch):
     """Nodes and GPUs that this machine does not have: rules of a CPU do not apply, the product does."""
     asked = ["--nodes", "4", "--gpus-per-node", "8"]
     batch = ["--total_batch_size", "64", "--per_device_train_batch_size", "2"]
-    assert "with 32 processes; 64 sequences a step = 32 processes x 2 x 1" in preflight(
-        [str(CONFIGS / "fsdp1_full.yaml"), *asked, *LAPTOP, *batch]
-    )
-    sizes = ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size"]
-    hybrid = [str(CONFIGS / "fsdp_hybrid.yaml"), *asked, *sizes]
-    assert "32 processes" in preflight([*hybrid, "8", *LAPTOP, *batch])
+    found, _ = preflight([str(CONFIGS / "fsdp1_full.yaml"), *asked, *LAPTOP, *batch])
+    assert "with 32 processes; 64 sequences a step = 32 processes x 2 x 1" in found
+    hybrid = [str(CONFIGS / "fsdp_hybrid.yaml"), *asked]
+    found, assignments = preflight([*hybrid, *LAPTOP, *batch])
+    assert "32 processes" in found
+    sizes = "--parallelism_config_dp_replicate_size 4 --parallelism_config_dp_shard_size 8"
+    assert f"--num_machines 4 --num_processes 32 {sizes})" in assignments
     with pytest.raises(ConfigError, match="4 replicas x 4 shards = 16 processes, but 32 were launched"):
-        preflight([*hybrid, "4", *LAPTOP, *batch])
+        preflight([*hybrid, "--parallelism_config_dp_shard_size", "4", *LAPTOP, *batch])
+    with pytest.raises(ConfigError, match="FSDP1 hybrid sharding on a CPU"):
+        hybrid1 = ["--fsdp_sharding_strategy", "HYBRID_SHARD"]
+        preflight([str(CONFIGS / "fsdp1_full.yaml"), "--cpus-per-node", "2", *hybrid1, *LAPTOP])
     with pytest.raises(ConfigError, match="8 processes on this machine, which has 2 GPUs"):
         preflight([str(CONFIGS / "ddp.yaml"), "--gpus-per-node", "2", "--num_processes", "8", *LAPTOP, *batch])
 
@@ -186,15 +189,17 @@ def test_output_directory(monkeypatch, tmp_path):
     config, out = str(CONFIGS / "fsdp_full.yaml"), ["--output_dir", str(tmp_path / "new/out")]
     two_nodes = [config, "--nodes", "2", "--gpus-per-node", "1", *LAPTOP, *out]
     monkeypatch.setattr(preflight_module, "filesystem", lambda path: "nfs4")
-    assert "must all see it there" not in preflight(two_nodes)
+    assert "must all see it there" not in preflight(two_nodes)[0]
     monkeypatch.setattr(preflight_module, "filesystem", lambda path: "ext4")
-    assert f"warning: --output_dir {tmp_path}/new/out lies on ext4; 2 machines must all see it" in preflight(two_nodes)
+    assert (
+        f"warning: --output_dir {tmp_path}/new/out lies on ext4; 2 machines must all see it" in preflight(two_nodes)[0]
+    )
 
     # 1,357,952 parameters, 12 bytes each in a checkpoint; of 10 saves 2 are kept while a third is written.
     short = [config, *LAPTOP, *out, "--max_steps", "100", "--save_steps", "10", "--save_total_limit"]
     needs = 3 * 12 * 1_357_952 + 4 * 1_357_952
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**60, 0, needs))
-    assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 0.05 GiB for 3 checkpoints" in preflight([*short, "2"])
+    assert f"Parameters: 1,357,952; {tmp_path}/new/out needs 0.05 GiB for 3 checkpoints" in preflight([*short, "2"])[0]
     with pytest.raises(ConfigError, match=r"needs 0.07 GiB for 4 checkpoints of .*, but has 0.05 GiB free; make room"):
         preflight([*short, "3"])
     assert not (tmp_path / "new").exists()
@@ -209,10 +214,11 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
     entries = {name: {"size": len(data), "checksum": xxhash.xxh3_128_hexdigest(data)} for name, data in files.items()}
     (checkpoint / "complete.json").write_text(json.dumps({"step": 7, "files": entries}))
     argv = [str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path)]
-    assert f"Goes on from {checkpoint}, whose checksums are right" in preflight(argv)
+    assert f"Goes on from {checkpoint}, whose checksums are right" in preflight(argv)[0]
     (checkpoint / "weights").write_bytes(b"1235")
-    assert f"warning: {checkpoint} is damaged, the run would take an older one: the checksum of weights" in preflight(
-        argv
+    assert (
+        f"warning: {checkpoint} is damaged, the run would take an older one: the checksum of weights"
+        in preflight(argv)[0]
     )
     with pytest.raises(ConfigError, match=r"the checksum of weights is .*; give an older one, or latest"):
         preflight([*argv, "--resume_from_checkpoint", str(checkpoint)])

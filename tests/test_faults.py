@@ -191,7 +191,7 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     )
     assert found, log.read_text()[-3000:]
     status = json.loads((out / "status.json").read_text())
-    assert status["state"] == "failed" and "rank 1" in status["reason"], status
+    assert status["state"] == "crashed" and "rank 1" in status["reason"], status
 
 
 def test_a_metric_that_the_evaluation_does_not_give(forks, tmp_path):

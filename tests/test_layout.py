@@ -15,9 +15,10 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 ALLOWED = {
     "args": set(),
     "losses": {"args"},
+    "status": set(),
     "optim": {"args"},
     "metrics": {"args"},
-    "engine": {"args", "checkpoint", "distributed", "metrics", "stop", "watch"},
+    "engine": {"args", "checkpoint", "distributed", "metrics", "status", "stop", "watch"},
 }
 
 

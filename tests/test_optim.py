@@ -10,7 +10,7 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
-from accelerate_recipes.optim import make_scheduler, optimizer_fn
+from accelerate_recipes.optim import WRAPPERS, make_scheduler, optimizer_fn
 
 STEPS = 20
 
@@ -149,3 +149,10 @@ def test_by_default_to_zero():
 def test_mistakes(flags, reason):
     with pytest.raises(ConfigError, match=reason):
         parse(TrainArgs, flags, world_size=1)
+
+
+def test_names_without_wrappers():
+    for wrapped in ("module.", "_orig_mod.module.", "_orig_mod.", "_fsdp_wrapped_module._orig_mod."):
+        assert WRAPPERS.sub("", f"{wrapped}model.layers.0._checkpoint_wrapped_module.norm.weight") == (
+            "model.layers.0.norm.weight"
+        )

@@ -1,8 +1,11 @@
-"""Every command of the README and of docs/offline.md: run, shortened; or, where it needs GPUs, checked as far as can be.
+"""Every command of the READMEs and of docs/offline.md: run, shortened; or, where it needs GPUs or Slurm, checked as far
+as can be.
 
-Downloads are run in tests/test_download.py, against a Hub of the tests.
+Downloads are run in tests/test_download.py, against a Hub of the tests; sbatch's own flags are checked in
+tests/test_slurm.py.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,17 +13,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.preflight import launch_environment
+from accelerate_recipes.preflight import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
 OFFLINE = (ROOT / "docs/offline.md").read_text()
+SLURM = (ROOT / "slurm/README.md").read_text()
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
-BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE, re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
@@ -69,11 +74,20 @@ def test_command_runs(command, tmp_path, tmp_path_factory):
 
 @pytest.mark.parametrize("command", commands(elsewhere=True))
 def test_command_elsewhere_is_valid(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
     words = shlex.split(command)
+    if words[0] in (".", "cp", "squeue", "pip"):
+        assert words[0] != "cp" or (ROOT / words[1]).is_file()
+        return  # tests/test_create_env.py
+    if words[0] in ("slurm/submit.sh", "sbatch"):
+        end = words.index("--" if words[0] == "slurm/submit.sh" else "slurm/submit.sh")
+        asked = dict(flag.lstrip("-").split("=") for flag in words[1:end] if "=" in flag)
+        config, *run = words[end + 1 :] or ["accelerate_configs/fsdp_full.yaml", "recipes/chess.py"]
+        flags = launch_flags(Path(config), int(asked.get("nodes", 1)), int(asked.get("gpus-per-node", 1)))
+        words = ["accelerate", "launch", "--config_file", config, "--main_process_ip", "head", *flags, *run]
     if words[:3] == ["python", "-m", "accelerate_recipes"] or words[0] in ("export", "tar"):
         assert words[0] != "python" or words[3] in ("download", "preflight")
         return  # tests/test_download.py
-    monkeypatch.chdir(ROOT)
     if words[0] == "python":  # tests/test_ablation.py
         assert words[1] == "benchmarks/ablation.py"
         world_size, words = 1, words[2:]
@@ -82,6 +96,18 @@ def test_command_elsewhere_is_valid(command, monkeypatch):
         world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     parse(load(words[script]).Args, words[script + 1 :], world_size)
+
+
+def test_table_of_sizes():
+    """What slurm/README.md says of a preset stands in the preset."""
+    rows = re.findall(r"^\| `(\w+)` \| (\d.*) \|$", SLURM, re.MULTILINE)
+    presets = {path.stem for path in (ROOT / "recipes/configs/c4").glob("*.yaml")}
+    assert {name for name, _ in rows} == {name for name in presets if name != "laptop" and not name.endswith("_lora")}
+    keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    keys += ["intermediate_size", "max_length"]
+    for name, cells in rows:
+        preset = yaml.safe_load((ROOT / f"recipes/configs/c4/{name}.yaml").read_text())
+        assert [int(cell.split(",")[0]) for cell in cells.split(" | ")] == [preset[key] for key in keys], name
 
 
 def test_python_example(tmp_path):
@@ -127,6 +153,13 @@ def test_every_lever_exists_and_has_its_line():
         "fsdp_activation_checkpointing_offload",
     ):
         assert lever in page
+
+
+def test_memory_of_adapters_is_as_measured():
+    measured = json.loads((ROOT / "benchmarks/results/adapter_memory.json").read_text())["MiB_of_ranks"]
+    for ranks in measured.values():
+        numbers = [ranks[-1][name] for name in ("frozen", "trained", "gradients", "optimizer", "peak")]
+        assert f"| {' | '.join(f'{number:.0f}' for number in numbers)} |" in README
 
 
 def test_every_config_and_flag_on_the_page_exists():

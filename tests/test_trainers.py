@@ -6,7 +6,6 @@ The base is a Llama of two layers, with weights of a useful size; a run is 6 ste
 import json
 import math
 import re
-import signal
 from itertools import islice
 from pathlib import Path
 
@@ -43,14 +42,7 @@ IN_STEP_5 = {
 # One rank gets the signal when it would log step 3.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
-        {
-            "event": "open",
-            "path": "/out/metrics.jsonl",
-            "count": 4,
-            "rank": 0,
-            "everyone": False,
-            "signal": signal.SIGUSR1,
-        }
+        {"event": "open", "path": "/out/metrics.jsonl", "count": 4, "rank": 0, "command": "kill -USR1 $PPID"}
     )
 }
 
@@ -319,7 +311,7 @@ def test_all_problems_at_once(monkeypatch):
 def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
     args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]
-    said = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
+    said, _ = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
     assert re.search(r"Ready: fsdp_full.yaml with 2 processes; 8 sequences a step(.|\n)*Parameters: [\d,]+;", said)
     with pytest.raises(SystemExit):
         parse(recipe.load(SFT).Args, ["--help"])

@@ -1,6 +1,7 @@
 """`python -m accelerate_recipes COMMAND ...`: what is done around a run."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
+    check.add_argument("--shell", action="store_true", help="print what a job script needs; the rest to stderr")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     fetch = commands.add_parser(
         "download", help="fetch what a run will read of the Hub, where there is internet", allow_abbrev=False
@@ -17,6 +19,12 @@ def main() -> None:
     fetch.add_argument("--max_shards", type=int, help="only the first so many files that match a pattern")
     fetch.add_argument("--update", action="store_true", help="move to the newest commits; else what is here stays")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
+    ended = commands.add_parser(
+        "requeue", help="what a Slurm job does next: exit code 0: nothing, 75: requeue, 1: fail"
+    )
+    ended.add_argument("output_dir", type=Path)
+    ended.add_argument("--signalled", action="store_true", help="Slurm wanted the nodes back")
+    ended.add_argument("--max_restarts", type=int, required=True)
     commands.add_parser("verify", help="read what was downloaded, and compare it with its checksums; offline")
     commands.add_parser("list", help="what was downloaded, and for which recipes; offline")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
@@ -32,6 +40,14 @@ def main() -> None:
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
+    if args.command == "requeue":
+        # Seconds count: the job may be about to end.
+        from accelerate_recipes.requeue import should_requeue
+
+        again, why = should_requeue(args.output_dir, args.signalled, args.max_restarts)
+        print(why)
+        sys.exit({None: 0, True: os.EX_TEMPFAIL, False: 1}[again])
+
     # These import torch and transformers: not for a usage message.
     from accelerate_recipes.args import ConfigError
 
@@ -39,7 +55,12 @@ def main() -> None:
         if args.command == "preflight":
             from accelerate_recipes.preflight import preflight
 
-            print(preflight(args.argv))
+            found, assignments = preflight(args.argv)
+            if args.shell:
+                print(found, file=sys.stderr)
+                print(assignments)
+            else:
+                print(found)
         elif args.command == "download":
             from accelerate_recipes.download import download
             from accelerate_recipes.recipe import needs_of

@@ -57,6 +57,8 @@ def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     kinds = sorted({name.rpartition(".")[2] for name in layers})
+    if not layers:
+        raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
     if args.lora_target_modules == [ALL_LINEAR]:
         return kinds
     unknown = [end for end in args.lora_target_modules if not any(f".{name}".endswith(f".{end}") for name in layers)]

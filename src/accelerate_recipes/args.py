@@ -113,19 +113,10 @@ class TrainArgs:
 
     # What a checkpoint cannot be continued with once it changed: it decides the order of the data, the model, or
     # what the optimizer keeps.
-    fixed_on_resume: ClassVar[frozenset[str]] = frozenset(
-        {
-            "seed",
-            "total_batch_size",
-            "optim",
-            "use_peft",
-            "lora_r",
-            "lora_alpha",
-            "lora_target_modules",
-            "use_rslora",
-            "use_dora",
-        }
-    )
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
+        "seed", "total_batch_size", "optim", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora",
+        "use_dora",
+    })  # fmt: skip
 
     # Fields that are no arguments, and who decides instead.
     owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
@@ -183,6 +174,7 @@ class TrainArgs:
         return found
 
     def adapter_problems(self) -> list[str]:
+        """What is wrong with the arguments of adapters, one sentence each."""
         names = [name for name in TrainArgs.__dataclass_fields__ if name.startswith("lora_")]
         names += ["use_rslora", "use_dora", "merge_adapter"]
         if not self.use_peft:

@@ -24,6 +24,7 @@ import os
 import random
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.optim import WRAPPERS
+from accelerate_recipes.status import update_status
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -284,6 +286,7 @@ class Checkpointer:
                 they were, nothing is left half done.
         """
         self.wait()
+        start = time.perf_counter()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         unfinished = final.with_name(f"{final.name}.partial")
         data_states = on_all_ranks(data_state, self.group)
@@ -297,10 +300,10 @@ class Checkpointer:
         state = {"model": model_state, "optimizer": optimizer_state}
         if self.args.async_save:
             write = dcp.async_save(state, async_stager=self.stager, **settings).result
-            self.in_flight = self.background.submit(self._complete, step, unfinished, final, write, rng_state())
+            self.in_flight = self.background.submit(self._complete, step, start, unfinished, final, write, rng_state())
             self.in_flight.add_done_callback(ask_to_stop_if_failed)
         else:
-            self._complete(step, unfinished, final, partial(dcp.save, state, **settings), rng_state())
+            self._complete(step, start, unfinished, final, partial(dcp.save, state, **settings), rng_state())
         return final
 
     def wait(self) -> None:
@@ -313,8 +316,10 @@ class Checkpointer:
             in_flight, self.in_flight = self.in_flight, None
             in_flight.result()
 
-    def _complete(self, step: int, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict) -> None:
-        """Everything of a save that training need not wait for. `write` writes model and optimizer."""
+    def _complete(
+        self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
+    ) -> None:
+        """Everything of a save, begun at `start`, that training need not wait for. `write` writes model and optimizer."""
         rank = self.accelerator.process_index
         with self._all_or_none(unfinished):
             write()
@@ -327,8 +332,9 @@ class Checkpointer:
             if rank == 0:
                 self._finish(step, unfinished, final, files)
         self.newest = final
+        longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
-            stop.update_status(final.parent, step=step, checkpoint=str(final))
+            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 1))
             try:
                 remove_old(final.parent, self.args)
             except OSError as error:
@@ -356,6 +362,8 @@ class Checkpointer:
             )
 
     def _make_room(self, unfinished: Path, final: Path) -> None:
+        if lock.is_lost():
+            raise OSError(f"another run has taken over {final.parent}")
         assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
         for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
             shutil.rmtree(leftover, ignore_errors=True)
@@ -447,12 +455,13 @@ class Checkpointer:
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State of the model, without what is frozen, and of the optimizer; sharded."""
+    """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
-    named = model.named_parameters(remove_duplicate=False)
-    frozen = {WRAPPERS.sub("", name) for name, parameter in named if not parameter.requires_grad}
-    return {name: tensor for name, tensor in model_state.items() if name not in frozen}, optimizer_state
+    if adapters.adapter_of(model):
+        # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+        trained = [WRAPPERS.sub("", name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        model_state = {name: model_state[name] for name in trained}
+    return model_state, optimizer_state
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
@@ -461,8 +470,8 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
     Raises:
         ConfigError: if they were trained in another, by its weights, whatever its name.
     """
-    before = marker["base_model"]
-    if before["fingerprint"] != base["fingerprint"]:
+    before = marker.get("base_model")  # of a whole model there is none, and the names tell
+    if before and before["fingerprint"] != base["fingerprint"]:
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
         raise ConfigError(
             f"{checkpoint} holds adapters of {was}; {now} has other weights. Resume with the model they were trained in, "
@@ -595,6 +604,8 @@ def export(
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
+    if is_adapter and dtype and not merge_adapter:
+        raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     unfinished = out.with_name(f"{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

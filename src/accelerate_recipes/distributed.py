@@ -288,7 +288,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
     So it gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
     `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
     """
-    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad >= only) for only in (False, True))
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
     # Not whether parameters are meta: those that a checkpoint lacks may be too, and on some ranks only.
     is_new = getattr(model, "is_new", False)

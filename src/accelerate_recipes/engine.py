@@ -22,6 +22,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer, SaveError
 from accelerate_recipes.distributed import accumulate, max_over_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.status import update_status
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import Watch
 
@@ -151,7 +152,7 @@ def train(
         }
         accelerator.init_trackers(output_dir.name, config=config)
     if accelerator.is_main_process:
-        stop.update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
+        update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
     # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
     if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
         log.log_evaluation(step, evaluate_fn(step))
@@ -192,6 +193,7 @@ def train(
             scheduler.step()
             step += 1
             seconds = time.perf_counter() - start
+            stop.step_took(seconds)
             window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
             if step_timeout == args.ddp_timeout:
                 step_timeout = max(args.step_timeout, 4 * seconds)

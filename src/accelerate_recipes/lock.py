@@ -13,6 +13,7 @@ import psutil
 
 from accelerate_recipes import stop
 from accelerate_recipes.args import ConfigError
+from accelerate_recipes.status import attempt
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
 SILENCE = 3 * HEARTBEAT  # seconds without a touch after which its owner is dead
@@ -34,9 +35,8 @@ def take(output_dir: Path) -> None:
     owner = {
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID", ""),
-        "restarts": int(os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "run": uuid.uuid4().hex,
+        **attempt(),
     }
     output_dir.mkdir(parents=True, exist_ok=True)
     while True:
@@ -59,6 +59,12 @@ def take(output_dir: Path) -> None:
 def is_taken() -> bool:
     """By this process."""
     return _mine is not None
+
+
+def is_lost() -> bool:
+    """Another run, which thought this one dead, has taken what this process owned."""
+    mine = _mine  # which another thread may release
+    return mine is not None and read(mine[0]) not in (mine[1], None)
 
 
 def living_owner(file: Path, me: dict) -> dict | None:
@@ -105,7 +111,7 @@ def touched(file: Path) -> int | None:
 def _keep(file: Path, owner: dict) -> None:
     """Touch the lock while it is ours. If another run, which thought us dead, took it, give way."""
     while _mine == (file, owner):
-        if read(file) not in (owner, None):
+        if is_lost():
             stop.ask(f"another run that took over {file.parent}")
             return
         with contextlib.suppress(OSError):  # the next touch will do

@@ -15,7 +15,7 @@ from accelerate_recipes.args import TrainArgs
 CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
 
 # What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.
-WRAPPERS = re.compile(r"^module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:

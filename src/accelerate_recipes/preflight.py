@@ -3,13 +3,15 @@
 Checks the keys and values of the accelerate YAML (Accelerate itself drops unknown nested keys without a word), the
 recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to go on from,
 the output directory and its space, and versions; reports all problems at once. Between CONFIG and RECIPE it takes the
-flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node.
+flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (or, where
+there are no GPUs, --cpus-per-node), from which those flags follow.
 """
 
 import argparse
 import difflib
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
 from accelerate_recipes.download import existing
 from accelerate_recipes.optim import CHECKPOINT_BYTES
+from accelerate_recipes.status import read_status
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
 VALUES = {
@@ -207,14 +210,14 @@ def filesystem(path: Path) -> str:
     return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
 
 
-def resume_candidate(args: TrainArgs) -> tuple[Path | None, list[str], list[str]]:
-    """The checkpoint that the run would go on from, read whole; with problems, and with warnings."""
+def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str], list[str]]:
+    """The checkpoint that the run would go on from; with problems, and with warnings. `read` it whole?"""
     try:
         chosen = checkpoint.find_resume(args)
     except ConfigError as error:
         return None, [str(error)], []
-    if chosen is None:
-        return None, [], []
+    if chosen is None or not read:
+        return chosen, [], []
     parts = os.cpu_count()
     with ThreadPoolExecutor(parts) as threads:
         found = threads.map(lambda part: checkpoint.damage(chosen, part, parts), range(parts))
@@ -256,8 +259,21 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def preflight(argv: Sequence[str]) -> str:
-    """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; returns what will run, with warnings.
+def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
+    """For `accelerate launch`: the number of processes, and a hybrid config's sizes: shards in a node, replicas between."""
+    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    content = yaml.safe_load(config.read_text()) if config.is_file() else None
+    if isinstance(content, dict) and "parallelism_config" in content:
+        flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
+        flags += ["--parallelism_config_dp_shard_size", str(processes_per_node)]
+    return flags
+
+
+def preflight(argv: Sequence[str]) -> tuple[str, str]:
+    """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
+
+    Returns:
+        What will run, with warnings; and the same as assignments that bash reads, for a job script.
 
     Raises:
         ConfigError: with all problems.
@@ -265,16 +281,19 @@ def preflight(argv: Sequence[str]) -> str:
     asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     asked.add_argument("--nodes", type=int)
     asked.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
+    asked.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
+    asked.add_argument("--no-checksums", action="store_true")  # a job leaves them to its processes
     asked, argv = asked.parse_known_args(argv)
     if len(argv) < 2:
         raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     config = Path(argv[0])
     launch = ["--config_file", *argv]
-    if asked.nodes or asked.gpus_per_node:
-        nodes, processes = asked.nodes or 1, (asked.nodes or 1) * (asked.gpus_per_node or 1)
-        launch[2:2] = ["--num_machines", str(nodes), "--num_processes", str(processes), "--main_process_ip", "head"]
+    if asked.nodes or asked.gpus_per_node or asked.cpus_per_node:
+        processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
+        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node)
     parsed = launch_command_parser().parse_args(launch)
     command = [parsed.training_script, *parsed.training_script_args]
+    launch = launch[: len(launch) - len(command)]
     module = recipe.load(parsed.training_script)
 
     # The launch
@@ -284,12 +303,13 @@ def preflight(argv: Sequence[str]) -> str:
     env: dict[str, str] = {}
     if not found:
         try:
-            env = launch_environment(launch)
+            env = launch_environment([*launch, "--main_process_ip", "head", *command])  # any will do
         except ValueError as error:
             problems.append(f"accelerate launch refuses: {error}")
         else:
             # A login node has no GPUs, or others than the job will.
-            problems += environment_problems(env, asked.gpus_per_node or num_accelerators())
+            num_gpus = num_accelerators() if asked.gpus_per_node is None else asked.gpus_per_node
+            problems += environment_problems(env, 0 if asked.cpus_per_node else num_gpus)
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
@@ -303,7 +323,7 @@ def preflight(argv: Sequence[str]) -> str:
         warnings.append(
             f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
         )
-    resumed_from, found, doubts = resume_candidate(args)
+    resumed_from, found, doubts = resume_candidate(args, read=not asked.no_checksums)
     problems += found
     warnings += doubts
 
@@ -346,5 +366,13 @@ def preflight(argv: Sequence[str]) -> str:
         *sizes,
     ]
     if resumed_from:
-        lines.append(f"Goes on from {resumed_from}, whose checksums are right")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
+        lines.append(f"Goes on from {resumed_from}{'' if asked.no_checksums else ', whose checksums are right'}")
+    longest_save = read_status(output_dir).get("longest_save_seconds")
+    assignments = [
+        f"OUTPUT_DIR={shlex.quote(str(output_dir))}",
+        # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
+        f"SIGNAL_SECONDS={300 if longest_save is None else 120 + 2 * math.ceil(longest_save)}",
+        f"LAUNCH_FLAGS=({shlex.join(launch)})",
+        f"COMMAND=({shlex.join(command)})",
+    ]
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)]), "\n".join(assignments)

@@ -20,13 +20,14 @@ import transformers
 import yaml
 from huggingface_hub import constants
 
-from accelerate_recipes import hub, lock, stop
+from accelerate_recipes import hub, lock
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.download import download
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
+from accelerate_recipes.status import update_status
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import LostRankError
 
@@ -110,10 +111,10 @@ def run(
         sys.exit(2)
     except LostRankError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        end_with(args, state="failed", reason=str(error))
+        end_with(args, state="crashed", reason=str(error))
         code = 1
     except Exception as error:
-        end_with(args, state="failed", reason=f"{type(error).__name__}: {error}")
+        end_with(args, state="crashed", reason=f"{type(error).__name__}: {error}")
         raise
     finally:
         lock.release()
@@ -156,8 +157,8 @@ def leave(code: int) -> None:
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
     """Say in status.json how the run ended, if it came as far as to own its output directory."""
-    if lock.is_taken():
-        stop.update_status(Path(args.output_dir), **changes)
+    if lock.is_taken() and not lock.is_lost():
+        update_status(Path(args.output_dir), **changes)
 
 
 def load(path: str | Path) -> ModuleType:

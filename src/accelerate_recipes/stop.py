@@ -1,27 +1,29 @@
-"""Stopping in good order: signals, the file `stop`, and status.json, which job scripts read.
+"""Stopping in good order: signals, the file `stop`, and the end of a job.
 
 A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may also write a file `stop` into the output
-directory. Either is noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save,
-and exit with 0. What became of the run stands in `<output_dir>/status.json`.
+directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just the time to save. Each is
+noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0.
 """
 
-import json
 import os
 import signal
-import threading
+import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from accelerate_recipes.distributed import on_all_ranks, sum_over_ranks
+from accelerate_recipes.status import read_status
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
 
 # Of this process, as signals are. `_file` is None until `listen` was called.
 _file: Path | None = None
 _asked_by: str | None = None
-_writing_status = threading.Lock()
+_job_ends = float("inf")
+_last_step = _longest_save = 0.0  # seconds
 
 
 class Stopped(Exception):
@@ -29,9 +31,11 @@ class Stopped(Exception):
 
 
 def listen(output_dir: Path) -> None:
-    """Notice, from now on, a signal or the file `stop`. A second signal changes nothing."""
-    global _file
+    """Notice, from now on, a signal, the file `stop`, or the job's end. A second signal changes nothing."""
+    global _file, _job_ends, _longest_save
     _file = output_dir / "stop"
+    _job_ends = float(os.environ.get("JOB_END_TIME") or "inf")
+    _longest_save = read_status(output_dir).get("longest_save_seconds", 0.0)
     for number in SIGNALS:
         signal.signal(number, _on_signal)
 
@@ -50,7 +54,22 @@ def requested() -> str | None:
     """By what this rank was asked to stop, or None."""
     if _asked_by is None and _file is not None and _file.exists():
         return f"file {_file}"
+    # Of each two: the step that is about to begin and one more; a save in flight, and the last.
+    if _asked_by is None and time.time() > _job_ends - 2 * (_last_step + _longest_save) - LEAVE_SECONDS:
+        ask("the job's end")
     return _asked_by
+
+
+def step_took(seconds: float) -> None:
+    global _last_step
+    _last_step = seconds
+
+
+def save_took(seconds: float) -> float:
+    """Returns the longest that any took, in earlier parts of the run too."""
+    global _longest_save
+    _longest_save = max(_longest_save, seconds)
+    return _longest_save
 
 
 def raise_if_requested(accelerator: Accelerator) -> None:
@@ -69,17 +88,3 @@ def reason(accelerator: Accelerator) -> str:
     if accelerator.is_main_process and _file is not None:
         _file.unlink(missing_ok=True)
     return ", ".join(dict.fromkeys(filter(None, found)))
-
-
-def update_status(output_dir: Path, **changes: object) -> None:
-    """Merge `changes` into status.json, which is whole at any moment. For rank 0.
-
-    Its keys: `state` (running, finished, stopped or failed), `step` (of the newest checkpoint), `checkpoint` (its path)
-    and `reason` (of a stop or failure).
-    """
-    file = output_dir / "status.json"
-    with _writing_status:  # a save in the background writes it too
-        status = json.loads(file.read_text()) if file.exists() else {}
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(status | changes, indent=1) + "\n")
-        os.replace(partial, file)

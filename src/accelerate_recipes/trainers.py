@@ -38,6 +38,7 @@ from accelerate_recipes.engine import NonFiniteError, evaluation_is_due
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.models import load_model
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.status import update_status
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import Watch
 
@@ -230,7 +231,7 @@ class RecipeTrainer:
             accelerator.init_trackers(self.output_dir.name)
         if accelerator.is_main_process:
             newest = str(self.checkpointer.newest or "")
-            stop.update_status(self.output_dir, state="running", step=step, checkpoint=newest, reason="")
+            update_status(self.output_dir, state="running", step=step, checkpoint=newest, reason="")
         if evaluation_is_due(step, max_steps, args) and not self.log_file.has_evaluation(step):
             self.log_file.log_evaluation(step, self.evaluate_fn(step))
         if self.resumed_from:
@@ -238,10 +239,9 @@ class RecipeTrainer:
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self.last_step = step
-        self.last_save = time.perf_counter()
+        self.last_step, self.step_timeout = step, args.ddp_timeout  # the first step may compile
+        self.last_save = self.step_start = time.perf_counter()
         self._open_window()
-        self.step_timeout = args.ddp_timeout
         self.watch.expect(f"step {step + 1}", self.step_timeout)
         return model, train_dataloader
 
@@ -287,6 +287,10 @@ class RecipeTrainer:
         if step == self.last_step:
             return
         self.last_step = step
+        seconds = time.perf_counter() - self.step_start
+        stop.step_took(seconds)
+        if self.step_timeout == args.ddp_timeout:
+            self.step_timeout = max(args.step_timeout, 4 * seconds)
         self.watch.expect(f"what follows step {step}", args.ddp_timeout)
         overdue = self.accelerator.is_main_process and 0 < 60 * args.save_minutes < time.perf_counter() - self.last_save
         wishes = torch.tensor([int(overdue), int(stop.requested() is not None)], device=self.accelerator.device)
@@ -308,7 +312,8 @@ class RecipeTrainer:
         if stopped:
             self.accelerator.end_training()
             raise stopped
-        self.watch.expect(f"step {step + 1}", args.step_timeout)
+        self.watch.expect(f"step {step + 1}", self.step_timeout)
+        self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """One line for the steps since the last, with what trl has gathered."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from accelerate_recipes import stop
+from accelerate_recipes.status import update_status
 
 SECONDS_TO_MISS = 4  # without a sign of life, of which one is due each second
 NO_STORE = "the first node (the launcher's store does not answer)"
@@ -129,6 +129,6 @@ class Watch:
         print(f"error: {message}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
         if self.rank == 0:
-            stop.update_status(self.output_dir, state="failed", reason=message)
+            update_status(self.output_dir, state="crashed", reason=message)
         time.sleep(SECONDS_TO_MISS)  # the others still read from the store, which this process may keep
         os._exit(1)

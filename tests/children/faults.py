@@ -1,14 +1,15 @@
 """A process that kills itself inside real code: at an audit event, which Python raises before a system call.
 
-TOY_FAULT in the environment is JSON {"event", "path", "count", "rank", "everyone"}: the process of that rank kills
-itself, or the whole run, at the count-th event of that name whose first argument contains `path`. Python
-raises `open`, `os.rename`, `os.remove`, ... before it does so. With "signal" it sends itself that instead.
+TOY_FAULT in the environment is JSON {"event", "path", "count", "rank"} and "everyone" or "command": the process of that
+rank kills itself, or the whole run, or runs a shell command, at the count-th event of that name whose first argument
+contains `path`. Python raises `open`, `os.rename`, `os.remove`, ... before it does so.
 """
 
 import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import psutil
@@ -20,7 +21,7 @@ def arm() -> None:
         die_at(**json.loads(fault))
 
 
-def die_at(event: str, path: str, count: int, rank: int, everyone: bool, signal: int = signal.SIGKILL) -> None:
+def die_at(event: str, path: str, count: int, rank: int, everyone: bool = False, command: str = "") -> None:
     if int(os.environ["RANK"]) != rank:
         return
     seen = 0
@@ -29,10 +30,12 @@ def die_at(event: str, path: str, count: int, rank: int, everyone: bool, signal:
         nonlocal seen
         if name == event and path in str(arguments[0]):
             seen += 1
-            if seen == count and everyone:
+            if seen == count and command:
+                subprocess.run(["sh", "-c", command])
+            elif seen == count and everyone:
                 kill_run(psutil.Process().parent())
             elif seen == count:
-                os.kill(os.getpid(), signal)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 

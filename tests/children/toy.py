@@ -2,7 +2,7 @@
 
 Which rows each step trained on goes to <output_dir>/rows.jsonl. In the environment, TOY_FAULT is where it dies (see
 faults.py), TOY_FSIZE the size in bytes that no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_POISON
-a row whose loss is not a number.
+a row whose loss is not a number, TOY_PACE the seconds that each batch takes longer.
 """
 
 import json
@@ -111,10 +111,12 @@ def main(args: Args) -> None:
         sys.audit("toy.loss", f"step {step}.")
         if rank == 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
+        time.sleep(float(os.environ.get("TOY_PACE", 0)))
         loss = next_token_loss(model, batch)
         return loss * float("nan") if int(os.environ.get("TOY_POISON", -2)) in batch["row"] else loss
 
     def evaluate_fn(step: int) -> dict[str, float]:
+        sys.audit("toy.evaluation", f"step {step}.")
         return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
 
     if limit := os.environ.get("TOY_FSIZE"):

@@ -1,0 +1,147 @@
+"""What a process holds while it trains all of a model, LoRA adapters in it, or DoRA's: bytes of each kind, and the peak.
+
+    python benchmarks/adapter_memory.py --config_file accelerate_configs/fsdp_full.yaml --out benchmarks/results/adapter_memory
+
+A Llama of the sizes below is written to a folder; for each way two processes load it as a recipe does, and take two
+optimizer steps. Counted are this process's shards, after the second backward pass; the peak is above the imports and
+from the time that the model is sharded: resident set on a CPU, allocated tensors on a GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from machine import machine
+
+from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.args import TrainArgs, arg, parse
+from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.engine import train_step
+from accelerate_recipes.init import initialize
+from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
+from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.optim import local
+from accelerate_recipes.recipe import leave
+
+WAYS = {"full": "", "LoRA": "--use_peft", "DoRA": "--use_peft --use_dora"}
+SIZES = {
+    "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+    "num_attention_heads": 16, "num_key_value_heads": 16,
+}  # fmt: skip
+MIB = 2**20
+
+
+@dataclass
+class Args(TrainArgs):
+    model_name_or_path: str = arg("", "The model's folder.")
+    num_tokens: int = arg(256, "Of a row; each process has one.")
+    total_batch_size: int = 2
+
+    @property
+    def base_model(self) -> str:
+        return self.model_name_or_path
+
+
+def mib(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(local(t).numel() * t.element_size() for t in tensors) / MIB
+
+
+def peak_mib(device: torch.device) -> float:
+    if device.type == "cpu":
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) / 1024
+    return torch.accelerator.max_memory_allocated(device) / MIB
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cpu":
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def measure(args: Args) -> None:
+    """One process of a launch: writes what it holds to a file."""
+    before = psutil.Process().memory_info().rss / MIB
+    accelerator = make_accelerator(args)
+    model = load_model(args.model_name_or_path, "sdpa", load_dtype(args))
+    if args.use_peft:
+        add_adapters(model, args)
+    model, optimizer = prepare(accelerator, model, args)
+    forget_peak(accelerator.device)
+    ids = torch.arange(args.num_tokens, device=accelerator.device).unsqueeze(0)
+    batch = {"input_ids": ids, "position_ids": ids, "labels": ids}
+    gradients = 0.0
+
+    def look(*_) -> None:
+        nonlocal gradients
+        gradients = mib(p.grad for p in model.parameters() if p.grad is not None)
+
+    optimizer.register_step_pre_hook(look)
+    model.train()
+    for _ in range(2):
+        train_step(accelerator, model, optimizer, [batch], next_token_loss_without_logits, count_next_tokens, 1.0)
+    result = {
+        "frozen": mib(p for p in model.parameters() if not p.requires_grad),
+        "trained": mib(p for p in model.parameters() if p.requires_grad),
+        "gradients": gradients,
+        "optimizer": mib(t for state in optimizer.state.values() for t in state.values()),
+        "peak": peak_mib(accelerator.device) - (before if accelerator.device.type == "cpu" else 0.0),
+    }
+    Path(args.output_dir, f"{accelerator.process_index}.json").write_text(json.dumps(result))
+    leave(0)
+
+
+def table(ways: dict[str, list[dict[str, float]]]) -> str:
+    """MiB of rank 1, since rank 0 has read the model."""
+    columns = ["frozen", "trained", "gradients", "optimizer", "peak"]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {way} | {' | '.join(f'{ranks[-1][c]:.0f}' for c in columns)} |" for way, ranks in ways.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--config_file", default="accelerate_configs/fsdp_full.yaml", help="The accelerate YAML.")
+    parser.add_argument("--num_processes", type=int, default=2, help="Processes to launch.")
+    parser.add_argument("--num_hidden_layers", type=int, default=SIZES["num_hidden_layers"], help="Of the model.")
+    parser.add_argument("--out", type=Path, help="Write all numbers to OUT.json, and the table to OUT.md.")
+    flags = parser.parse_args()
+    ways = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = initialize(new_llama("sdpa", **SIZES | {"num_hidden_layers": flags.num_hidden_layers}), 0, "cpu")
+        model.save_pretrained(folder)
+        num_parameters = model.num_parameters()
+        del model
+        for way, arguments in WAYS.items():
+            command = f"""{sys.executable} -m accelerate.commands.launch --config_file {flags.config_file}
+                --num_processes {flags.num_processes} --main_process_port 0 {__file__}
+                --model_name_or_path {folder} --output_dir {folder} {arguments}"""
+            subprocess.run(command.split(), check=True)
+            files = [Path(folder, f"{rank}.json") for rank in range(flags.num_processes)]
+            ways[way] = [json.loads(file.read_text()) for file in files]
+    print(table(ways))
+    if flags.out:
+        found = {"machine": machine(torch.device("cpu")), "num_parameters": num_parameters, "MiB_of_ranks": ways}
+        flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        flags.out.with_suffix(".md").write_text(
+            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a Llama of {num_parameters:,} "
+            f"parameters; adapters of rank 16 in all linear layers. {flags.config_file}, precision bf16, on a "
+            f"{found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
+            f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n"
+        )
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        measure(parse(Args))
+    else:
+        main()

@@ -1,0 +1,151 @@
+#!/bin/bash
+# Trains on a Slurm cluster. Saves and requeues itself at the time limit or a preemption, and goes on; in the morning
+# the model is there.
+#
+#   slurm/submit.sh [SBATCH FLAGS] -- [CONFIG [LAUNCH FLAGS] RECIPE [ARGS]]     checks the run, then queues it
+#   sbatch [SBATCH FLAGS] slurm/submit.sh [CONFIG [LAUNCH FLAGS] RECIPE [ARGS]] the job checks it first
+#
+# CONFIG and RECIPE are accelerate_configs/fsdp_full.yaml and recipes/chess.py unless given. Nodes, GPUs, time, partition
+# and account are sbatch's flags; what else is particular to a cluster stands in slurm/site.sh. slurm/README.md has more.
+#SBATCH --job-name=accelerate-recipes
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.out
+#SBATCH --signal=B:USR1@300
+set -uo pipefail
+
+say() { echo "submit.sh $(date +%T): $*"; }
+die() { say "error: $*" >&2; exit 1; }
+
+# What is checked on the login node is what the job checks: offline, as compute nodes are.
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+
+main() {
+    [[ -f slurm/submit.sh ]] || die "this is $PWD; run it from the folder that holds slurm/ and recipes/"
+    SRUN_FLAGS=()
+    if [[ -f slurm/site.sh ]]; then site=slurm/site.sh; else site=slurm/site.plain.sh; fi
+    # shellcheck source=slurm/site.plain.sh
+    . "$site" || die "$site ended with $?; is there .venv? slurm/create_env.sh makes it"
+    MAX_RESTARTS=${MAX_RESTARTS:-100}
+    if [[ $0 == */slurm_script ]]; then run "$@"; else submit "$@"; fi # Slurm's copy of this file
+}
+
+# Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS PREFLIGHT_FLAG [CONFIG ...]
+plan() {
+    local nodes=$1 processes assignments
+    if ((${2:-0})); then processes=(--gpus-per-node "$2"); else processes=(--cpus-per-node "$3"); fi
+    [[ -n $4 ]] && processes+=("$4")
+    shift 4
+    (($#)) || set -- accelerate_configs/fsdp_full.yaml recipes/chess.py
+    assignments=$(python -m accelerate_recipes preflight --shell "$1" --nodes "$nodes" "${processes[@]}" "${@:2}") || return
+    eval "$assignments"
+}
+
+### On the login node
+
+# The value of an sbatch flag, in each of its spellings: --nodes=4, --nodes 4, -N4, -N 4.
+value_of() { # LONG SHORT DEFAULT
+    local i value=$3
+    for ((i = 0; i < ${#flags[@]}; i++)); do
+        case ${flags[i]} in
+        "$1"=*) value=${flags[i]#*=} ;;
+        "$1" | "$2") value=${flags[i + 1]:-} ;;
+        "$2"[0-9]*) value=${flags[i]#"$2"} ;;
+        esac
+    done
+    echo "${value##*:}" # of gpu:h100:8 the number
+}
+
+submit() {
+    local flags=() nodes gpus cpus defaults problems=0
+    while (($#)); do
+        if [[ $1 == -- ]]; then shift; break; fi
+        [[ $1 == *.yaml || $1 == *.py ]] && die "put -- before $1: what stands before it is for sbatch"
+        [[ $1 == -G* || $1 == --gpus=* || $1 == --gpus ]] && die "$1 leaves open how many each node has; give --gpus-per-node"
+        flags+=("$1")
+        shift
+    done
+    nodes=$(value_of --nodes -N 1)
+    gpus=$(value_of --gpus-per-node --gpus-per-node "${SBATCH_GPUS_PER_NODE:-$(value_of --gres --gres 0)}")
+    cpus=$(value_of --cpus-per-task -c 1)
+    [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
+    # All that is wrong, of the run and of the request, in one go.
+    plan "$nodes" "$gpus" "$cpus" "" "$@" || problems=1
+    defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="B:USR1@${SIGNAL_SECONDS:-300}")
+    sbatch --test-only "${defaults[@]}" "${flags[@]}" slurm/submit.sh || problems=1
+    ((problems == 0)) || die "nothing was queued"
+    exec sbatch "${defaults[@]}" "${flags[@]}" slurm/submit.sh "$@"
+}
+
+### In the job
+
+stopping=0 # how often Slurm said that it wants the nodes back
+
+on_signal() { # NAME
+    say "$1: the processes are told to save and stop"
+    stopping=$((stopping + 1))
+    # The file is for those that are still importing, and ignore signals.
+    [[ -z ${OUTPUT_DIR:-} ]] || { mkdir -p "$OUTPUT_DIR" && echo "$1" >"$OUTPUT_DIR/stop"; }
+    scancel --quiet --signal=USR1 "$SLURM_JOB_ID" # to the steps
+}
+
+run() {
+    local restart=${SLURM_RESTART_COUNT:-0} node addr port end per_node pid seen rc state count next signalled=()
+    ((restart <= MAX_RESTARTS)) || die "restarted $restart times, MAX_RESTARTS is $MAX_RESTARTS"
+    trap 'on_signal USR1' USR1
+    trap 'on_signal TERM' TERM # Slurm kills what is left after KillWait
+    plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" --no-checksums "$@" || exit 1
+    if ((SLURM_CPUS_ON_NODE < ${SLURM_GPUS_ON_NODE:-0})); then
+        say "warning: $SLURM_CPUS_ON_NODE CPUs for $SLURM_GPUS_ON_NODE GPUs on a node; give --cpus-per-task or --exclusive"
+    fi
+    [[ ! -s $OUTPUT_DIR/stop ]] || rm "$OUTPUT_DIR/stop" # of an earlier attempt; an empty one is a person's
+
+    # The head node is another after each restart, and its name need not resolve.
+    node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    addr=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    port=$((20000 + SLURM_JOB_ID % 10000))
+    while (: <"/dev/tcp/$addr/$port") 2>/dev/null; do port=$((port + 1)); done
+    # The processes save in time, whatever becomes of signals.
+    end=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null) && export JOB_END_TIME=$end
+    # The launcher dies of USR1 unless it ignores it, and passes on a TERM that the processes have already got. They
+    # inherit the ignoring until they listen for themselves.
+    # shellcheck disable=SC2016 # expanded on each node: there SLURM_NODEID is its own
+    per_node='trap "" USR1 TERM
+        export PET_SIGNALS_TO_HANDLE=SIGINT PET_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+        export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[\${rank}] "
+        exec accelerate launch --machine_rank "$SLURM_NODEID" --log_dir "$0/logs/node-$SLURM_NODEID" --tee 3 "$@"'
+    set -- "${LAUNCH_FLAGS[@]}" --main_process_ip "$addr" --main_process_port "$port" "${COMMAND[@]}"
+    [[ -d /opt/sagemaker_cluster ]] && SRUN_FLAGS+=(--auto-resume=1) # HyperPod replaces a node that fails
+    say "job $SLURM_JOB_ID, restart $restart, on $SLURM_JOB_NODELIST${end:+ until $(date -d "@$end")}"
+    say "on each node: accelerate launch $*"
+    if ((stopping == 0)); then
+        srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" \
+            bash -c "$per_node" "$OUTPUT_DIR" "$@" &
+        pid=$!
+        # A trap ends `wait` early, with a code of its own: wait again until none ran meanwhile.
+        while seen=$stopping; wait "$pid"; rc=$?; ((seen != stopping)); do :; done
+        say "srun ended with $rc"
+    fi
+    rm -f "$OUTPUT_DIR/stop"
+
+    # Cancelled, or requeued by somebody else (perhaps it runs again while this attempt was taken for lost): so be it.
+    read -r state count <<<"$(squeue --noheader --job "$SLURM_JOB_ID" --Format State,RestartCnt)"
+    [[ $state == RUNNING && $count == "$restart" ]] || { say "the job is $state, restart $count: nothing is left to do"; exit 1; }
+    ((stopping == 0)) || signalled=(--signalled)
+    next=$(python -m accelerate_recipes requeue "$OUTPUT_DIR" --max_restarts "$MAX_RESTARTS" "${signalled[@]}")
+    case $? in
+    0) say "$next" ;;
+    75)
+        say "$next; requeued, goes on from the newest checkpoint"
+        trap '' USR1
+        trap - TERM
+        scontrol requeue "$SLURM_JOB_ID" || die "it could not be requeued; submit it again"
+        sleep 600 # Slurm ends this script
+        ;;
+    *) die "$next" ;;
+    esac
+}
+
+main "$@"

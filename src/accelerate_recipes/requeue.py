@@ -1,0 +1,44 @@
+"""Whether a Slurm job whose processes have ended should be put back into the queue. slurm/submit.sh asks."""
+
+import json
+from pathlib import Path
+
+from accelerate_recipes.status import attempt, read_status
+
+MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
+
+
+def should_requeue(output_dir: Path, signalled: bool, max_restarts: int) -> tuple[bool | None, str]:
+    """Judge by status.json how this attempt ended, and note it in attempts.jsonl.
+
+    `signalled`: Slurm told the job script that the node is wanted back.
+
+    Returns:
+        True: go on later; False: the job has failed; None: all is well, nothing is left to do. And why.
+    """
+    this = attempt()
+    status = read_status(output_dir)
+    if any(status.get(key) != value for key, value in this.items()):
+        # An earlier attempt wrote it; this one did not come as far.
+        status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
+    state, reason, step = status["state"], status.get("reason", ""), status.get("step", 0)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / "attempts.jsonl"
+    with file.open("a") as opened:
+        opened.write(json.dumps(this | {"state": state, "step": step, "reason": reason}) + "\n")
+    if state == "finished":
+        return None, "finished"
+    if state == "failed":
+        return False, f"failed, and would again: {reason}"
+    if state == "stopped" and not signalled and reason.startswith("file "):
+        return None, f"stopped by {reason}; the same command goes on"
+    ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
+    attempts = [json.loads(line) for line in file.read_text().splitlines()][-MAX_WITHOUT_PROGRESS:]
+    if [(entry["job"], entry["step"]) for entry in attempts] == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
+        return False, (
+            f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see {file} and the logs, "
+            "and submit again once it is put right (or with a longer --time)"
+        )
+    if this["restarts"] >= max_restarts:
+        return False, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
+    return True, ended

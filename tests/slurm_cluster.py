@@ -1,0 +1,154 @@
+"""A real Slurm on this machine: two nodes with two GPUs each that are not there. Needs root, no systemd."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+NODES = ("node0", "node1")
+GPUS = 2
+CORES = 8  # of a node; it need not have them
+
+CONF = """\
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort={port}
+AuthType=auth/munge
+CredType=cred/munge
+# A requeued job is eligible again when its credential has expired: by default after two minutes.
+AuthInfo=socket={dir}/munge/socket,cred_expire=5
+StateSaveLocation={dir}/state
+SlurmdSpoolDir={dir}/spool/%n
+SlurmctldPidFile={dir}/slurmctld.pid
+SlurmdPidFile={dir}/slurmd.%n.pid
+SlurmctldLogFile={dir}/slurmctld.log
+SlurmdLogFile={dir}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MailProg=/bin/true
+MpiDefault=none
+SwitchType=switch/none
+SchedulerParameters=bf_interval=1,sched_interval=5,batch_sched_delay=0,sched_min_interval=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+ReturnToService=2
+JobRequeue=1
+KillWait=10
+MinJobAge=3600
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+GresTypes=gpu
+{nodes}
+PartitionName=gpu Nodes=ALL Default=YES DefaultTime=10 PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL DefaultTime=10 PriorityTier=10 PreemptMode=OFF
+"""
+NODE = (
+    "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} Sockets=1 "
+    "CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1000 Gres=gpu:{gpus} State=UNKNOWN"
+)
+
+
+class Cluster:
+    """Started by `with`; `environment` is what Slurm's commands need. Stops what it started, by process id."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> "Cluster":
+        for name in ("munge", "state", *(f"spool/{node}" for node in NODES)):
+            (self.folder / name).mkdir(parents=True)
+        (self.folder / "munge").chmod(0o755)
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        port = free_ports(1 + len(NODES))
+        nodes = [NODE.format(name=n, port=port + 1 + i, cores=CORES, gpus=GPUS) for i, n in enumerate(NODES)]
+        (self.folder / "slurm.conf").write_text(CONF.format(dir=self.folder, port=port, nodes="\n".join(nodes)))
+        for i in range(GPUS):
+            (self.folder / f"gpu{i}").touch()  # any file passes for a device
+        gres = [f"NodeName={node} Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n" for node in NODES]
+        (self.folder / "gres.conf").write_text("".join(gres))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        munge = self.folder / "munge"
+        self.start(
+            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid", f"--log-file={self.folder}/munged.log", f"--seed-file={munge}/seed",
+        )  # fmt: skip
+        wait_until((munge / "socket").exists, 10, "munged")
+        self.start("slurmctld", "-D", "-c", "-f", self.folder / "slurm.conf")
+        for node in NODES:
+            self.start_node(node)
+        wait_until(lambda: self.run("sinfo", "-hN", "-p", "gpu", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes")
+        return self
+
+    def start(self, program: str, *args: object, name: str = "") -> None:
+        path = shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+        log = (self.folder / f"{name or program}.out").open("a")
+        self.daemons[name or program] = subprocess.Popen(
+            [path, *map(str, args)], env=os.environ | self.environment, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def start_node(self, node: str) -> None:
+        self.start("slurmd", "-D", "-N", node, "-f", self.folder / "slurm.conf", name=node)
+
+    def kill_node(self, node: str) -> None:
+        """Slurm takes it for lost; what runs there lives on, which is worse."""
+        daemon = self.daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def run(self, *command: object) -> str:
+        """What a command of Slurm prints, whether or not it succeeds."""
+        done = subprocess.run(
+            list(map(str, command)), env=os.environ | self.environment, capture_output=True, text=True, timeout=60
+        )
+        return done.stdout
+
+    def __exit__(self, *error: object) -> None:
+        self.run("scancel", "--quiet", "--user=root")
+        deadline = time.monotonic() + 30
+        while self.run("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for first in range(21000, 29000, 10):
+        sockets = []
+        try:
+            for port in range(first, first + count):
+                sockets.append(socket.socket())
+                sockets[-1].bind(("127.0.0.1", port))
+            return first
+        except OSError:
+            continue
+        finally:
+            for opened in sockets:
+                opened.close()
+    raise RuntimeError("no free ports")
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not after {seconds} s")
+        time.sleep(0.2)

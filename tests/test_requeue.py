@@ -1,0 +1,93 @@
+"""When a job goes back into the queue, when it does not, and when its processes stop by themselves."""
+
+import json
+import time
+
+import pytest
+
+from accelerate_recipes import stop
+from accelerate_recipes.requeue import should_requeue
+from accelerate_recipes.status import update_status
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    """Ends an attempt of a job in a state, and asks what to do."""
+
+    def end(job: str, restarts: int, signalled: bool = False, max_restarts: int = 100, **status: object):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        if status:
+            update_status(tmp_path, **{"reason": "", "step": 0} | status)
+        return should_requeue(tmp_path, signalled, max_restarts)
+
+    return end
+
+
+def test_what_goes_on_and_what_does_not(attempt):
+    assert attempt("5", 0, signalled=True, state="stopped", reason="SIGUSR1", step=10) == (
+        True, "stopped at step 10: SIGUSR1",
+    )  # fmt: skip
+    assert attempt("5", 1, state="stopped", reason="the job's end", step=20)[0] is True
+    assert attempt("5", 2, state="crashed", reason="rank 3 (on n7): gone", step=30)[0] is True
+    assert attempt("5", 3, state="running", step=40) == (True, "killed at step 40")
+    again, why = attempt("5", 4, state="failed", reason="step 41: loss nan", step=40)
+    assert again is False and "loss nan" in why
+    assert attempt("6", 0, state="finished", step=50)[0] is None
+
+
+def test_a_person_is_obeyed(attempt):
+    """The file stops the chain, unless it was the job script that wrote it."""
+    assert attempt("5", 0, state="stopped", reason="file out/stop", step=10)[0] is None
+    assert attempt("5", 0, signalled=True, state="stopped", reason="file out/stop", step=10)[0] is True
+
+
+def test_three_attempts_without_progress(attempt, tmp_path):
+    crashed = {"state": "crashed", "reason": "rank 1: gone", "step": 10}
+    assert [attempt("5", restarts, **crashed)[0] for restarts in (0, 1)] == [True, True]
+    again, why = attempt("5", 2, **crashed)
+    assert again is False and "at step 10: rank 1: gone; so ended 3 attempts without a newer checkpoint" in why
+    # Submitted again, it is another job, and is given three.
+    assert [attempt("6", restarts, **crashed)[0] for restarts in (0, 1, 2)] == [True, True, False]
+    # A newer checkpoint counts anew.
+    assert [attempt("7", 0, **crashed)[0], attempt("7", 1, **crashed)[0]] == [True, True]
+    assert attempt("7", 2, **crashed | {"step": 11})[0] is True
+    lines = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
+    assert lines[0] == {"job": "5", "restarts": 0, **crashed} and len(lines) == 9
+
+
+def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
+    """Which did not come as far as to write it: the nodes did not find each other, or Python was not there."""
+    attempt("5", 0, state="failed", reason="a bad row", step=10)
+    assert attempt("6", 0) == (True, "crashed at step 10: before training")
+    assert attempt("6", 1)[0] is True
+    assert attempt("6", 2)[0] is False
+
+
+def test_restarts_are_bounded(attempt):
+    stopped = {"state": "stopped", "reason": "SIGUSR1", "signalled": True}
+    assert attempt("5", 1, max_restarts=2, step=1, **stopped)[0] is True
+    again, why = attempt("5", 2, max_restarts=2, step=2, **stopped)
+    assert again is False and "restarted 2 times, MAX_RESTARTS is 2" in why
+
+
+def test_the_jobs_end(tmp_path, monkeypatch):
+    """Asked to stop when less is left than two steps and two saves take, with those of earlier parts of the run; for good."""
+    for name in ("_file", "_asked_by", "_job_ends", "_last_step", "_longest_save"):
+        monkeypatch.setattr(stop, name, getattr(stop, name))
+    monkeypatch.setattr(stop.signal, "signal", lambda *_: None)
+    now = time.time()
+    monkeypatch.setattr(stop.time, "time", lambda: now)
+    update_status(tmp_path, longest_save_seconds=40)
+    monkeypatch.setenv("JOB_END_TIME", str(now + 100 + stop.LEAVE_SECONDS))
+    stop.listen(tmp_path)
+    stop.step_took(9)
+    assert stop.requested() is None  # 98 s are needed
+    assert stop.save_took(30) == 40 and stop.requested() is None
+    stop.step_took(11)
+    assert stop.requested() == "the job's end"
+    stop.step_took(1)
+    assert stop.requested() == "the job's end"
+    monkeypatch.setattr(stop, "_asked_by", None)
+    assert stop.requested() is None
+    assert stop.save_took(50) == 50 and stop.requested() == "the job's end"

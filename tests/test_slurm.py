@@ -1,0 +1,351 @@
+"""slurm/submit.sh under a real Slurm: two nodes, started here. `make test-slurm` installs it and runs this."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from helpers import CHILDREN, ROOT, environment, launch_ok, losses, read_metrics
+from slurm_cluster import Cluster, wait_until
+
+REASON = None
+if os.geteuid() != 0:
+    REASON = "NOT TESTED AGAINST SLURM: that needs root, to start a Slurm of its own"
+elif not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in ("slurmctld", "slurmd", "munged")):
+    REASON = "NOT TESTED AGAINST SLURM: `make test-slurm` installs and uses it"
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+SUBMIT = ROOT / "slurm/submit.sh"
+FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
+CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--num_positions", 20, "--eval_steps", 0]
+TOY = [CHILDREN / "toy.py", "--max_steps", 10]
+FIRST_ATTEMPT = "[ ${SLURM_RESTART_COUNT:-0} = 0 ] && "
+# What Slurm itself does at the time limit and at a preemption, for jobs with --signal=B:USR1
+SIGNAL = "scancel --batch --signal=USR1 $SLURM_JOB_ID; sleep 3"
+
+
+class Jobs:
+    """Submits with the real sbatch, and waits."""
+
+    def __init__(self, cluster: Cluster, folder: Path):
+        self.cluster, self.folder = cluster, folder
+        self.environment = environment(folder) | cluster.environment | {"PYTHONPATH": str(CHILDREN)}
+
+    def command(self, out: Path, run: list, flags: tuple, direct: bool) -> list[str]:
+        flags = [f"--output={out.parent}/%x-%j.out", "--time=10", "--gpus-per-node=2", "--cpus-per-task=2", *flags]
+        arguments = [*run, "--output_dir", out]
+        words = [SUBMIT, *flags, "--", *arguments] if direct else ["sbatch", *flags, SUBMIT, *arguments]
+        return [str(word) for word in words]
+
+    def try_submit(self, out: Path, run: list, *flags: str, direct: bool = True, **env: str):
+        return subprocess.run(
+            self.command(out, run, flags, direct),
+            cwd=ROOT, env=self.environment | env, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    def submit(
+        self, out: Path, run: list, *flags: str, direct: bool = False, fault: dict | None = None, **env: str
+    ) -> int:
+        """Returns the job's id."""
+        if fault is not None:
+            env["TOY_FAULT"] = json.dumps({"rank": 0, "count": 1} | fault)
+        done = self.try_submit(out, run, *flags, direct=direct, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return int(re.search(r"Submitted batch job (\d+)", done.stdout)[1])
+
+    def show(self, job: int) -> dict[str, str]:
+        """What Slurm knows of a job: JobState, Restarts, ExitCode, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.cluster.run("scontrol", "show", "job", job)))
+
+    def end(self, job: int, seconds: float = 400) -> dict[str, str]:
+        wait_until(
+            lambda: self.show(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"),
+            seconds,
+            self.show(job),
+        )
+        return self.show(job)
+
+    def log(self, job: int) -> str:
+        file = Path(self.show(job)["StdOut"])
+        return file.read_text() if file.exists() else ""
+
+    def completed(self, job: int, restarts: int | None = None) -> None:
+        found = self.end(job)
+        assert found["JobState"] == "COMPLETED", self.log(job)[-6000:]
+        if restarts is not None:
+            assert int(found["Restarts"]) == restarts, self.log(job)[-6000:]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield Jobs(cluster, tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="module")
+def toy_losses(tmp_path_factory) -> dict[int, float]:
+    """Of the toy on two processes, undisturbed and without Slurm."""
+    out = tmp_path_factory.mktemp("toy") / "out"
+    launch_ok(out.parent, "fsdp_full", *TOY, "--output_dir", out)
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def chess_run(jobs, tmp_path_factory) -> tuple[Path, int]:
+    """One node, two processes, submitted directly: its output directory and job."""
+    out = tmp_path_factory.mktemp("chess") / "out"
+    job = jobs.submit(out, [*FP32, *CHESS, "--max_steps", 20, "--data_cache_dir", out.parent / "cache"], direct=True)
+    jobs.completed(job, restarts=0)
+    return out, job
+
+
+def attempts(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
+
+
+def assert_undisturbed(out: Path, expected: dict[int, float], rel: float = 0.0) -> None:
+    """Every step once in the joined metrics.jsonl, with the losses of a run that nothing happened to."""
+    steps = [record["step"] for record in read_metrics(out) if "loss" in record]
+    assert steps == sorted(set(steps)) == sorted(expected)
+    assert losses(out) == pytest.approx(expected, rel=rel, abs=0)
+    assert (out / "export/model.safetensors").is_file()
+
+
+def test_one_node(jobs, chess_run):
+    out, job = chess_run
+    log = jobs.log(job)
+    assert (out / "export/model.safetensors").is_file()
+    assert jobs.show(job)["JobName"] == "chess" and jobs.show(job)["StdOut"] == f"{out.parent}/chess-{job}.out"
+    assert f"accelerate launch --config_file {shlex.join(FP32[:1])} --num_machines 1 --num_processes 2" in log
+    assert "Loss: " in log and "finished" in log
+    for rank in (0, 1):
+        (part,) = out.glob(f"logs/node-0/{job}-0_*/attempt_0/{rank}/stdout.log")
+        assert ("Loss: " in part.read_text()) == (rank == 0)
+
+
+def test_time_limit(jobs, tmp_path):
+    """Two minutes for a run that needs more: saved, requeued, resumed, with the losses of a run that had the time."""
+    out, run = tmp_path / "out", [*TOY, "--max_steps", 125, "--save_steps", 0]
+    job = jobs.submit(out, [*FP32, *run], "--time=2", "--signal=B:USR1@30", TOY_PACE="0.2")
+    launch_ok(tmp_path, "fsdp_full", *run, "--output_dir", tmp_path / "reference")
+    jobs.completed(job)
+    *stopped, last = attempts(out)
+    assert stopped and {attempt["state"] for attempt in stopped} == {"stopped"} and last["state"] == "finished"
+    assert [attempt["restarts"] for attempt in (*stopped, last)] == list(range(len(stopped) + 1))
+    assert int(jobs.show(job)["Restarts"]) == len(stopped)
+    assert_undisturbed(out, losses(tmp_path / "reference"))
+
+
+def test_two_nodes(jobs, chess_run, tmp_path):
+    """Two processes on each: the losses of four on one machine, without Slurm."""
+    run = [*CHESS, "--max_steps", 12, "--logging_steps", 1, "--per_device_train_batch_size", 4]
+    run += ["--data_cache_dir", chess_run[0].parent / "cache"]
+    job = jobs.submit(tmp_path / "out", [*FP32, *run], "--nodes=2", direct=True)
+    arguments = [*run[1:], "--output_dir", tmp_path / "reference"]
+    launch_ok(tmp_path, "fsdp_full", ROOT / run[0], *arguments, flags=("--num_processes", "4"))
+    jobs.completed(job, restarts=0)
+    log = jobs.log(job)
+    assert "4 x cpu" in log and log.count("nothing is left") == 0
+    assert_undisturbed(tmp_path / "out", losses(tmp_path / "reference"), rel=1e-5)
+    assert {path.name for path in (tmp_path / "out/logs").iterdir()} == {"node-0", "node-1"}
+
+
+def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
+    """Processes that no signal reaches look at the clock: one step takes nearly all of the minute that there is."""
+    command = FIRST_ATTEMPT + "sleep $((JOB_END_TIME - $(date +%s) - 25))"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": command}
+    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=1", "--signal=B:CONT@1", fault=fault)
+    jobs.completed(job, restarts=1)
+    first, _ = attempts(tmp_path / "out")
+    assert (first["state"], first["reason"], first["step"]) == ("stopped", "the job's end", 6)
+    assert_undisturbed(tmp_path / "out", toy_losses)
+
+
+FAULTS = {
+    "signal during a save": {"event": "open", "path": "checkpoint-3.partial/complete.json", "command": FIRST_ATTEMPT + SIGNAL},
+    "signal during an evaluation": {"event": "toy.evaluation", "path": "step 0.", "command": FIRST_ATTEMPT + SIGNAL},
+    "signal to the processes": {
+        "event": "toy.loss",
+        "path": "step 5.",
+        "command": FIRST_ATTEMPT + "scancel --signal=USR1 $SLURM_JOB_ID; sleep 3",
+    },
+    "requeued from outside": {
+        "event": "toy.loss",
+        "path": "step 5.",
+        "command": FIRST_ATTEMPT + "scontrol requeue $SLURM_JOB_ID; sleep 3",
+    },
+    "one process killed": {"rank": 1, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path, name):
+    out = tmp_path / "out"
+    job = jobs.submit(out, [*FP32, *TOY], fault=FAULTS[name])
+    jobs.completed(job, restarts=1)
+    assert_undisturbed(out, toy_losses)
+    *first, last = attempts(out)
+    assert last["state"] == "finished"
+    if name == "requeued from outside":
+        assert not first and "checkpoint-6 (step 6" in jobs.log(job), "Slurm does it; the processes have saved in time"
+        return
+    (first,) = first
+    state, steps = {
+        "signal during a save": ("stopped", range(4, 10)),  # training goes on meanwhile
+        "signal during an evaluation": ("stopped", [0]),
+        "signal to the processes": ("stopped", [6]),
+        "one process killed": ("crashed", [3]),
+    }[name]
+    assert first["state"] == state and first["step"] in steps, jobs.log(job)[-6000:]
+
+
+def test_signal_during_import(jobs, toy_losses, tmp_path):
+    """It comes when nothing listens yet; the file tells of it."""
+    out = tmp_path / "out"
+    job = jobs.submit(out, [*FP32, *TOY])
+    wait_until(lambda: "on each node: " in jobs.log(job), 60, "the launch")
+    jobs.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    jobs.completed(job, restarts=1)
+    first, last = attempts(out)
+    assert (first["state"], last["state"]) == ("stopped", "finished") and first["step"] <= 1
+    assert_undisturbed(out, toy_losses)
+
+
+def test_preemption(jobs, tmp_path):
+    """Two nodes, replicas between them; a job of a higher partition takes both, and is served at once."""
+    out = tmp_path / "out"
+    hybrid = [
+        "accelerate_configs/fsdp_hybrid.yaml",
+        "--mixed_precision",
+        "no",
+        *TOY,
+        "--per_device_train_batch_size",
+        2,
+    ]
+    flags = ("--num_processes", "4")
+    launch_ok(tmp_path, "fsdp_hybrid", *TOY, *hybrid[-2:], "--output_dir", tmp_path / "reference", flags=flags)
+    urgent = f"sbatch --partition=urgent --nodes=2 --gpus-per-node=2 --output={tmp_path}/urgent.out --wrap 'sleep 5'"
+    command = FIRST_ATTEMPT + f"{urgent} && sleep 8"
+    job = jobs.submit(out, hybrid, "--nodes=2", fault={"event": "toy.loss", "path": "step 5.", "command": command})
+    jobs.completed(job, restarts=1)
+    assert "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 2" in jobs.log(job)
+    first, last = attempts(out)
+    assert (first["state"], first["step"], last["state"]) == ("stopped", 6, "finished")
+    assert_undisturbed(out, losses(tmp_path / "reference"))
+
+
+def test_cancelled(jobs, tmp_path):
+    """It saves, since Slurm leaves it KillWait; and is not requeued."""
+    out = tmp_path / "out"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": "scancel $SLURM_JOB_ID; sleep 3"}
+    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
+    assert jobs.end(job)["JobState"] == "CANCELLED"
+    wait_until((out / "checkpoint-6/complete.json").exists, 20, "the last checkpoint")
+    time.sleep(8)  # longer than a requeued job waits
+    assert jobs.show(job)["Restarts"] == "0" and not jobs.cluster.run("squeue", "-h")
+
+
+def test_a_node_is_lost(jobs, toy_losses, tmp_path):
+    """Its slurmd is gone, the job goes on elsewhere; the processes that live on without it give way."""
+    out = tmp_path / "out"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "sleep 1000"}
+    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
+    wait_until(lambda: (out / "checkpoint-3").is_dir(), 90, "training")
+    node = jobs.show(job)["BatchHost"]
+    jobs.cluster.kill_node(node)
+    try:
+        jobs.completed(job, restarts=1)
+        assert jobs.show(job)["BatchHost"] != node
+        assert_undisturbed(out, toy_losses)
+        assert attempts(out)[-1]["state"] == "finished"
+    finally:
+        subprocess.run(["pkill", "-f", "sleep 1000"], check=False)
+        jobs.cluster.start_node(node)
+        jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def test_three_failures_at_one_step(jobs, tmp_path):
+    out = tmp_path / "out"
+    fault = {"event": "toy.loss", "path": "step 5.", "command": "kill -9 $PPID"}
+    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
+    found = jobs.end(job)
+    assert (found["JobState"], found["Restarts"]) == ("FAILED", "2")
+    assert "3 attempts without a newer checkpoint" in jobs.log(job)
+
+
+def test_what_must_be_put_right_is_not_repeated(jobs, tmp_path):
+    """A row whose loss is not a number."""
+    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], TOY_POISON="7")
+    found = jobs.end(job)
+    assert (found["JobState"], found["Restarts"]) == ("FAILED", "0")
+    assert "error: failed, and would again: step" in jobs.log(job)
+
+
+def test_a_person_stops_it(jobs, tmp_path):
+    out = tmp_path / "out"
+    command = f"touch {out}/stop"
+    job = jobs.submit(out, [*FP32, *TOY], fault={"event": "toy.loss", "path": "step 5.", "command": command})
+    jobs.completed(job, restarts=0)
+    assert "the same command goes on" in jobs.log(job)
+    assert not (out / "export").exists()
+
+
+def test_wrong_requests(jobs, tmp_path):
+    """One message with all that is wrong, of the run and of the request; nothing is queued."""
+    wrong = [
+        "--total_batch_size",
+        7,
+        "--lerning_rate",
+        1,
+        "--from_scratch",
+        "false",
+        "--model_name_or_path",
+        "no/model",
+    ]
+    done = jobs.try_submit(Path("/proc/out"), [*FP32, *CHESS, *wrong], "--gpus-per-node=3", "--partition=nowhere")
+    assert done.returncode == 1
+    for expected in (
+        "--total_batch_size 7",
+        "unknown argument 'lerning_rate'",
+        "model 'no/model' is not in",
+        "--output_dir /proc/out: /proc cannot be written to",
+        "invalid partition specified: nowhere",
+        "nothing was queued",
+    ):
+        assert expected in done.stderr, done.stderr
+    done = jobs.try_submit(tmp_path / "out", [*FP32, *TOY, "--per_device_train_batch_size", 1], "--gpus-per-node=3")
+    assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
+    assert not jobs.cluster.run("squeue", "-h")
+
+
+def test_the_job_checks_first(jobs, tmp_path):
+    """Given to sbatch, a misspelt flag fails within seconds, before any process is launched, and is not requeued."""
+    job = jobs.submit(tmp_path / "out", [*FP32, *TOY, "--lerning_rate", 1])
+    found = jobs.end(job)
+    assert (found["JobState"], found["Restarts"]) == ("FAILED", "0")
+    assert "unknown argument 'lerning_rate'" in jobs.log(job) and "accelerate launch" not in jobs.log(job)
+    assert not (tmp_path / "out").exists()
+
+
+def test_scripts_are_clean():
+    scripts = sorted((ROOT / "slurm").glob("*.sh"))
+    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert len(scripts) >= 4 and done.returncode == 0, done.stdout
+
+
+def test_flags_in_the_documentation(jobs):
+    """All that stand for sbatch in the READMEs are sbatch's."""
+    text = (ROOT / "README.md").read_text() + (ROOT / "slurm/README.md").read_text()
+    lines = re.findall(r"^slurm/submit.sh (.*?) --(?: |$)|^sbatch (.*?)slurm/submit.sh", text, re.MULTILINE)
+    flags = {flag for line in lines for flag in re.findall(r"--[a-z-]+", "".join(line))}
+    known = set(re.findall(r"--[a-z-]+", jobs.cluster.run("sbatch", "--help")))
+    assert len(flags) >= 6 and flags <= known, flags - known
