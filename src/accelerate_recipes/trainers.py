@@ -12,13 +12,12 @@ A recipe declares
 checkpoints, export, signals and lock are those of `engine.train`; loss, data, sampling and generation are trl's.
 """
 
-import contextlib
 import copy
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,21 +125,6 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     return add_adapters(model, args) if args.use_peft else model
 
 
-@contextlib.contextmanager
-def whole_weights() -> Iterator[None]:
-    """Every rank reads the weights of a model that is loaded here.
-
-    With `fsdp_cpu_ram_efficient_loading` only the first does, and the others get theirs when Accelerate shards the
-    model. trl shards a reference model by itself, and they would keep what lay in memory.
-    """
-    before = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = before
-
-
 class RecipeTrainer:
     """Goes before one of trl's trainers in the bases of a class.
 
@@ -168,8 +152,7 @@ class RecipeTrainer:
         self.num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl looks there
-        with whole_weights():
-            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
+        super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
         self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
