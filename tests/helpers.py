@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate_recipes.preflight import launch_environment
@@ -76,12 +77,15 @@ def losses(output_dir: Path) -> dict[int, float]:
 
 
 class Forks:
-    """Runs a recipe in forked ranks, under any shipped config; see tests/children/fork_server.py."""
+    """Runs a recipe in forked ranks, under any shipped config; see tests/children/fork_server.py.
 
-    def __init__(self, script: Path, tmp_path: Path):
+    `imports` are modules that a run of it would wait for, besides those of the toy.
+    """
+
+    def __init__(self, script: Path, tmp_path: Path, imports: Sequence[str] = ()):
         self.script = str(script)
         self.process = subprocess.Popen(
-            [sys.executable, str(CHILDREN / "fork_server.py")],
+            [sys.executable, str(CHILDREN / "fork_server.py"), *imports],
             cwd=ROOT,
             env=environment(tmp_path),
             stdin=subprocess.PIPE,

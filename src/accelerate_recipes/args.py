@@ -5,14 +5,15 @@ YAML (sharding, precision, compile, activation checkpointing) has no flag here; 
 that names the key. All problems are reported at once, in one `ConfigError`.
 """
 
+import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import yaml
@@ -117,6 +118,9 @@ class TrainArgs:
         "use_dora",
     })  # fmt: skip
 
+    # Fields that are no arguments, and who decides instead.
+    owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
+
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
         found = []
@@ -219,9 +223,13 @@ class TrainArgs:
         """Forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
 
+    def values(self) -> dict[str, Any]:
+        """All arguments by their names."""
+        return {name: value for name, value in asdict(self).items() if name not in self.owned_elsewhere}
+
     def save(self, path: Path) -> None:
         """Write all arguments as YAML; the file is itself a valid `--config`."""
-        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+        path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
 
 
 def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:
@@ -267,6 +275,9 @@ def resolve(args_class: type[Args], argv: Sequence[str], world_size: int) -> tup
     parser = HfArgumentParser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config", help="A preset: YAML of the arguments below; flags win over it.")
     parser.add_argument("-h", "--help", action="help", help="Show this text and exit.")
+    for action in parser._actions:
+        if action.dest in args_class.owned_elsewhere:
+            action.help = argparse.SUPPRESS
     if {"-h", "--help"} & set(argv):
         parser.print_help()
         raise SystemExit(0)
@@ -276,7 +287,7 @@ def resolve(args_class: type[Args], argv: Sequence[str], world_size: int) -> tup
     presets = [values for flag, values in flags if flag == "--config"]
     groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
-    groups = [group for group in groups if check_group(parser, *group, errors)]
+    groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
@@ -333,16 +344,28 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
     return tokens
 
 
-def check_group(parser: HfArgumentParser, flag: str, values: list[str], where: str, errors: list[str]) -> bool:
+def check_group(
+    parser: HfArgumentParser,
+    owned_elsewhere: Mapping[str, str],
+    flag: str,
+    values: list[str],
+    where: str,
+    errors: list[str],
+) -> bool:
     """Whether one flag with its values parses; if not, say why in `errors`."""
-    name = flag.removeprefix("--").replace("-", "_")
-    if flag not in parser._option_string_actions or flag == "--config":  # a preset cannot name another
-        if name in OWNED_ELSEWHERE:
-            errors.append(f"--{name} ({where}) is not an argument of the recipe: {OWNED_ELSEWHERE[name]}")
-        else:
-            known = [option.removeprefix("--") for option in parser._option_string_actions]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            errors.append(f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    action = parser._option_string_actions.get(flag)
+    name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing is of `packing`
+    if name in owned_elsewhere:
+        errors.append(f"--{name} ({where}) is not an argument of the recipe: {owned_elsewhere[name]}")
+        return False
+    if action is None or flag == "--config":  # a preset cannot name another
+        known = {
+            option.removeprefix("--")
+            for option, action in parser._option_string_actions.items()
+            if action.dest not in owned_elsewhere
+        }
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        errors.append(f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else ""))
         return False
     try:
         parser.parse_args([flag, *values])

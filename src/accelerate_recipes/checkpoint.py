@@ -28,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ import accelerate_recipes
 from accelerate_recipes import adapters, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
+from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.optim import WRAPPERS
 from accelerate_recipes.status import update_status
 
@@ -209,7 +210,7 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     """
     saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
     changed = {
-        name: (saved[name], value) for name, value in asdict(args).items() if name in saved and saved[name] != value
+        name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
     }
     fatal = [
         f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
@@ -438,15 +439,21 @@ class Checkpointer:
             group.update(now)
         seek(self.scheduler, marker["step"])
         self.data_states = json.loads((checkpoint / "data.json").read_text())
-        if marker["world_size"] == self.accelerator.num_processes:
-            set_rng_state(torch.load(checkpoint / f"rng-{self.accelerator.process_index}.pt", weights_only=True))
-        else:  # no generator fits a rank that was not there: derive one from the step
-            set_seed(self.args.seed + marker["step"], device_specific=True)
+        self.restore_rng()
         self.accelerator.on_main_process(print)(
             f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",
             flush=True,
         )
         return marker["step"]
+
+    def restore_rng(self) -> None:
+        """Set the random generators to where they were at `resumed_from`: again, if something drew after `resume`."""
+        marker = read_marker(self.resumed_from)
+        if marker["world_size"] == self.accelerator.num_processes:
+            file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
+            set_rng_state(torch.load(file, weights_only=True))
+        else:  # no generator fits a rank that was not there: derive one from the step
+            set_seed(self.args.seed + marker["step"], device_specific=True)
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -637,7 +644,7 @@ def model_card(checkpoint: Path, description: str) -> str:
         at = f" at commit {base['revision']}" if base["revision"] else ""
         description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
     records = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text().splitlines()]
-    result = next((record for record in reversed(records) if "eval_loss" in record), {})
+    result = next((record for record in reversed(records) if is_evaluation(record)), {})
     measured = "".join(
         f"| {name.removeprefix('eval_')} | {value:.5g} |\n"
         for name, value in result.items()

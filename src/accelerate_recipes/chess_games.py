@@ -1,4 +1,4 @@
-"""Games from files or the Hub to packed rows: checked, split by hash, tokenised, cached."""
+"""Games from files or the Hub to packed rows, or to positions: checked, split by hash, tokenised, cached."""
 
 import json
 import os
@@ -44,8 +44,7 @@ def prepare_games(
     """
     files = train_files or hub.dataset_files(dataset_name, dataset_files)
     settings = {
-        "sources": [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in train_files]
-        or [dataset_name, dataset_files, hub.revision("dataset", dataset_name)],
+        "sources": sources_key(train_files, dataset_name, dataset_files),
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [max_length, heldout_share, num_positions, seed, skip_bad_games],
     }
@@ -84,6 +83,75 @@ def prepare_games(
     return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
+def prepare_positions(
+    *,
+    train_files: Sequence[str],
+    dataset_name: str,
+    dataset_files: str,
+    heldout_share: float,
+    num_train_positions: int,
+    num_positions: int,
+    skip_bad_games: bool,
+    seed: int,
+    cache_dir: str,
+) -> Path:
+    """Build, or find, the folder that holds positions of games, divided as `prepare_games` divides them, as
+
+    `train/`       positions to train in: columns `prefix` (moves so far), `move` (the one that was played), `phase`
+    `facts.json`   `positions` to test in, the `baseline`'s table
+
+    A game is checked as far as the position that is taken from it.
+
+    Raises:
+        ConfigError: for files without games, and for illegal moves unless `skip_bad_games`.
+    """
+    files = train_files or hub.dataset_files(dataset_name, dataset_files)
+    settings = {
+        "sources": sources_key(train_files, dataset_name, dataset_files),
+        "positions": [heldout_share, num_train_positions, num_positions, seed, skip_bad_games],
+    }
+
+    def build(folder: Path) -> None:
+        parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(files)]
+        games = datasets.concatenate_datasets(parts)["Moves"]
+        heldout = np.array([is_heldout(" ".join(moves), heldout_share) for moves in games])
+        found = {}
+        for name, chosen, number in (("train", ~heldout, num_train_positions), ("heldout", heldout, num_positions)):
+            positions = chess_rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
+            good = [p for p in positions if chess_rules.is_legal(p["prefix"], p["move"])]
+            if len(good) < len(positions) and not skip_bad_games:
+                raise ConfigError(
+                    f"{len(positions) - len(good)} of {len(positions)} positions come from games with illegal moves; "
+                    "--skip_bad_games leaves them out"
+                )
+            if not good:
+                raise ConfigError(
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {heldout_share}"
+                )
+            found[name] = good
+        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
+        datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
+        baseline = chess_rules.most_frequent_followers(games[i] for i in np.flatnonzero(~heldout))
+        (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
+        shutil.rmtree(folder / "tmp")
+
+    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+
+
+def sources_key(train_files: Sequence[str], dataset_name: str, dataset_files: str) -> list:
+    """By which the cache knows whether it has read these files."""
+    return [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in train_files] or [
+        dataset_name,
+        dataset_files,
+        hub.revision("dataset", dataset_name),
+    ]
+
+
+def is_heldout(text: str, heldout_share: float) -> bool:
+    """Of a game, by the hash of its moves."""
+    return xxhash.xxh64_intdigest(text.encode()) < int(heldout_share * 2**64)
+
+
 def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
     """Games of one file, with a column `Moves`."""
     if file.endswith(".pgn"):
@@ -106,7 +174,6 @@ def tokenize_games(
     cache_file: Path,
 ) -> datasets.Dataset:
     """Add `input_ids`, `defect` (why a game cannot be used, or "") and `heldout` (bool)."""
-    threshold = int(heldout_share * 2**64)
 
     def tokenize(batch: list[list[str]]) -> dict[str, list]:
         texts = [" ".join(moves) for moves in batch]
@@ -114,7 +181,7 @@ def tokenize_games(
         return {
             "input_ids": [[tokenizer.bos_token_id, *ids, tokenizer.eos_token_id] for ids in tokens],
             "defect": [chess_rules.defect_of_game(moves) for moves in batch],
-            "heldout": [xxhash.xxh64_intdigest(text.encode()) < threshold for text in texts],
+            "heldout": [is_heldout(text, heldout_share) for text in texts],
         }
 
     num_proc = min(len(os.sched_getaffinity(0)), 1 + len(games) // 5000)

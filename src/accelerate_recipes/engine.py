@@ -274,5 +274,8 @@ def evaluate_loss(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Without waiting, when the loader pins its memory."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """Without waiting, when the loader pins its memory. A packed batch of trl's has numbers among its tensors."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }

@@ -129,13 +129,13 @@ class MetricsLog:
     ...), each with its `step`.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops_per_token: float):
+    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops_per_token: float | None):
         self.accelerator = accelerator
         self.path = output_dir / "metrics.jsonl"
         self.total_steps = total_steps
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops(accelerator.device)
-        if self.peak_flops is None:
+        self.peak_flops = None if flops_per_token is None else peak_flops(accelerator.device)
+        if flops_per_token is not None and self.peak_flops is None:
             accelerator.on_main_process(print)(
                 f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
             )
@@ -158,11 +158,11 @@ class MetricsLog:
             os.replace(partial, self.path)
 
     def log_step(
-        self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, int]
+        self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]
     ) -> None:
         """One line for the steps of the window: mean loss, throughput of all ranks, peak memory, wait for data.
 
-        `counts` are those of all ranks, of what was read so far.
+        `counts` are further values: those of all ranks of what was read so far, a reward.
         """
         record = {
             "step": step,
@@ -185,7 +185,9 @@ class MetricsLog:
         record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; the others wait for it, and it for them
         record |= counts
         line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
-        self._write(record, line + (f", retries: {record['retries']}" if record.get("retries") else ""))
+        line += f", retries: {record['retries']}" if record.get("retries") else ""
+        line += f", reward: {record['reward']:.3f}" if "reward" in record else ""
+        self._write(record, line)
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         record = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
@@ -193,7 +195,7 @@ class MetricsLog:
         self._write(record, f"Step {step}/{self.total_steps} Evaluation {line}")
 
     def has_evaluation(self, step: int) -> bool:
-        return any(record["step"] == step and "eval_loss" in record for record in self.records)
+        return any(record["step"] == step and is_evaluation(record) for record in self.records)
 
     def _write(self, record: dict, line: str) -> None:
         record["time"] = time.time()
@@ -205,6 +207,10 @@ class MetricsLog:
                 file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         self.accelerator.log(values, step=record["step"])
+
+
+def is_evaluation(record: dict) -> bool:
+    return any(name.startswith("eval_") for name in record)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """How many of a model's next moves are legal, and how many were played, in positions of held-out games."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import evaluate
@@ -9,6 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
 from accelerate_recipes.generation import generate_texts
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
+    """Token ids of the moves so far, as the beginning of a document."""
+    return [tokenizer.bos_token_id, *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
 
 
 class NextMoves:
@@ -31,7 +37,7 @@ class NextMoves:
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Of the greedy moves of `model`. Every rank takes its share; all get the result."""
-        prompts = [[self.tokenizer.bos_token_id, *ids] for ids in self._tokenize(self.prefixes)]
+        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
         texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
         return self._count([(text.split() or [""])[0] for text in texts])
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -91,7 +91,7 @@ def run(
     try:
         args = parse(args_class, other_problems=launch_problems)
         if int(os.environ.get("RANK", 0)) == 0:
-            arguments = {"arguments": asdict(args)}
+            arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         provide(requirements(args))
         main(args)

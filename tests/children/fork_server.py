@@ -1,12 +1,13 @@
 """Runs recipes many times without importing the libraries again: a launch costs ten seconds, a fork none.
 
-Each line of standard input is a run: {"script", "world_size", "env", "argv", "log", "seconds"}. Its ranks are forked into a
-process group of their own, so that a fault may kill them all. As under a launcher, those left when one fails get
-SIGTERM, and what is not over after `seconds` is killed. The answer is a line with the exit code of the first that failed
-(128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that asks for anything beyond this machine
-ends with 99.
+Its arguments are modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv", "log",
+"seconds"}. Its ranks are forked into a process group of their own, so that a fault may kill them all. As under a
+launcher, those left when one fails get SIGTERM, and what is not over after `seconds` is killed. The answer is a line with
+the exit code of the first that failed (128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that
+asks for anything beyond this machine ends with 99.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -69,6 +70,8 @@ def group_process(job: dict) -> int:
     os._exit(first_failure if first_failure >= 0 else 128 - first_failure)
 
 
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 for line in sys.stdin:
     _, status = os.waitpid(group_process(json.loads(line)), 0)
     print(os.waitstatus_to_exitcode(status), flush=True)

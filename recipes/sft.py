@@ -1,0 +1,171 @@
+"""Fine-tune a causal language model on conversations or texts, with trl's SFTTrainer.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/sft.py \\
+        --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/Capybara
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
+        --model_name_or_path outputs/demo_c4/export --train_files my_texts.jsonl --max_length 256
+
+A row is `messages` (the model's chat template), `prompt` and `completion` (the loss is of the completion), or `text`.
+Every argument of trl's SFTConfig that is about data and loss is one here: --packing, --assistant_only_loss, ...
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+import torch
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+from accelerate_recipes import hub
+from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
+from accelerate_recipes.data import make_eval_loader
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.engine import evaluate_loss
+from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
+
+FORMATS = ({"messages"}, {"prompt", "completion"})
+
+
+@dataclass
+class Args(TrainerArgs, SFTConfig):
+    output_dir: str = "outputs/sft"
+    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
+    dataset_config: str = arg("", "Its configuration, where it has several.")
+    train_split: str = arg("train", "Its split to train on.")
+    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .jsonl, .parquet or .csv."})
+    heldout_share: float = arg(0.05, "Share of the rows to evaluate on.")
+
+    fixed_on_resume = TrainerArgs.fixed_on_resume | {
+        "dataset_name", "dataset_config", "train_split", "train_files", "heldout_share", "max_length", "packing",
+        "packing_strategy", "train_sampling_strategy",
+    }  # fmt: skip
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if bool(self.dataset_name) == bool(self.train_files):
+            found.append("give one of --dataset_name and --train_files")
+        for file in self.train_files:
+            if not Path(file).is_file():
+                found.append(f"--train_files {file}: no such file")
+            elif Path(file).suffix not in hub.BUILDERS:
+                found.append(f"--train_files {file}: its name must end with one of {', '.join(hub.BUILDERS)}")
+        if len({Path(file).suffix for file in self.train_files}) > 1:
+            found.append("--train_files must all be of one kind")
+        if not 0 < self.heldout_share < 1:
+            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
+        return found
+
+    @property
+    def dataset(self) -> hub.Dataset:
+        return hub.Dataset(self.dataset_name, config=self.dataset_config, splits=(self.train_split,))
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements(
+        models=[args.model_name_or_path] if args.model_name_or_path else [],
+        datasets=[args.dataset] if args.dataset_name else [],
+    )
+
+
+def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
+    """Rows to train on and rows to evaluate on, as `train` and `test`.
+
+    Raises:
+        ConfigError: for columns that trl cannot use, and for conversations without a chat template.
+    """
+    if args.train_files:
+        kind = hub.BUILDERS[Path(args.train_files[0]).suffix]
+        rows = datasets.load_dataset(kind, data_files=args.train_files, split="train")
+    else:
+        rows = datasets.load_dataset(**hub.load_arguments(args.dataset), split=args.train_split)
+    columns = next((c for c in (*FORMATS, {args.dataset_text_field}) if c <= set(rows.column_names)), None)
+    if columns is None:
+        raise ConfigError(
+            f"the rows have the columns {', '.join(rows.column_names)}; SFT needs messages, prompt and completion, or "
+            f"{args.dataset_text_field} (--dataset_text_field)"
+        )
+    if columns == {"messages"} and not (tokenizer.chat_template or args.chat_template_path):
+        raise ConfigError(f"{args.model_name_or_path} has no chat template for `messages`; give --chat_template_path")
+    return rows.select_columns(sorted(columns)).train_test_split(args.heldout_share, seed=args.seed)
+
+
+class HeldOutRows(torch.utils.data.Dataset):
+    """As trl prepared them; number -1 is a row without targets."""
+
+    def __init__(self, rows: datasets.Dataset):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict:
+        row = self.rows[i]
+        return row if i >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
+
+
+class Trainer(RecipeTrainer, SFTTrainer):
+    pass
+
+
+def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum over the targets, in nats, by the forward pass that trl gave the model."""
+    return -model(**batch, fused_lm_head=True).log_probs.sum()
+
+
+def main(args: Args) -> None:
+    find_resume(args)  # refuses, before any work, what could not be continued
+    accelerator = make_accelerator(args)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+
+    # Tokenizer and data
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    with accelerator.local_main_process_first():
+        rows = load_rows(args, tokenizer)
+
+    # Model and trainer
+    resumed_from = agree_on_resume(accelerator, args)
+    config = trl_config(args, SFTConfig, accelerator)
+    trainer = Trainer(
+        args,
+        config,
+        accelerator,
+        make_model(args),
+        tokenizer,
+        resumed_from,
+        train_dataset=rows["train"],
+        eval_dataset=rows["test"],
+    )
+    accelerator.on_main_process(print)(
+        f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "
+        f"{len(trainer.train_dataset):,} sequences of at most {args.max_length} tokens"
+    )
+
+    # Training and evaluation
+    heldout = HeldOutRows(trainer.eval_dataset)
+    heldout_loader = make_eval_loader(heldout, args, rank, world_size, collate_fn=trainer.data_collator)
+
+    def evaluate_fn(step: int) -> dict[str, float]:
+        return {"loss": evaluate_loss(accelerator, trainer.model_wrapped, heldout_loader, loss_fn, count_targets)}
+
+    trainer.evaluate_fn = evaluate_fn
+    records = trainer.train()
+
+    # Result
+    if accelerator.is_main_process:
+        output_dir = Path(args.output_dir)
+        before, *_, after = (record["eval_loss"] for record in records if "eval_loss" in record)
+        source = ", ".join(args.train_files) or args.dataset_name
+        description = f"{args.model_name_or_path}, fine-tuned on {len(rows['train']):,} rows of {source}."
+        export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
+        print(f"Held-out rows ({len(rows['test']):,}), loss: before {before:.4f}, after {after:.4f}")
+        print(f"Model: {output_dir / 'export'}", flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)

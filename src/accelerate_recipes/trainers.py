@@ -1,0 +1,325 @@
+"""trl's trainers in this house: they do the step, and everything around it is as in the other recipes.
+
+A recipe declares
+
+    @dataclass
+    class Args(TrainerArgs, SFTConfig): ...
+
+    class Trainer(RecipeTrainer, SFTTrainer): ...
+
+`Args` are our arguments, which win, and those that trl's config class adds: its own, and KEPT of what it inherits.
+`RecipeTrainer` replaces what transformers' Trainer does around the step. Launch, sharding, optimizer, schedule, log,
+checkpoints, export, signals and lock are those of `engine.train`; loss, data, sampling and generation are trl's.
+"""
+
+import copy
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+
+from accelerate_recipes import stop
+from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, TrainArgs, arg
+from accelerate_recipes.checkpoint import Checkpointer, step_of
+from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
+from accelerate_recipes.engine import NonFiniteError, evaluation_is_due
+from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.models import load_model
+from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.status import update_status
+from accelerate_recipes.stop import Stopped
+from accelerate_recipes.watch import Watch
+
+# trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+# Of transformers.TrainingArguments, besides those that TrainArgs has too. The others would do again, or otherwise, what
+# is done here.
+KEPT = {
+    "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "label_smoothing_factor",
+    "liger_kernel_config", "neftune_noise_alpha", "remove_unused_columns", "torch_empty_cache_steps",
+    "train_sampling_strategy", "use_liger_kernel",
+}  # fmt: skip
+REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__) - KEPT
+CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
+MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
+
+
+@dataclass
+class TrainerArgs(TrainArgs):
+    """What every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
+
+    model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
+    attn_implementation: str = arg("sdpa", "Kernel of the attention, as transformers names it.")
+
+    fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path"}
+    owned_elsewhere = (
+        dict.fromkeys(REPLACED, "what trl's trainer does around a step is done as in the other recipes, see --help")
+        | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "--save_steps, --eval_steps and --logging_steps say when")
+        | dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "activation_offloading"), CHECKPOINTING)
+        | dict.fromkeys(("model_init_kwargs", "trust_remote_code"), MODEL)
+        | {"load_best_model_at_end": "--metric_for_best_model keeps the best checkpoint, which `export` turns into a model"}
+        | OWNED_ELSEWHERE
+    )  # fmt: skip
+
+    def __post_init__(self):
+        """Not that of TrainingArguments, which starts the process group: `trl_config` makes a real one, when that is up."""
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if not self.model_name_or_path:
+            found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
+        return found
+
+    @property
+    def base_model(self) -> str:
+        return self.model_name_or_path
+
+
+def trl_config(
+    args: TrainerArgs, config_class: type[TrainingArguments], accelerator: Accelerator, **decided: Any
+) -> TrainingArguments:
+    """The arguments as trl's trainer takes them, with what it is to leave alone switched off.
+
+    `decided` are fields that the recipe fills.
+
+    Raises:
+        ConfigError: for what trl refuses.
+    """
+    names = {field.name for field in fields(config_class)} - args.owned_elsewhere.keys()
+    values = {name: getattr(args, name) for name in names}
+    values |= {
+        "accelerator_config": {"use_configured_state": True},
+        "use_cpu": accelerator.device.type == "cpu",
+        "bf16": accelerator.mixed_precision == "bf16",
+        "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
+        "activation_checkpointing": False,  # trl has it on, beside the YAML's key
+        "dataloader_drop_last": True,  # else the last batch of an epoch is smaller than --total_batch_size
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "optim": "adamw_torch",  # ours is made in `_prepare_for_training`
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,  # replaces a loss that is NaN in the log by the mean of earlier ones
+    }
+    values |= decided
+    try:
+        return config_class(**values)
+    except ValueError as error:
+        raise ConfigError(f"trl's {config_class.__name__} refuses these arguments: {error}") from error
+
+
+def make_model(args: TrainerArgs) -> PreTrainedModel:
+    model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
+    return add_adapters(model, args) if args.use_peft else model
+
+
+class RecipeTrainer:
+    """Goes before one of trl's trainers in the bases of a class.
+
+    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`; set it before `train`.
+    """
+
+    evaluate_fn: Callable[[int], dict[str, float]]
+    left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+
+    def __init__(
+        self,
+        args: TrainerArgs,
+        config: TrainingArguments,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        resumed_from: Path | None,
+        **settings: Any,
+    ):
+        self.recipe_args = args
+        self.resumed_from = resumed_from
+        self.accelerator = accelerator
+        # Copies: trl writes into the model's own, `use_cache: false` for one.
+        self.artifacts = copy.deepcopy([model.config, model.generation_config, tokenizer])
+        self.num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        if not sys.stderr.isatty():  # a job's log: plain lines
+            os.environ["TQDM_DISABLE"] = "1"  # trl looks there
+        super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
+        self.remove_callback(PrinterCallback)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Ours is there already."""
+        self.accelerator.dataloader_config = DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=self.recipe_args.seed
+        )
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = False
+        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
+        # Whole gradients, kept until the last micro-batch, would cost every rank the memory of all of them.
+        self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.is_fsdp_enabled
+
+    def train(self) -> list[dict]:
+        """Train to the end, from the checkpoint that is to be resumed if there is one.
+
+        Returns:
+            The records of metrics.jsonl, of earlier parts of the run too.
+
+        Raises:
+            Stopped: when a rank was asked to stop; what was done until then is saved.
+            NonFiniteError: naming the step and the last good checkpoint.
+        """
+        self.output_dir = Path(self.recipe_args.output_dir)
+        if self.accelerator.is_main_process:
+            self.recipe_args.save(self.output_dir / "args.yaml")
+        stop.listen(self.output_dir)
+        set_seed(self.recipe_args.seed, device_specific=True)
+        with Watch(self.output_dir) as self.watch:
+            super().train()
+        self.log_file.progress.close()
+        return self.log_file.records
+
+    def _inner_training_loop(self, **settings: Any):
+        # Not through `train`, which looks for a file of the Trainer's own in the checkpoint.
+        return super()._inner_training_loop(**settings | {"resume_from_checkpoint": self.resumed_from})
+
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
+        super()._init_training_state(max_steps, steps_per_epoch, *others)
+        self.state.global_step = step_of(self.resumed_from) if self.resumed_from else 0
+        epoch, steps = divmod(self.state.global_step, steps_per_epoch)
+        return epoch, steps * self.args.gradient_accumulation_steps
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any):
+        """Shard the model, make optimizer and schedule, restore the checkpoint, evaluate what is due before step 1."""
+        args, accelerator = self.recipe_args, self.accelerator
+        model, self.optimizer = prepare(accelerator, self.model, args)
+        self.lr_scheduler = make_scheduler(self.optimizer, args, max_steps)
+        self.model_wrapped = model
+        if self.is_fsdp_enabled:
+            self.model = model
+        self.checkpointer = Checkpointer(
+            accelerator, model, self.optimizer, self.lr_scheduler, args, self.artifacts, self.resumed_from
+        )
+        step = self.checkpointer.resume()
+        self.log_file = MetricsLog(accelerator, self.output_dir, max_steps, flops_per_token=None)
+        self.log_file.restore(self.resumed_from)
+        if args.trackers:
+            accelerator.init_trackers(self.output_dir.name)
+        if accelerator.is_main_process:
+            newest = str(self.checkpointer.newest or "")
+            update_status(self.output_dir, state="running", step=step, checkpoint=newest, reason="")
+        if evaluation_is_due(step, max_steps, args) and not self.log_file.has_evaluation(step):
+            self.log_file.log_evaluation(step, self.evaluate_fn(step))
+        if self.resumed_from:
+            self._load_rng_state(self.resumed_from)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        self.last_step, self.step_timeout = step, args.ddp_timeout  # the first step may compile
+        self.last_save = self.step_start = time.perf_counter()
+        self._open_window()
+        self.watch.expect(f"step {step + 1}", self.step_timeout)
+        return model, train_dataloader
+
+    def _load_rng_state(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            self.checkpointer.restore_rng()
+
+    def _open_window(self) -> None:
+        """Of the steps until the next log line."""
+        self.window_start, self.data_seconds = time.perf_counter(), 0.0
+        self.num_targets.zero_()
+
+    def get_batch_samples(self, *args: Any) -> tuple:
+        start = time.perf_counter()
+        try:
+            return super().get_batch_samples(*args)
+        finally:
+            self.data_seconds += time.perf_counter() - start
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
+        if self.model.training:
+            self.num_targets += count_targets(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Called before each optimizer step."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if hasattr(grad_norm, "full_tensor"):
+            grad_norm = grad_norm.full_tensor()
+        if not torch.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"step {self.state.global_step + 1}: gradient norm {grad_norm.item()}. The weights were not changed. "
+                f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}",
+                [],
+            )
+        return grad_norm
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any, learning_rate: float, **__: Any
+    ) -> None:
+        """What follows a step, in the order of `engine.train`. Called at the end of an epoch once more."""
+        step, args = self.state.global_step, self.recipe_args
+        if step == self.last_step:
+            return
+        self.last_step = step
+        seconds = time.perf_counter() - self.step_start
+        stop.step_took(seconds)
+        if self.step_timeout == args.ddp_timeout:
+            self.step_timeout = max(args.step_timeout, 4 * seconds)
+        self.watch.expect(f"what follows step {step}", args.ddp_timeout)
+        overdue = self.accelerator.is_main_process and 0 < 60 * args.save_minutes < time.perf_counter() - self.last_save
+        wishes = torch.tensor([int(overdue), int(stop.requested() is not None)], device=self.accelerator.device)
+        save, must_stop = (n > 0 for n in sum_over_ranks(wishes).tolist())
+        last = step == self.state.max_steps
+        stopped = Stopped(stop.reason(self.accelerator)) if must_stop else None
+        if last or stopped or step % args.logging_steps == 0:
+            self._log_window(step, tr_loss, grad_norm, learning_rate)
+        if not stopped and evaluation_is_due(step, self.state.max_steps, args):
+            try:
+                self.log_file.log_evaluation(step, self.evaluate_fn(step))
+            except Stopped as error:
+                stopped = error
+        if last or stopped or save or (args.save_steps and step % args.save_steps == 0):
+            self.last_save = time.perf_counter()
+            self.checkpointer.save(step, {})
+        if last or stopped:
+            self.checkpointer.wait()
+        if stopped:
+            self.accelerator.end_training()
+            raise stopped
+        self.watch.expect(f"step {step + 1}", self.step_timeout)
+        self.step_start = time.perf_counter()
+
+    def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
+        """One line for the steps since the last, with what trl has gathered."""
+        steps = step - self._globalstep_last_logged
+        seconds = time.perf_counter() - self.window_start
+        loss = sum_over_ranks(tr_loss.detach().clone()) / (steps * self.accelerator.num_processes)
+        self._total_loss_scalar += loss.item() * steps
+        self._globalstep_last_logged = step
+        tr_loss.zero_()
+        values: dict[str, Any] = {}
+        self.log(values)  # trl adds its own
+        values = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in self.left_out}
+        window = Window()
+        samples = steps * self.recipe_args.total_batch_size
+        window.add(loss, sum_over_ranks(self.num_targets.clone()), samples, seconds, self.data_seconds)
+        gib = max_over_ranks(peak_memory_gib(self.accelerator.device), self.accelerator.device)
+        self.log_file.log_step(step, window, grad_norm.item(), learning_rate, gib, values)
+        self.log_file.progress.update(steps)
+        self._open_window()
+
+
+def count_targets(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Tokens of a batch that a loss is taken of."""
+    if "labels" in inputs:
+        return (inputs["labels"][:, 1:] != -100).sum()
+    return inputs["completion_mask"].sum()

@@ -1,0 +1,320 @@
+"""The recipes on trl's trainers: one trajectory under every sharding, killed and resumed, exported, as the others.
+
+The base is a Llama of two layers, with weights of a useful size; a run is 6 steps and saves after 3.
+"""
+
+import json
+import math
+import re
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import ROOT, launch_ok, losses, read_metrics
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from accelerate_recipes import chess_rules, recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.checkpoint import complete_checkpoints
+from accelerate_recipes.chess_pairs import is_worse
+from accelerate_recipes.chess_rewards import REWARDS
+from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.preflight import preflight
+
+SFT = SCRIPT = ROOT / "recipes/sft.py"
+IMPORTS = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
+DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
+STEPS = 6
+# What differs between two runs that are the same.
+TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+# All ranks, by SIGKILL, when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
+IN_STEP_5 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True})
+}
+
+# One rank gets the signal when it would log step 3.
+STOP_AFTER_STEP_3 = {
+    "TOY_FAULT": json.dumps(
+        {"event": "open", "path": "/out/metrics.jsonl", "count": 4, "rank": 0, "command": "kill -USR1 $PPID"}
+    )
+}
+
+
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
+    return [record[name] for record in read_metrics(out) if name in record]
+
+
+def save_base(folder: Path, tokenizer, **config) -> Path:
+    torch.manual_seed(0)
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.1, **sizes, **ids, **config)
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """Translations as conversations; beside them, bases with dropout and without."""
+    folder = tmp_path_factory.mktemp("chats")
+    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
+        pairs = [json.loads(line)["translation"] for line in islice(lines, 120)]
+    tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
+    tokenizer.chat_template = TEMPLATE
+    save_base(folder / "base", tokenizer)
+    save_base(folder / "base_with_dropout", tokenizer, attention_dropout=0.1)
+    with (folder / "chats.jsonl").open("w") as file:
+        for pair in pairs:
+            messages = [{"role": "user", "content": pair["en"]}, {"role": "assistant", "content": pair["fr"]}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(chats) -> tuple:
+    return (
+        "--train_files", chats / "chats.jsonl", "--max_length", 64, "--max_steps", STEPS, "--save_steps", 3,
+        "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2, "--async_save", "false",
+        "--heldout_share", 0.1, "--per_device_eval_batch_size", 5,
+    )  # fmt: skip
+
+
+def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
+    """Also where the output layer is sharded, and read by a loss that does not call it."""
+    found = {}
+    for name, config, batch in (("one", "single", 2), ("ddp", "ddp", 4), ("fsdp2", "fsdp_full", 2)):
+        out = tmp_path / name
+        size = ("--per_device_train_batch_size", batch, "--model_name_or_path", chats / "base")
+        assert forks.run(out, *arguments, *size, config=config) == 0, log_of(out)[-3000:]
+        norms = [record["grad_norm"] for record in read_metrics(out) if "loss" in record]
+        found[name] = [*losses(out).values(), *norms, *evaluations(out)]
+    assert len(found["one"]) == 2 * STEPS + 2
+    assert found["ddp"] == pytest.approx(found["one"], rel=1e-5)
+    assert found["fsdp2"] == pytest.approx(found["one"], rel=1e-5)
+    before, after = evaluations(tmp_path / "fsdp2")
+    assert after < before - 0.2
+
+
+@pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
+def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapters):
+    """By SIGKILL, or in good order; with dropout; bit for bit. What is exported gives the loss of the last evaluation."""
+    args = (*arguments, "--per_device_train_batch_size", 2, "--model_name_or_path", chats / "base_with_dropout")
+    args = (*args, *adapters)
+    whole, out = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
+    for folder in (whole, out):
+        folder.parent.mkdir()
+    if adapters:
+        assert forks.run(whole, *args) == 0, log_of(whole)[-3000:]
+        assert forks.run(out, *args, **STOP_AFTER_STEP_3) == 0, log_of(out)[-3000:]
+        status = json.loads((out / "status.json").read_text())
+        assert (status["state"], status["step"], status["reason"]) == ("stopped", 4, "SIGUSR1")
+    else:
+        done = launch_ok(tmp_path, "fsdp_full", SFT, *args, "--output_dir", whole)
+        assert re.search(r"Strategy: FSDP2 full shard \| 2 x cpu.*\n(.|\n)*Step 6/6 Loss: \d.*, data wait", done.stdout)
+        assert forks.run(out, *args, **IN_STEP_5) == -9, log_of(out)[-3000:]
+        assert sorted(losses(out)) == [1, 2, 3, 4]
+    assert complete_checkpoints(out)[-1].name == ("checkpoint-4" if adapters else "checkpoint-3")
+    assert forks.run(out, *args) == 0, log_of(out)[-3000:]
+    assert "Resumed" in log_of(out)
+    assert losses(out) == losses(whole) and evaluations(out) == evaluations(whole)
+    assert json.loads((out / "status.json").read_text())["state"] == "finished"
+
+    export = out / "export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert model.config.use_cache, "trl's settings for training are not the model's"
+    assert loss_of(model, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    if adapters:
+        plain = AutoModelForCausalLM.from_pretrained(chats / "base_with_dropout")
+        assert loss_of(plain, chats, out) == pytest.approx(evaluations(out)[0], rel=1e-5)
+        with_adapter = PeftModel.from_pretrained(plain, export / "adapter")
+        assert loss_of(with_adapter, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+
+
+def loss_of(model: torch.nn.Module, chats: Path, out: Path) -> float:
+    """Of a model in one process, in nats per token, on the rows that the run held out."""
+    module = recipe.load(SFT)
+    args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
+    tokenizer = AutoTokenizer.from_pretrained(chats / "base")
+    loss_sum, num_targets = 0.0, 0
+    for row in module.load_rows(args, tokenizer)["test"]:
+        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
+        with torch.no_grad():
+            loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        num_targets += ids.shape[1] - 1
+    return loss_sum / num_targets
+
+
+def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
+    """The loss of held-out rows is that of each by itself."""
+    args = (*arguments, "--model_name_or_path", chats / "base", "--max_length", 1024, "--max_steps", 1)
+    for name in ("false", "true"):
+        code = forks.run(tmp_path / name, *args, "--packing", name, config="single")
+        assert code == 0, log_of(tmp_path / name)[-3000:]
+    apart, packed = (evaluations(tmp_path / name)[0] for name in ("false", "true"))
+    assert packed == pytest.approx(apart, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def chess(tmp_path_factory) -> tuple:
+    """Arguments for both chess recipes: a few real games, and a model that knows the names of moves, no more."""
+    folder = tmp_path_factory.mktemp("chess")
+    games = pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 60).to_pylist()
+    (folder / "games.jsonl").write_text("".join(json.dumps({"Moves": game["Moves"]}) + "\n" for game in games))
+    base = save_base(folder / "base", new_word_tokenizer(chess_rules.all_uci_moves()))
+    return (
+        "--model_name_or_path", base, "--train_files", folder / "games.jsonl", "--heldout_share", 0.2,
+        "--num_positions", 12, "--data_cache_dir", folder / "cache", "--max_steps", STEPS, "--save_steps", 3,
+        "--logging_steps", 1, "--learning_rate", 1e-2, "--async_save", "false", "--per_device_eval_batch_size", 4,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(forks, tmp_path_factory):
+    """A run, and one that was killed in step 5 and run again: their records are equal, bit for bit."""
+
+    def run_both(script: Path, *args: object) -> tuple[Path, Path]:
+        whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
+        assert forks.run(whole, *args, script=script) == 0, log_of(whole)[-3000:]
+        assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
+        assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
+        assert forks.run(out, *args, script=script) == 0, log_of(out)[-3000:]
+        assert sorted(losses(out)) == list(range(1, STEPS + 1))
+        for one, other in zip(read_metrics(whole), read_metrics(out), strict=True):
+            different = {name for name in one if one[name] != other[name]}
+            assert different <= TIMES, f"{different} at step {one['step']}"
+        assert json.loads((out / "status.json").read_text())["state"] == "finished"
+        return whole, out
+
+    return run_both
+
+
+def test_rewards():
+    prompts, completions = ["", "e2e4", "e2e4", "e2e4", "e2e4"], ["e2e4 e7e5", "e7e5", "e2e4", "e9e5", ""]
+    found = [reward(prompts=prompts, completions=completions, move=["e2e4"] * 5) for reward in REWARDS]
+    assert found == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]
+
+
+def test_which_moves_make_a_pair():
+    position = {"prefix": ["e2e4"], "move": "e7e5"}
+    moves = ["e7e5", "c7c5", "e2e4", "no move", ""]
+    assert [is_worse(position, move, "illegal") for move in moves] == [False, False, True, True, True]
+    assert [is_worse(position, move, "not_played") for move in moves] == [False, True, True, True, True]
+
+
+def test_dpo(forks, killed_and_resumed, chess, tmp_path):
+    args = (*chess, "--num_train_positions", 60, "--total_batch_size", 8, "--per_device_train_batch_size", 2)
+    whole, out = killed_and_resumed(DPO, *args)
+    # Policy and reference are one model before the first step, on all ranks.
+    assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses(out)[STEPS] < 0.66
+
+    # Killed while pairs are made, in the middle of a line: the same pairs.
+    other = tmp_path / "out"
+    fault = {"event": "open", "path": "pairs.partial", "count": 2, "rank": 0, "everyone": True}
+    assert forks.run(other, *args, script=DPO, TOY_FAULT=json.dumps(fault)) == -9, log_of(other)[-3000:]
+    partial = other / "pairs.partial"
+    lines = partial.read_text().splitlines(keepends=True)
+    assert 0 < len(lines) < len((whole / "pairs.jsonl").read_text().splitlines())
+    partial.write_text("".join(lines[:-1]) + lines[-1][:20])
+    single = {"num_processes": 1, "config": "single"}
+    assert forks.run(other, *args, script=DPO, **single) == 0, log_of(other)[-3000:]
+    assert (other / "pairs.jsonl").read_text() == (whole / "pairs.jsonl").read_text()
+    assert losses(other) == pytest.approx(losses(whole), rel=1e-5), "one trajectory"
+    tokenizer = AutoTokenizer.from_pretrained(whole / "export")
+    pairs = [json.loads(line) for line in (whole / "pairs.jsonl").read_text().splitlines()]
+    for pair in pairs:
+        assert pair["chosen"] in tokenizer.get_vocab() and pair["chosen"] != pair["rejected"]
+
+    # What was exported prefers the chosen moves, after the begin token alone.
+    base, exported = (AutoModelForCausalLM.from_pretrained(p) for p in (chess[1], whole / "export"))
+    start = torch.tensor([[tokenizer.bos_token_id]])
+    chosen, rejected = (
+        torch.tensor([tokenizer.convert_tokens_to_ids(pair[name] or "</s>") for pair in pairs])
+        for name in ("chosen", "rejected")
+    )
+    margins = []
+    for model in (base, exported):
+        with torch.no_grad():
+            logits = model(start).logits[0, -1]
+        margins.append((logits[chosen] - logits[rejected]).mean().item())
+    assert margins[1] > margins[0] + 0.5
+
+
+def test_dpo_of_adapters(forks, chess, tmp_path):
+    """Policy and reference are one model before the first step here too, and no reference stays in memory."""
+    out = tmp_path / "out"
+    args = ("--num_train_positions", 30, "--total_batch_size", 8, "--per_device_train_batch_size", 4)
+    args = (*chess, *args, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--max_steps", 2, "--reject", "not_played")
+    assert forks.run(out, *args, script=DPO) == 0, log_of(out)[-3000:]
+    assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(chess[1]), out / "export")
+
+
+def test_grpo(killed_and_resumed, chess):
+    args = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
+    _, out = killed_and_resumed(GRPO, *chess, *args, "--num_generations", 16)
+    records = [record for record in read_metrics(out) if "loss" in record]
+    assert any(record["grad_norm"] > 0.01 for record in records), "no group had different rewards"
+    for record in records:
+        weighted = [w * record[f"rewards/{r.__name__}/mean"] for w, r in zip((0.2, 1.0, 0.5), REWARDS, strict=True)]
+        assert record["reward"] == pytest.approx(sum(weighted), rel=1e-5)
+        assert record["completions/max_length"] == 1, "one move"
+    assert re.search(r"Step 6/6 Loss: .*, data wait: \d+\.\d%, reward: \d\.\d{3}", log_of(out))
+    base, exported = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (chess[1], out / "export"))
+    assert all(not torch.equal(base[name], exported[name]) for name in base if "proj" in name)
+
+
+def test_all_problems_at_once(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            ["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
+             "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
+             "--packing_strategy", "bfd", "--train_files", "no.jsonl"]
+        )  # fmt: skip
+    said = str(caught.value)
+    for problem in (
+        "--gradient_checkpointing (on the command line) is not an argument of the recipe: set `fsdp_activation_checkp",
+        "--bf16 (on the command line) is not an argument of the recipe: set `mixed_precision: bf16` in",
+        "--save_steps, --eval_steps and --logging_steps say when", "unknown argument 'pakcing' on the command line; did "
+        "you mean 'packing'?", "--lora_r is 0", "--total_batch_size 7 is not a multiple", "no.jsonl: no such file",
+        "--model_name_or_path is missing",
+    ):  # fmt: skip
+        assert problem in said, said
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            ["accelerate_configs/fsdp_full.yaml", "recipes/chess_grpo.py", "--model_name_or_path", "no/model",
+             "--steps_per_generation", "2", "--num_generations", "3", "--reward_weights", "1", "--num_iterations", "3",
+             "--train_files", "data/chess/games_20k.parquet"]
+        )  # fmt: skip
+    said = str(caught.value)
+    for problem in (
+        "--steps_per_generation (on the command line) is not an argument of the recipe", "--save_steps 500 is not a mult",
+        "--total_batch_size 128 is not a multiple of --num_generations 3", "--reward_weights has 1 numbers; there are 3",
+    ):  # fmt: skip
+        assert problem in said, said
+
+
+def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]
+    said, _ = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
+    assert re.search(r"Ready: fsdp_full.yaml with 2 processes; 8 sequences a step(.|\n)*Parameters: [\d,]+;", said)
+    with pytest.raises(SystemExit):
+        parse(recipe.load(SFT).Args, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--packing" in shown and "--total_batch_size" in shown
+    assert "--gradient_checkpointing" not in shown and "--save_strategy" not in shown
