@@ -308,6 +308,13 @@ def test_all_problems_at_once(monkeypatch):
         assert problem in said, said
 
 
+def test_too_few_rows(forks, arguments, chats, tmp_path):
+    out = tmp_path / "out"
+    size = ("--total_batch_size", 200, "--per_device_train_batch_size", 100)
+    assert forks.run(out, *arguments, *size, "--model_name_or_path", chats / "base") == 2
+    assert "error: the training data have 108 rows, which fill no batch on 2 processes" in log_of(out)
+
+
 def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
     args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]

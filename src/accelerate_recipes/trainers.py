@@ -155,6 +155,9 @@ class RecipeTrainer:
         super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
         self.remove_callback(PrinterCallback)
 
+    def _send_telemetry(self) -> None:
+        """A run tells nobody of itself."""
+
     def create_accelerator_and_postprocess(self) -> None:
         """Ours is there already."""
         self.accelerator.dataloader_config = DataLoaderConfiguration(
@@ -199,6 +202,11 @@ class RecipeTrainer:
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any):
         """Shard the model, make optimizer and schedule, restore the checkpoint, evaluate what is due before step 1."""
         args, accelerator = self.recipe_args, self.accelerator
+        if len(train_dataloader) == 0:
+            raise ConfigError(
+                f"the training data have {len(self.train_dataset)} rows, which fill no batch on {accelerator.num_processes} "
+                "processes; lower --per_device_train_batch_size and --total_batch_size, or give more data"
+            )
         model, self.optimizer = prepare(accelerator, self.model, args)
         self.lr_scheduler = make_scheduler(self.optimizer, args, max_steps)
         self.model_wrapped = model
@@ -217,8 +225,11 @@ class RecipeTrainer:
             update_status(self.output_dir, state="running", step=step, checkpoint=newest, reason="")
         if evaluation_is_due(step, max_steps, args) and not self.log_file.has_evaluation(step):
             self.log_file.log_evaluation(step, self.evaluate_fn(step))
-        if self.resumed_from:
-            self._load_rng_state(self.resumed_from)
+        best = args.metric_for_best_model
+        measured = {n.removeprefix("eval_") for r in self.log_file.records for n in r if n.startswith("eval_")}
+        if best and best not in measured:
+            raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {', '.join(sorted(measured))}")
+        self._load_rng_state(self.resumed_from)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
