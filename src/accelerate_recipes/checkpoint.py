@@ -336,7 +336,7 @@ class Checkpointer:
         self.newest = final
         longest = stop.save_took(time.perf_counter() - start)
         if rank == 0:
-            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 1))
+            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
             try:
                 remove_old(final.parent, self.args)
             except OSError as error:
