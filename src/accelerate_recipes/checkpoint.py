@@ -355,7 +355,7 @@ class Checkpointer:
         found = on_all_ranks(problems, self.group)
         problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process and not lock.is_lost():  # else it is the other run's
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise SaveError(
                 f"{unfinished.with_suffix('')} could not be written: "
