@@ -119,7 +119,7 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args) -> PreTrainedModel:
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
-        return add_adapters(model, args) if args.use_peft else model
+        return add_adapters(model, args)
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 

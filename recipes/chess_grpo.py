@@ -17,10 +17,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
-from accelerate_recipes.chess_games import SUFFIXES, prepare_positions
+from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_rewards import REWARDS
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
@@ -30,18 +29,11 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(TrainerArgs, GRPOConfig):
+class Args(GamesArgs, TrainerArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
-    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
-    skip_bad_games: bool = arg(False, "Leave positions of games with an illegal move out, instead of stopping.")
-    heldout_share: float = arg(0.002, "Share of the games to test on: as for chess.py, or its games come up again.")
     num_train_positions: int = arg(20000, "Positions of other games to answer in.")
     max_prompt_length: int = arg(0, "Leave positions after more tokens out; 0: only those that the model cannot read.")
-    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
-    data_cache_dir: str = arg(".cache/data", "Where positions are kept.")
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.")
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.")
     learning_rate: float = arg(1e-6, "Peak learning rate.")
@@ -51,9 +43,8 @@ class Args(TrainerArgs, GRPOConfig):
         metadata={"help": "Of an answer that is a move, is legal, is what was played."},
     )
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | {
-        "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share", "num_train_positions",
-        "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
+    fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
+        "num_train_positions", "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
     }  # fmt: skip
     owned_elsewhere = (
         TrainerArgs.owned_elsewhere
@@ -64,13 +55,6 @@ class Args(TrainerArgs, GRPOConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        for file in self.train_files:
-            if not Path(file).is_file():
-                found.append(f"--train_files {file}: no such file")
-            elif not file.endswith(SUFFIXES):
-                found.append(f"--train_files {file}: its name must end with one of {', '.join(SUFFIXES)}")
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         if self.num_generations < 2:
             found.append(f"--num_generations is {self.num_generations}; an answer is compared with others: at least 2")
         elif self.total_batch_size % self.num_generations:
@@ -89,10 +73,7 @@ class Args(TrainerArgs, GRPOConfig):
 
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(
-        models=[args.model_name_or_path],
-        datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
-    )
+    return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
 
 
 class Trainer(RecipeTrainer, GRPOTrainer):
@@ -108,15 +89,9 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(
-        train_files=args.train_files,
-        dataset_name=args.dataset_name,
-        dataset_files=args.dataset_files,
-        heldout_share=args.heldout_share,
+        args,
         num_train_positions=args.num_train_positions,
-        num_positions=args.num_positions,
-        skip_bad_games=args.skip_bad_games,
         seed=TrainerArgs.seed,  # not --seed: runs are compared in the same positions
-        cache_dir=args.data_cache_dir,
     )
     facts = json.loads((folder / "facts.json").read_text())
     next_moves = NextMoves(facts, tokenizer, METRIC)
@@ -159,12 +134,11 @@ def main(args: Args) -> None:
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record for record in records if "eval_legal_move_rate" in record)
-        source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        description = f"{args.model_name_or_path}, trained by GRPO for legal and played moves in positions of {source}."
+        description = (
+            f"{args.model_name_or_path}, trained by GRPO for legal and played moves in positions of {args.game_source}."
+        )
         export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = f"before {before[f'eval_{name}']:.1%}, after {after[f'eval_{name}']:.1%}"
-            print(f"Held-out positions ({len(facts['positions']):,}), {unit}: {shares}")
+        print(next_moves.summary({"before": before, "after": after}))
         print(f"Model: {output_dir / 'export'}", flush=True)
     accelerator.end_training()
 

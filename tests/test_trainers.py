@@ -223,18 +223,19 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path):
 
     # Killed while pairs are made, in the middle of a line: the same pairs.
     other = tmp_path / "out"
-    fault = {"event": "open", "path": "pairs.partial", "count": 2, "rank": 0, "everyone": True}
+    (file,) = whole.glob("pairs-*.jsonl")
+    partial = other / file.with_suffix(".partial").name
+    fault = {"event": "open", "path": partial.name, "count": 2, "rank": 0, "everyone": True}
     assert forks.run(other, *args, script=DPO, TOY_FAULT=json.dumps(fault)) == -9, log_of(other)[-3000:]
-    partial = other / "pairs.partial"
     lines = partial.read_text().splitlines(keepends=True)
-    assert 0 < len(lines) < len((whole / "pairs.jsonl").read_text().splitlines())
+    assert 0 < len(lines) < len(file.read_text().splitlines())
     partial.write_text("".join(lines[:-1]) + lines[-1][:20])
     single = {"num_processes": 1, "config": "single"}
     assert forks.run(other, *args, script=DPO, **single) == 0, log_of(other)[-3000:]
-    assert (other / "pairs.jsonl").read_text() == (whole / "pairs.jsonl").read_text()
+    assert (other / file.name).read_text() == file.read_text()
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5), "one trajectory"
     tokenizer = AutoTokenizer.from_pretrained(whole / "export")
-    pairs = [json.loads(line) for line in (whole / "pairs.jsonl").read_text().splitlines()]
+    pairs = [json.loads(line) for line in file.read_text().splitlines()]
     for pair in pairs:
         assert pair["chosen"] in tokenizer.get_vocab() and pair["chosen"] != pair["rejected"]
 

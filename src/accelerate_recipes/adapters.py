@@ -71,14 +71,19 @@ def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
 
 
 def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
-    """Freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place. Returns the model.
+    """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
 
     An adapter's first weights depend on the seed and the layer's name only: they are the same on any number of
     processes. One that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first.
 
+    Returns:
+        The same model.
+
     Raises:
         ConfigError: for layers that are not there, and where --merge_adapter would not find them in the model's files.
     """
+    if not args.use_peft:
+        return model
     config = LoraConfig(
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
         base_model_name_or_path=args.base_model,

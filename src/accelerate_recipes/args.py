@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -230,6 +230,17 @@ class TrainArgs:
     def save(self, path: Path) -> None:
         """Write all arguments as YAML; the file is itself a valid `--config`."""
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
+
+
+def file_problems(flag: str, files: Sequence[str], suffixes: Collection[str]) -> list[str]:
+    """Which of the files of a flag are not there, or of no kind that is read, one sentence each."""
+    found = []
+    for file in files:
+        if not Path(file).is_file():
+            found.append(f"{flag} {file}: no such file")
+        elif Path(file).suffix not in suffixes:
+            found.append(f"{flag} {file}: its name must end with one of {', '.join(suffixes)}")
+    return found
 
 
 def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:

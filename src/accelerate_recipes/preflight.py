@@ -308,8 +308,8 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
             problems.append(f"accelerate launch refuses: {error}")
         else:
             # A login node has no GPUs, or others than the job will.
-            num_gpus = num_accelerators() if asked.gpus_per_node is None else asked.gpus_per_node
-            problems += environment_problems(env, 0 if asked.cpus_per_node else num_gpus)
+            here = 0 if asked.cpus_per_node else num_accelerators()
+            problems += environment_problems(env, here if asked.gpus_per_node is None else asked.gpus_per_node)
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
@@ -337,11 +337,10 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     problems += found
     for model in models:
         problems += wrap_problems(model, env)
-    if args.use_peft:
-        try:
-            models = [add_adapters(model, args) for model in models]
-        except ConfigError as error:
-            problems.append(str(error))
+    try:
+        models = [add_adapters(model, args) for model in models]
+    except ConfigError as error:
+        problems.append(str(error))
     sizes = []
     if models and not found_in_output:
         num_parameters, trained = (

@@ -74,7 +74,7 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
     if args.model_name_or_path:
         model = load_model(args.model_name_or_path, "sdpa", load_dtype(args))
-        return add_adapters(model, args) if args.use_peft else model, tokenizer
+        return add_adapters(model, args), tokenizer
     model = new_llama(
         "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
