@@ -8,7 +8,9 @@ earn more than their group's mean become likelier. The rewards are in accelerate
 after training, in positions of held-out games: the share of legal moves and of the moves that were played.
 """
 
+import contextlib
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
-from accelerate_recipes.chess_rewards import REWARDS
+from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.next_moves import NextMoves, prompt_of
@@ -39,9 +41,13 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
     learning_rate: float = arg(1e-6, "Peak learning rate.")
     weight_decay: float = arg(0.0, "Not applied to norms and biases.")
     reward_weights: list[float] = field(
-        default_factory=lambda: [0.2, 1.0, 0.5],
-        metadata={"help": "Of an answer that is a move, is legal, is what was played."},
+        default_factory=lambda: [0.2, 1.0, 0.5, 1.0],
+        metadata={"help": "Of an answer that is a move, is legal, is what was played, is good (with --stockfish)."},
     )
+    stockfish: str = arg(
+        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does."
+    )
+    stockfish_nodes: int = arg(10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.")
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
         "num_train_positions", "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
@@ -67,8 +73,18 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
                 f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
                 "on the same answers, which a checkpoint does not hold"
             )
-        if len(self.reward_weights) != len(REWARDS):
-            found.append(f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS)} rewards")
+        if len(self.reward_weights) != len(REWARDS) + 1:
+            found.append(
+                f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS) + 1} rewards, the last "
+                "of --stockfish"
+            )
+        if self.stockfish and shutil.which(self.stockfish) is None:
+            found.append(
+                f"--stockfish {self.stockfish}: there is no such program; install it (Debian: apt-get install stockfish, "
+                "then /usr/games/stockfish), or do without its reward"
+            )
+        if self.stockfish_nodes < 1:
+            found.append(f"--stockfish_nodes is {self.stockfish_nodes}; it must be at least 1")
         return found
 
 
@@ -106,29 +122,37 @@ def main(args: Args) -> None:
         for position in datasets.load_from_disk(folder / "train")
         if len(prompt_of(tokenizer, position["prefix"])) <= room
     ]
-    config = trl_config(args, GRPOConfig, accelerator, max_completion_length=next_moves.max_new_tokens)
-    trainer = Trainer(
-        args,
-        config,
-        accelerator,
-        model,
-        tokenizer,
-        resumed_from,
-        reward_funcs=REWARDS,
-        train_dataset=datasets.Dataset.from_list(positions),
-    )
-    accelerator.on_main_process(print)(
-        f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
-        f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
-        "positions a step"
-    )
+    decided = {
+        "max_completion_length": next_moves.max_new_tokens,
+        "reward_weights": args.reward_weights[: len(REWARDS) + bool(args.stockfish)],
+    }
+    config = trl_config(args, GRPOConfig, accelerator, **decided)
+    with contextlib.ExitStack() as engines:
+        rewards = REWARDS
+        if args.stockfish:
+            rewards = [*REWARDS, engines.enter_context(stockfish_reward(args.stockfish, args.stockfish_nodes))]
+        trainer = Trainer(
+            args,
+            config,
+            accelerator,
+            model,
+            tokenizer,
+            resumed_from,
+            reward_funcs=rewards,
+            train_dataset=datasets.Dataset.from_list(positions),
+        )
+        accelerator.on_main_process(print)(
+            f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
+            f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
+            "positions a step"
+        )
 
-    # Training and evaluation
-    def evaluate_fn(step: int) -> dict[str, float]:
-        return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
+        # Training and evaluation
+        def evaluate_fn(step: int) -> dict[str, float]:
+            return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
 
-    trainer.evaluate_fn = evaluate_fn
-    records = trainer.train()
+        trainer.evaluate_fn = evaluate_fn
+        records = trainer.train()
 
     # Result
     if accelerator.is_main_process:
