@@ -18,7 +18,7 @@ from datasets import load_from_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_games
@@ -86,7 +86,7 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
+        model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
         return add_adapters(model, args)
     return new_llama(
         args.attn_implementation,

@@ -18,7 +18,7 @@ from pathlib import Path
 from datasets import load_from_disk
 from transformers import PreTrainedModel
 
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, file_problems
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
@@ -172,7 +172,7 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
     if not args.from_scratch:
-        model = load_t5(args.model_name_or_path, args.attn_implementation, load_dtype(args), args.dropout_rate)
+        model = load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
         return add_adapters(model, args)
     return new_t5(
         args.attn_implementation,

@@ -112,6 +112,17 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
     assert after < before - 0.2
 
 
+def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
+    args = (*arguments, "--per_device_train_batch_size", 4, "--model_name_or_path", chats / "base")
+    args = (*args, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--load_in_4bit")
+    for name, config in (("one", "single"), ("two", "fsdp_full")):
+        assert forks.run(tmp_path / name, *args, config=config, FOUR_BITS_ON_CPU=1) == 0, log_of(tmp_path / name)[
+            -3000:
+        ]
+    before, after = evaluations(tmp_path / "one")
+    assert evaluations(tmp_path / "two") == pytest.approx([before, after], rel=1e-5) and after < before - 0.1
+
+
 @pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
 def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapters):
     """By SIGKILL, or in good order; with dropout; bit for bit. What is exported gives the loss of the last evaluation."""

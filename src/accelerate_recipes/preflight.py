@@ -301,21 +301,22 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     found = yaml_problems(config)
     problems += found
     env: dict[str, str] = {}
+    # A login node has no GPUs, or others than the job will.
+    here = 0 if asked.cpus_per_node else num_accelerators()
+    num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
     if not found:
         try:
             env = launch_environment([*launch, "--main_process_ip", "head", *command])  # any will do
         except ValueError as error:
             problems.append(f"accelerate launch refuses: {error}")
         else:
-            # A login node has no GPUs, or others than the job will.
-            here = 0 if asked.cpus_per_node else num_accelerators()
-            problems += environment_problems(env, here if asked.gpus_per_node is None else asked.gpus_per_node)
+            problems += environment_problems(env, num_devices)
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
     # The arguments
     args, found = resolve(module.Args, command[1:], world_size)
-    problems += found + (lever_problems(args, env) if env else [])
+    problems += found + (lever_problems(args, env, num_devices) if env else [])
     output_dir = Path(args.output_dir)
     found_in_output = output_problems(output_dir)
     problems += found_in_output

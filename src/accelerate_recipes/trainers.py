@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from accelerate_recipes import stop
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
 from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
@@ -120,7 +120,7 @@ def trl_config(
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
-    model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
+    model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     return add_adapters(model, args)
 
 
