@@ -40,7 +40,7 @@ test-slurm: .venv/dev
 			slurmctld slurmd slurm-client munge shellcheck >/dev/null; fi
 	$(BIN)/python -m pytest -m slurm
 
-# Builds the container image on a Debian that it makes, and trains in it. That needs root, the network, and 20 GB.
+# Builds the container image on a Debian that it makes, and trains in it. That needs root, the network, and 8 GB in .cache/image, which stay.
 test-image: .venv/dev
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v buildah && command -v debootstrap; } >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
