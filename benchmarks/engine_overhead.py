@@ -224,17 +224,22 @@ class Turns(TrainerCallback):
             self.seconds[name].append(self.runs[name](num_steps))
 
 
-def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
-    """A Trainer that takes the arguments of `args`, and the rows in the order of `data.StepOrder`."""
+def order_of_trainer(args: TrainArgs, num_rows: int, world_size: int) -> list[int]:
+    """Rows for a Trainer that reads them one after the other, so that its steps are those of `data.StepOrder`."""
     micro_batches = args.accumulation_steps(world_size)
     order = []
     for step in range(args.max_steps):
         # Of a global batch, StepOrder gives each rank one slice; Accelerate deals micro-batches out in turn.
-        chosen = torch.tensor(rows_of_step(step, args.total_batch_size, len(rows), args.seed))
+        chosen = torch.tensor(rows_of_step(step, args.total_batch_size, num_rows, args.seed))
         order += chosen.view(world_size, micro_batches, -1).transpose(0, 1).flatten().tolist()
+    return order
+
+
+def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
+    """A Trainer that takes the arguments of `args`, and the rows in the order of `data.StepOrder`."""
     same = {name: value for name, value in vars(args).items() if hasattr(TrainingArguments, name)}
     settings = {
-        "gradient_accumulation_steps": micro_batches,
+        "gradient_accumulation_steps": args.accumulation_steps(world_size),
         "optim": "adamw_torch_fused",
         "train_sampling_strategy": "sequential",
         "remove_unused_columns": False,
@@ -250,7 +255,12 @@ def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: i
         },
     }
     training_args = TrainingArguments(**same | settings)
-    trainer = Trainer(model, training_args, train_dataset=Subset(rows, order), callbacks=[turns])
+    trainer = Trainer(
+        model,
+        training_args,
+        train_dataset=Subset(rows, order_of_trainer(args, len(rows), world_size)),
+        callbacks=[turns],
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 

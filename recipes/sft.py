@@ -4,7 +4,7 @@
         --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/Capybara
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
-        --model_name_or_path outputs/demo_c4/export --train_files my_texts.jsonl --max_length 256
+        --model_name_or_path outputs/demo-c4/export --train_files my_texts.jsonl --max_length 256
 
 A row is `messages` (the model's chat template), `prompt` and `completion` (the loss is of the completion), or `text`.
 Every argument of trl's SFTConfig that is about data and loss is one here: --packing, --assistant_only_loss, ...
