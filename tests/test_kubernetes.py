@@ -221,6 +221,9 @@ def test_instance_types(instance):
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": instance}
     names = {variable["name"] for variable in container["env"] if variable["name"].startswith("FI_")}
     assert names == set(EFA | FABRIC.get(instance, {}))
+    on_hyperpod = the_pod(documents("pytorchjob", *job, "--instance-type", f"ml.{instance}", *run))
+    assert on_hyperpod["nodeSelector"] == {"node.kubernetes.io/instance-type": f"ml.{instance}"}
+    assert on_hyperpod["containers"] == spec["containers"]
     spec = the_pod(documents("pytorchjob", *job, "--efa-per-node", "0", *run))
     assert "/efa" not in str(spec) and "FI_" not in str(spec)
 
@@ -253,7 +256,7 @@ def test_all_flags():
             {"key": "team", "operator": "Equal", "value": "x"},
         ]
         assert found[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
-        assert "karpenter.sh/do-not-disrupt: 'true'" in manifest
+        assert manifest.count("karpenter.sh/do-not-disrupt: 'true'") == (3 if kind == "pytorchjob" else 2)
         assert "Not checked: whether model 'google/flan-t5-base', dataset 'a/b' (en-fr) is on" in said
     assert of_kind(found, "TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
     # Each restart of the run is one of each of the 4 pods; the operator adds them up.

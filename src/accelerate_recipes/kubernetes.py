@@ -20,8 +20,8 @@ import yaml
 from accelerate_recipes.args import ConfigError, arg, error_list, resolve
 from accelerate_recipes.preflight import Plan, check
 
-# GPUs and EFA interfaces of an instance: one for each network card, as AWS's "Specifications for Amazon EC2 accelerated
-# computing instances" has them. None of them was run on.
+# GPUs and EFA interfaces of an instance, as `aws ec2 describe-instance-types` says (and Karpenter's page of instance
+# types, where those of p4d, p5 and g6 were looked up). No run was made on any of them.
 INSTANCES = {
     "p4d.24xlarge": (8, 4),
     "p5.48xlarge": (8, 32),
@@ -68,7 +68,9 @@ class JobArgs:
     cpus_per_node: int | None = arg(None, "CPUs that each asks for.")
     memory: str = arg("", "Of each, such as 1000Gi: that it asks for, and may use, shared memory included.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
-    instance_type: str = arg("", "On AWS: sets EFA interfaces and their variables, and selects such nodes.")
+    instance_type: str = arg(
+        "", "On AWS: sets EFA interfaces and their variables, and selects such nodes; on HyperPod with its ml. before."
+    )
     efa_per_node: int | None = arg(None, "EFA interfaces of each pod; unless given, all of --instance-type.")
     checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to; mounted at {CHECKPOINTS}.")
     checkpoints_size: str = arg("", "Make that claim too, of this size, such as 1200Gi.")
@@ -82,13 +84,18 @@ class JobArgs:
     node_selector: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE of labels of nodes."})
     toleration: list[str] = field(default_factory=list, metadata={"help": "KEY[=VALUE][:EFFECT] of taints."})
     queue: str = arg("", "Local queue of Kueue.")
-    annotation: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE, of the pods."})
+    annotation: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE, of the job and its pods."})
 
     owned_elsewhere: ClassVar[dict[str, str]] = {}
 
     @property
+    def instance(self) -> str:
+        """As EC2 calls it."""
+        return self.instance_type.removeprefix("ml.")
+
+    @property
     def efa(self) -> int:
-        return INSTANCES.get(self.instance_type, (0, 0))[1] if self.efa_per_node is None else self.efa_per_node
+        return INSTANCES.get(self.instance, (0, 0))[1] if self.efa_per_node is None else self.efa_per_node
 
     def problems(self, world_size: int) -> list[str]:
         """What is wrong with these values, one sentence each."""
@@ -111,17 +118,17 @@ class JobArgs:
             limit = 63 if name == "namespace" else 253
             found += name_problems(flag(name), getattr(self, name), SUBDOMAIN, limit) if getattr(self, name) else []
         found += self.quantity_problems()
-        if self.instance_type and self.instance_type not in INSTANCES:
+        if self.instance and self.instance not in INSTANCES:
             found.append(
                 f"--instance-type {self.instance_type} is not known; known are {', '.join(INSTANCES)}; for another, give "
                 "--efa-per-node, and --node-selector node.kubernetes.io/instance-type=..."
             )
-        elif self.instance_type and (self.gpus_per_node or 0) > INSTANCES[self.instance_type][0]:
-            has = INSTANCES[self.instance_type][0]
-            found.append(f"--gpus-per-node is {self.gpus_per_node}, but {self.instance_type} has {has}")
-        if self.instance_type and self.efa > INSTANCES.get(self.instance_type, (0, self.efa))[1]:
-            has = INSTANCES[self.instance_type][1]
-            found.append(f"--efa-per-node is {self.efa}, but {self.instance_type} has {has} interfaces")
+        elif self.instance:
+            gpus, efa = INSTANCES[self.instance]
+            if (self.gpus_per_node or 0) > gpus:
+                found.append(f"--gpus-per-node is {self.gpus_per_node}, but {self.instance} has {gpus}")
+            if self.efa > efa:
+                found.append(f"--efa-per-node is {self.efa}, but {self.instance} has {efa} interfaces")
         if self.storage_class and not self.checkpoints_size:
             found.append("--storage-class is of a claim that is made; give --checkpoints-size, or remove it")
         if self.token_secret and self.cache_pvc:
@@ -241,7 +248,7 @@ def image_problems(config: str, plan: Plan) -> list[str]:
         found.append(
             f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py"
         )
-    if yaml.safe_load(Path(config).read_text())["distributed_type"] == "NO":
+    if yaml.safe_load(Path(config).read_text()).get("distributed_type") == "NO":
         found.append(
             f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted with, and "
             "nothing is saved; take accelerate_configs/ddp.yaml, on one process the same"
@@ -268,20 +275,23 @@ def metadata(job: JobArgs, name: str, **more: Any) -> dict:
     return {"name": name, **({"namespace": job.namespace} if job.namespace else {}), "labels": labels | more}
 
 
+def job_metadata(job: JobArgs) -> dict:
+    queue = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
+    return metadata(job, job.name, **queue) | annotations(job)
+
+
+def annotations(job: JobArgs) -> dict:
+    return {"annotations": pairs(job.annotation)} if job.annotation else {}
+
+
 def claim(job: JobArgs) -> list[dict]:
-    """Of the volume for checkpoints, where one is to be made."""
+    """Of the volume for checkpoints, where one is to be made. Not labelled as the job's: it is to outlive it."""
     if not job.checkpoints_size:
         return []
+    name = {key: value for key, value in metadata(job, job.checkpoints_pvc).items() if key != "labels"}
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": job.checkpoints_size}}}
     spec |= {"storageClassName": job.storage_class} if job.storage_class else {}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": metadata(job, job.checkpoints_pvc),
-            "spec": spec,
-        }
-    ]
+    return [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": name, "spec": spec}]
 
 
 def config_map(job: JobArgs, files: dict[str, str]) -> dict:
@@ -302,9 +312,8 @@ def pytorch_job(job: JobArgs, plan: Plan, files_name: str) -> list[dict]:
     OnFailure: the kubelet starts a container that failed again, in its pod; a pod that is gone the operator makes anew.
     Not ExitCode: that takes 1 to 127 for final, and the launcher ends with 1 whatever its processes ended with.
     """
-    template = {"spec": pod(job, plan, files_name, "pytorch", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
-    if job.annotation:
-        template = {"metadata": {"annotations": pairs(job.annotation)}, **template}
+    template = {"metadata": annotations(job)} if job.annotation else {}
+    template |= {"spec": pod(job, plan, files_name, "pytorch", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
     # The operator adds the restarts of all running pods up, and fails the job when they reach the limit.
     run_policy = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts * job.nodes + 1}
     roles = {"Master": 1, "Worker": job.nodes - 1}
@@ -313,12 +322,11 @@ def pytorch_job(job: JobArgs, plan: Plan, files_name: str) -> list[dict]:
         for role, count in roles.items()
         if count
     }
-    queue = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
     return [
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
-            "metadata": metadata(job, job.name, **queue),
+            "metadata": job_metadata(job),
             "spec": {
                 "nprocPerNode": str(job.gpus_per_node or job.cpus_per_node),
                 "runPolicy": run_policy,
@@ -334,9 +342,8 @@ def train_job(job: JobArgs, plan: Plan, files_name: str) -> list[dict]:
     A pod that fails or is gone fails the Job (backoffLimit 0), and JobSet starts all pods anew (maxRestarts).
     """
     spec = pod(job, plan, files_name, "node", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
-    template = {"spec": {"restartPolicy": "Never", **spec}}
-    if job.annotation:
-        template = {"metadata": {"annotations": pairs(job.annotation)}, **template}
+    template = {"metadata": annotations(job)} if job.annotation else {}
+    template |= {"spec": {"restartPolicy": "Never", **spec}}
     trainer_label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     job_template = {"metadata": {"labels": trainer_label}, "spec": {"backoffLimit": 0, "template": template}}
     runtime = {
@@ -353,11 +360,10 @@ def train_job(job: JobArgs, plan: Plan, files_name: str) -> list[dict]:
             },
         },
     }
-    queue = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
     train = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": metadata(job, job.name, **queue),
+        "metadata": job_metadata(job),
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
             "trainer": {
@@ -383,7 +389,7 @@ def pod(job: JobArgs, plan: Plan, files_name: str, container: str, address: str,
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - 15),
     }
     env |= {"HF_HUB_OFFLINE": "1"} if job.cache_pvc else {}
-    env |= (EFA | FABRIC.get(job.instance_type, {})) if job.efa else {}
+    env |= (EFA | FABRIC.get(job.instance, {})) if job.efa else {}
     variables = [{"name": name, "value": value} for name, value in env.items()]
     if job.token_secret:
         reference = {"secretKeyRef": {"name": job.token_secret, "key": "token"}}
