@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -173,12 +174,11 @@ def test_every_config_and_flag_on_the_page_exists():
     table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CONFIG_NAMES
     recipes = [load(recipe).Args.__dataclass_fields__ for recipe in (ROOT / "recipes").glob("*.py")]
-    known = {f"--{name}" for fields in recipes for name in fields} | {"--config", "--help"}
+    known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
-    ours |= {f"--{flag(name)}" for name in JobArgs.__dataclass_fields__}
-    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours
-    documented = set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
-    assert {f"--{flag(name)}" for name in JobArgs.__dataclass_fields__} <= documented
+    of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
+    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours | of_jobs
+    assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE):
         assert (ROOT / Path(path)).exists(), path
