@@ -58,7 +58,6 @@ def test_every_preset(preset):
     for kind in KINDS:
         found = documents(kind, *GPUS, "--instance-type", "p5.48xlarge", FULL, script, *run)
         assert problems(found) == []
-        assert render(kind, [*GPUS, FULL, script, *run]) == render(kind, [*GPUS, FULL, script, *run])
     data = of_kind(found, "ConfigMap")["data"]
     assert data["accelerate.yaml"] == Path(FULL).read_text()
     assert the_pod(found)["containers"][0]["command"][-3] == script
@@ -75,6 +74,11 @@ def test_pods_get_the_resolved_arguments(tmp_path):
     assert yaml.safe_load(data["recipe.yaml"]) == expected
     (tmp_path / "recipe.yaml").write_text(data["recipe.yaml"])
     assert parse(args_class, ["--config", str(tmp_path / "recipe.yaml")], world_size=4).values() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_input_gives_the_same_output(kind):
+    assert render(kind, [*CPUS, FULL, *LAPTOP]) == render(kind, [*CPUS, FULL, *LAPTOP])
 
 
 def test_files_of_another_content_have_another_name():
@@ -128,7 +132,7 @@ def test_refused(case):
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("kind, room", zip(KINDS, (54, 48), strict=True))
+@pytest.mark.parametrize("kind, room", [("pytorchjob", 54), ("trainjob", 48)])
 def test_longest_names(kind, room):
     """Of a job on two nodes: `-worker-0` or `-node-0-1-abcde` are appended."""
     found = documents(kind, *CPUS, "--name", "x" * room, FULL, *LAPTOP)
@@ -262,6 +266,19 @@ def test_all_flags():
     # Each restart of the run is one of each of the 4 pods; the operator adds them up.
     job = of_kind(documents("pytorchjob", *job, FULL, *LAPTOP, *FLAGS["laptop"]), "PyTorchJob")
     assert job["spec"]["runPolicy"]["backoffLimit"] == 13
+
+
+def test_flags_in_a_file(tmp_path):
+    """A site's own; and a flag wins over it."""
+    file = tmp_path / "site.yaml"
+    file.write_text(f"image: {IMAGE}\ncheckpoints_pvc: fsx-claim\nnodes: 4\ngpus_per_node: 8\ntoleration: [a, b=c]\n")
+    run = [FULL, *LAPTOP, *FLAGS["laptop"]]
+    expected = render("trainjob", [*GPUS, "--toleration", "a", "b=c", "--queue", "q", *run])
+    assert render("trainjob", ["--config", str(file), "--queue", "q", *run]) == expected
+    assert render("trainjob", [f"--config={file}", "--queue", "q", *run]) == expected
+    file.write_text("nodes: 4\nmemry: 1Gi\n")
+    with pytest.raises(ConfigError, match="unknown argument 'memry' in .*site.yaml; did you mean 'memory'?"):
+        render("trainjob", ["--config", str(file), *GPUS, *run])
 
 
 def test_what_only_the_cluster_knows_is_left_to_the_run():

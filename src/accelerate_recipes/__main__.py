@@ -13,7 +13,7 @@ def main() -> None:
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
     check.add_argument("--shell", action="store_true", help="print what a job script needs; the rest to stderr")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
-    job = commands.add_parser("k8s", help="print a Kubernetes job for a run", add_help=False)
+    job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
     job.add_argument("argv", nargs=argparse.REMAINDER, metavar="[FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     fetch = commands.add_parser(
@@ -40,9 +40,6 @@ def main() -> None:
     out.add_argument("--max_shard_size", default="5GB", help="of a safetensors file, such as 500MB")
     out.add_argument("--merge_adapter", action="store_true", help="of adapters: the whole model with them merged in")
     args, rest = parser.parse_known_args()
-    if args.command == "k8s":
-        # argparse takes flags before the first other word for its own.
-        args.argv, rest = sys.argv[3:], []
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 

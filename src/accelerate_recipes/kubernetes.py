@@ -197,9 +197,9 @@ def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     Raises:
         ConfigError: with all problems, of the job and of the run.
     """
-    # The job's flags end where the accelerate YAML stands. --config, of the flags, is a YAML too.
-    ends = [i for i, word in enumerate(argv) if word.endswith((".yaml", ".yml")) and argv[i - 1] != "--config"]
-    end = ends[0] if ends else len(argv)
+    # The job's flags end where the accelerate YAML stands; --config, of the flags, is another YAML.
+    is_file = [word.endswith((".yaml", ".yml")) and not word.startswith("--") for word in argv]
+    end = next((i for i, word in enumerate(argv) if is_file[i] and argv[i - 1] != "--config"), len(argv))
     job, problems = resolve(JobArgs, argv[:end], world_size=1)
     run, plan = list(argv[end:]), None
     if len(run) < 2:
