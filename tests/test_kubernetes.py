@@ -11,9 +11,10 @@ import yaml
 from helpers import CHILDREN, ROOT, environment
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import recipe
+from accelerate_recipes import kubernetes, recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
+from accelerate_recipes.status import update_status
 
 KINDS = ("pytorchjob", "trainjob")
 IMAGE = "registry.example/accelerate-recipes:1.0"
@@ -277,8 +278,23 @@ def test_flags_in_a_file(tmp_path):
     assert render("trainjob", ["--config", str(file), "--queue", "q", *run]) == expected
     assert render("trainjob", [f"--config={file}", "--queue", "q", *run]) == expected
     file.write_text("nodes: 4\nmemry: 1Gi\n")
-    with pytest.raises(ConfigError, match="unknown argument 'memry' in .*site.yaml; did you mean 'memory'?"):
+    with pytest.raises(ConfigError, match=r"unknown argument 'memry' in .*site\.yaml; did you mean 'memory'\?"):
         render("trainjob", ["--config", str(file), *GPUS, *run])
+
+
+def test_grace_period(monkeypatch, tmp_path):
+    """Where the volume can be seen, time for two saves as long as the longest, and two minutes."""
+    monkeypatch.setattr(kubernetes, "CHECKPOINTS", str(tmp_path))
+
+    def grace() -> tuple[int, str]:
+        spec = the_pod(documents("pytorchjob", *CPUS, FULL, *LAPTOP, "--output_dir", "out"))
+        env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
+        return spec["terminationGracePeriodSeconds"], env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+
+    assert grace() == (300, "285")
+    (tmp_path / "out").mkdir()
+    update_status(tmp_path / "out", longest_save_seconds=99.5)
+    assert grace() == (320, "305")
 
 
 def test_what_only_the_cluster_knows_is_left_to_the_run():

@@ -54,6 +54,15 @@ def status(pods: Pods) -> dict:
     return json.loads((pods.out / "status.json").read_text())
 
 
+@pytest.mark.parametrize("command, code", [("kill -TERM $PPID", 75), ("touch {out}/stop", 0)], ids=["signal", "file"])
+def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
+    """Kubernetes starts it again, unless a person stopped it."""
+    out = tmp_path / "out"
+    fault = {"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "command": command.format(out=out)}
+    assert forks.run(out, TOY_FAULT=json.dumps(fault), STOPPED_EXIT_CODE="75") == code
+    assert json.loads((out / "status.json").read_text())["state"] == "stopped" and last_step(out) < 10
+
+
 @pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):
     """All pods save, and end as failed, so that they are restarted; they go on from that step."""
