@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-hub test-slurm check fix
+.PHONY: demo demo-c4 demo-t5 test test-slow test-hub test-slurm test-image check fix lock
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
@@ -20,7 +20,7 @@ demo-t5: .venv/recipes
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow and not hub and not slurm"
+	$(BIN)/python -m pytest -m "not slow and not hub and not slurm and not image"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
@@ -40,13 +40,27 @@ test-slurm: .venv/dev
 			slurmctld slurmd slurm-client munge shellcheck >/dev/null; fi
 	$(BIN)/python -m pytest -m slurm
 
+# Builds the container image on a Debian that it makes, and trains in it. That needs root, the network, and 8 GB in .cache/image, which stay.
+test-image: .venv/dev
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v buildah && command -v debootstrap; } >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
+			buildah debootstrap >/dev/null; fi
+	$(BIN)/python -m pytest -m image
+
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 fix: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Of requirements.txt, for the container image: all packages of Linux on x86-64, each with its version and hashes. What is
+# locked stays as it is where requirements.txt allows; delete the file first to get the newest of all.
+lock: .venv/dev
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.11 \
+		--python-platform x86_64-manylinux_2_28 --no-emit-package accelerate-recipes --output-file requirements.lock requirements.txt
 
 # Each stands for a requirements file that was installed: installed again only when the file changes.
 .venv/recipes: requirements.txt pyproject.toml

@@ -21,9 +21,9 @@ import psutil
 import torch
 from machine import machine
 
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg, parse
-from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator, num_accelerators, prepare
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
@@ -32,6 +32,7 @@ from accelerate_recipes.optim import local
 from accelerate_recipes.recipe import leave
 
 WAYS = {"full": "", "LoRA": "--use_peft", "DoRA": "--use_peft --use_dora"}
+QLORA = {"QLoRA": "--use_peft --load_in_4bit"}  # on a GPU
 SIZES = {
     "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -72,9 +73,7 @@ def measure(args: Args) -> None:
     """One process of a launch: writes what it holds to a file."""
     before = psutil.Process().memory_info().rss / MIB
     accelerator = make_accelerator(args)
-    model = load_model(args.model_name_or_path, "sdpa", load_dtype(args))
-    if args.use_peft:
-        add_adapters(model, args)
+    model = add_adapters(load_model(args.model_name_or_path, "sdpa", **load_settings(args)), args)
     model, optimizer = prepare(accelerator, model, args)
     forget_peak(accelerator.device)
     ids = torch.arange(args.num_tokens, device=accelerator.device).unsqueeze(0)
@@ -121,7 +120,7 @@ def main() -> None:
         model.save_pretrained(folder)
         num_parameters = model.num_parameters()
         del model
-        for way, arguments in WAYS.items():
+        for way, arguments in (WAYS | (QLORA if num_accelerators() else {})).items():
             command = f"""{sys.executable} -m accelerate.commands.launch --config_file {flags.config_file}
                 --num_processes {flags.num_processes} --main_process_port 0 {__file__}
                 --model_name_or_path {folder} --output_dir {folder} {arguments}"""

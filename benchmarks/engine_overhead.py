@@ -49,7 +49,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from accelerate_recipes import chess_rules, engine
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.chess_games import prepare_games
+from accelerate_recipes.chess_games import GamesArgs, prepare_games
 from accelerate_recipes.data import PackedRows, make_train_loader, rows_of_step
 from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
 from accelerate_recipes.init import initialize
@@ -258,18 +258,10 @@ def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: i
 def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
     """Packed games and the size of their vocabulary, of a token per move."""
     tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
-    folder = prepare_games(
-        tokenizer,
-        train_files=[str(GAMES)],
-        dataset_name="",
-        dataset_files="",
-        max_length=flags.max_length,
-        heldout_share=0.05,
-        num_positions=1,
-        skip_bad_games=False,
-        seed=seed,
-        cache_dir=flags.data_cache_dir,
+    games = GamesArgs(
+        train_files=[str(GAMES)], heldout_share=0.05, num_positions=1, data_cache_dir=flags.data_cache_dir
     )
+    folder = prepare_games(tokenizer, games, max_length=flags.max_length, seed=seed)
     rows = load_from_disk(folder / "train")
     return PackedRows(rows, flags.max_length, tokenizer.pad_token_id, document_mask=True), len(tokenizer)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
@@ -118,8 +118,8 @@ def requirements(args: Args) -> Requirements:
 
 def make_model(args: Args) -> PreTrainedModel:
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
-        return add_adapters(model, args) if args.use_peft else model
+        model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+        return add_adapters(model, args)
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 

@@ -11,21 +11,20 @@ played, beside a baseline that knows only the previous move.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import load_from_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
-from accelerate_recipes.chess_games import SUFFIXES, prepare_games
+from accelerate_recipes.chess_games import GamesArgs, prepare_games
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token, trained_share
 from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
@@ -40,7 +39,7 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(GamesArgs, TrainArgs):
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
     from_scratch: bool = arg(False, "Instead, a new Llama of the sizes below, and a tokenizer with a token per move.")
@@ -49,31 +48,16 @@ class Args(TrainArgs):
     num_hidden_layers: int = arg(4, "Of the model from scratch.")
     num_attention_heads: int = arg(4, "Of the model from scratch.")
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
-    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
-    skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
-    heldout_share: float = arg(0.002, "Share of the games to test on, chosen by a hash of the moves.")
-    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.")
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
-    data_cache_dir: str = arg(".cache/data", "Where tokenised and packed games are kept.")
 
-    fixed_on_resume = TrainArgs.fixed_on_resume | {
+    fixed_on_resume = TrainArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
         "model_name_or_path", "from_scratch", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share",
-        "max_length", "document_mask",
+        "num_attention_heads", "max_length", "document_mask",
     }  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        for file in self.train_files:
-            if not Path(file).is_file():
-                found.append(f"--train_files {file}: no such file")
-            elif not file.endswith(SUFFIXES):
-                found.append(f"--train_files {file}: its name must end with one of {', '.join(SUFFIXES)}")
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         if self.max_length < 2:
             found.append(f"--max_length is {self.max_length}; it must be at least 2")
         heads = self.num_attention_heads
@@ -89,7 +73,7 @@ class Args(TrainArgs):
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model] if args.base_model else [],
-        datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
+        datasets=args.game_datasets,
         new_model=(lambda: make_model(args, make_tokenizer(args))) if args.from_scratch else None,
     )
 
@@ -102,8 +86,8 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
-        return add_adapters(model, args) if args.use_peft else model
+        model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+        return add_adapters(model, args)
     return new_llama(
         args.attn_implementation,
         args.param_dtype,
@@ -127,18 +111,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = make_tokenizer(args)
-    folder = prepare_games(
-        tokenizer,
-        train_files=args.train_files,
-        dataset_name=args.dataset_name,
-        dataset_files=args.dataset_files,
-        max_length=args.max_length,
-        heldout_share=args.heldout_share,
-        num_positions=args.num_positions,
-        skip_bad_games=args.skip_bad_games,
-        seed=args.seed,
-        cache_dir=args.data_cache_dir,
-    )
+    folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
     facts = json.loads((folder / "facts.json").read_text())
     train_rows, heldout_rows = (
         PackedRows(load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
@@ -196,13 +169,10 @@ def main(args: Args) -> None:
         }
         draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games", "%")
         start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
-        source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        description = f"{start} on {facts['train']:,} chess games in UCI, from {source}."
+        description = f"{start} on {facts['train']:,} chess games in UCI, from {args.game_source}."
         export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
         print(f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n")
-        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())
-            print(f"Held-out positions ({len(facts['positions']):,}), {unit}: {shares}")
+        print(next_moves.summary(results))
         print(f"Model: {output_dir / 'export'}   picture: {output_dir / 'result.png'}", flush=True)
     accelerator.end_training()
 

@@ -10,20 +10,20 @@ played.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import xxhash
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from accelerate_recipes import stop
 from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
-from accelerate_recipes.chess_games import SUFFIXES, prepare_positions
+from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_pairs import RULES, make_pairs
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
@@ -34,17 +34,10 @@ MOVES = ("chosen", "rejected")
 
 
 @dataclass
-class Args(TrainerArgs, DPOConfig):
+class Args(GamesArgs, TrainerArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
-    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
-    skip_bad_games: bool = arg(False, "Leave positions of games with an illegal move out, instead of stopping.")
-    heldout_share: float = arg(0.002, "Share of the games to test on: as for chess.py, or its games come up again.")
     num_train_positions: int = arg(20000, "Positions of other games to make pairs in.")
-    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
-    data_cache_dir: str = arg(".cache/data", "Where positions are kept.")
     reject: str = arg(
         "illegal", "Which of the model's moves make a pair: illegal, or all that were not_played.", choices=RULES
     )
@@ -54,29 +47,14 @@ class Args(TrainerArgs, DPOConfig):
     weight_decay: float = arg(0.0, "Not applied to norms and biases.")
     precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training: then it is let go.")
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | {
-        "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share", "num_train_positions",
-        "reject",
+    fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
+        "num_train_positions", "reject",
     }  # fmt: skip
     owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
 
-    def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        for file in self.train_files:
-            if not Path(file).is_file():
-                found.append(f"--train_files {file}: no such file")
-            elif not file.endswith(SUFFIXES):
-                found.append(f"--train_files {file}: its name must end with one of {', '.join(SUFFIXES)}")
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
-        return found
-
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(
-        models=[args.model_name_or_path],
-        datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
-    )
+    return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
 
 
 class Trainer(RecipeTrainer, DPOTrainer):
@@ -85,12 +63,14 @@ class Trainer(RecipeTrainer, DPOTrainer):
         return dataset
 
 
-def pair_file(args: Args) -> Path:
-    return Path(args.output_dir) / "pairs.jsonl"
+def pair_file(args: Args, positions: Path) -> Path:
+    """By what decides its content: a run whose --reject or model changed makes its own."""
+    key = json.dumps([args.reject, args.model_name_or_path, positions.name]).encode()
+    return Path(args.output_dir) / f"pairs-{xxhash.xxh64_hexdigest(key)}.jsonl"
 
 
 def load_pairs(
-    args: Args, positions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+    file: Path, args: Args, positions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> datasets.Dataset:
     """Tokenised as trl's collator takes them; without those that have more than `max_tokens`.
 
@@ -105,12 +85,12 @@ def load_pairs(
         moves["rejected_ids"] = moves["rejected_ids"] or [tokenizer.eos_token_id]
         return {"prompt_ids": prompt} | moves
 
-    if pair_file(args).stat().st_size == 0:
+    if file.stat().st_size == 0:
         raise ConfigError(
             f"no pairs: in {len(positions):,} positions the model made no move that --reject {args.reject} takes; raise "
             "--num_train_positions, or give --reject not_played"
         )
-    pairs = datasets.load_dataset("json", data_files=str(pair_file(args)), split="train", cache_dir=args.data_cache_dir)
+    pairs = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=args.data_cache_dir)
     pairs = pairs.map(tokenize, remove_columns=pairs.column_names)
     return pairs.filter(lambda pair: len(pair["prompt_ids"]) + max(len(pair[f"{m}_ids"]) for m in MOVES) <= max_tokens)
 
@@ -122,15 +102,9 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(
-        train_files=args.train_files,
-        dataset_name=args.dataset_name,
-        dataset_files=args.dataset_files,
-        heldout_share=args.heldout_share,
+        args,
         num_train_positions=args.num_train_positions,
-        num_positions=args.num_positions,
-        skip_bad_games=args.skip_bad_games,
         seed=TrainerArgs.seed,  # not --seed: runs are compared in the same positions
-        cache_dir=args.data_cache_dir,
     )
     facts = json.loads((folder / "facts.json").read_text())
     next_moves = NextMoves(facts, tokenizer, METRIC)
@@ -138,7 +112,8 @@ def main(args: Args) -> None:
     # Pairs
     resumed_from = agree_on_resume(accelerator, args)
     positions = datasets.load_from_disk(folder / "train")
-    if not pair_file(args).exists():
+    file = pair_file(args, folder)
+    if not file.exists():
         stop.listen(Path(args.output_dir))
         model, _ = prepare(accelerator, make_model(args), args)
         make_pairs(
@@ -147,7 +122,7 @@ def main(args: Args) -> None:
             tokenizer,
             positions.to_list(),
             args.reject,
-            pair_file(args),
+            file,
             next_moves.max_new_tokens,
             args.per_device_eval_batch_size,
         )
@@ -158,7 +133,7 @@ def main(args: Args) -> None:
     model = make_model(args)
     max_length = min(args.max_length or 2**31, model.config.max_position_embeddings)
     with accelerator.local_main_process_first():
-        pairs = load_pairs(args, positions, tokenizer, max_length)
+        pairs = load_pairs(file, args, positions, tokenizer, max_length)
     config = trl_config(args, DPOConfig, accelerator, max_length=max_length)
     trainer = Trainer(args, config, accelerator, model, tokenizer, resumed_from, train_dataset=pairs)
     accelerator.on_main_process(print)(
@@ -176,12 +151,9 @@ def main(args: Args) -> None:
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record for record in records if "eval_legal_move_rate" in record)
-        source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        description = f"{args.model_name_or_path}, trained by DPO to prefer the moves of {source} to its own."
+        description = f"{args.model_name_or_path}, trained by DPO to prefer the moves of {args.game_source} to its own."
         export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = f"before {before[f'eval_{name}']:.1%}, after {after[f'eval_{name}']:.1%}"
-            print(f"Held-out positions ({len(facts['positions']):,}), {unit}: {shares}")
+        print(next_moves.summary({"before": before, "after": after}))
         print(f"Model: {output_dir / 'export'}", flush=True)
     accelerator.end_training()
 

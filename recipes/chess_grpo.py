@@ -8,7 +8,9 @@ earn more than their group's mean become likelier. The rewards are in accelerate
 after training, in positions of held-out games: the share of legal moves and of the moves that were played.
 """
 
+import contextlib
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
-from accelerate_recipes.chess_games import SUFFIXES, prepare_positions
-from accelerate_recipes.chess_rewards import REWARDS
+from accelerate_recipes.chess_games import GamesArgs, prepare_positions
+from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
@@ -30,30 +31,26 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(TrainerArgs, GRPOConfig):
+class Args(GamesArgs, TrainerArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
-    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
-    skip_bad_games: bool = arg(False, "Leave positions of games with an illegal move out, instead of stopping.")
-    heldout_share: float = arg(0.002, "Share of the games to test on: as for chess.py, or its games come up again.")
     num_train_positions: int = arg(20000, "Positions of other games to answer in.")
     max_prompt_length: int = arg(0, "Leave positions after more tokens out; 0: only those that the model cannot read.")
-    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
-    data_cache_dir: str = arg(".cache/data", "Where positions are kept.")
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.")
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.")
     learning_rate: float = arg(1e-6, "Peak learning rate.")
     weight_decay: float = arg(0.0, "Not applied to norms and biases.")
     reward_weights: list[float] = field(
-        default_factory=lambda: [0.2, 1.0, 0.5],
-        metadata={"help": "Of an answer that is a move, is legal, is what was played."},
+        default_factory=lambda: [0.2, 1.0, 0.5, 1.0],
+        metadata={"help": "Of an answer that is a move, is legal, is what was played, is good (with --stockfish)."},
     )
+    stockfish: str = arg(
+        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does."
+    )
+    stockfish_nodes: int = arg(10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.")
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | {
-        "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share", "num_train_positions",
-        "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
+    fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
+        "num_train_positions", "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
     }  # fmt: skip
     owned_elsewhere = (
         TrainerArgs.owned_elsewhere
@@ -64,13 +61,6 @@ class Args(TrainerArgs, GRPOConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        for file in self.train_files:
-            if not Path(file).is_file():
-                found.append(f"--train_files {file}: no such file")
-            elif not file.endswith(SUFFIXES):
-                found.append(f"--train_files {file}: its name must end with one of {', '.join(SUFFIXES)}")
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         if self.num_generations < 2:
             found.append(f"--num_generations is {self.num_generations}; an answer is compared with others: at least 2")
         elif self.total_batch_size % self.num_generations:
@@ -83,16 +73,23 @@ class Args(TrainerArgs, GRPOConfig):
                 f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
                 "on the same answers, which a checkpoint does not hold"
             )
-        if len(self.reward_weights) != len(REWARDS):
-            found.append(f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS)} rewards")
+        if len(self.reward_weights) != len(REWARDS) + 1:
+            found.append(
+                f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS) + 1} rewards, the last "
+                "of --stockfish"
+            )
+        if self.stockfish and shutil.which(self.stockfish) is None:
+            found.append(
+                f"--stockfish {self.stockfish}: there is no such program; install it (Debian: apt-get install stockfish, "
+                "then /usr/games/stockfish), or do without its reward"
+            )
+        if self.stockfish_nodes < 1:
+            found.append(f"--stockfish_nodes is {self.stockfish_nodes}; it must be at least 1")
         return found
 
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(
-        models=[args.model_name_or_path],
-        datasets=[] if args.train_files else [Dataset(args.dataset_name, files=args.dataset_files)],
-    )
+    return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
 
 
 class Trainer(RecipeTrainer, GRPOTrainer):
@@ -108,15 +105,9 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     folder = prepare_positions(
-        train_files=args.train_files,
-        dataset_name=args.dataset_name,
-        dataset_files=args.dataset_files,
-        heldout_share=args.heldout_share,
+        args,
         num_train_positions=args.num_train_positions,
-        num_positions=args.num_positions,
-        skip_bad_games=args.skip_bad_games,
         seed=TrainerArgs.seed,  # not --seed: runs are compared in the same positions
-        cache_dir=args.data_cache_dir,
     )
     facts = json.loads((folder / "facts.json").read_text())
     next_moves = NextMoves(facts, tokenizer, METRIC)
@@ -131,40 +122,47 @@ def main(args: Args) -> None:
         for position in datasets.load_from_disk(folder / "train")
         if len(prompt_of(tokenizer, position["prefix"])) <= room
     ]
-    config = trl_config(args, GRPOConfig, accelerator, max_completion_length=next_moves.max_new_tokens)
-    trainer = Trainer(
-        args,
-        config,
-        accelerator,
-        model,
-        tokenizer,
-        resumed_from,
-        reward_funcs=REWARDS,
-        train_dataset=datasets.Dataset.from_list(positions),
-    )
-    accelerator.on_main_process(print)(
-        f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
-        f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
-        "positions a step"
-    )
+    decided = {
+        "max_completion_length": next_moves.max_new_tokens,
+        "reward_weights": args.reward_weights[: len(REWARDS) + bool(args.stockfish)],
+    }
+    config = trl_config(args, GRPOConfig, accelerator, **decided)
+    with contextlib.ExitStack() as engines:
+        rewards = REWARDS
+        if args.stockfish:
+            rewards = [*REWARDS, engines.enter_context(stockfish_reward(args.stockfish, args.stockfish_nodes))]
+        trainer = Trainer(
+            args,
+            config,
+            accelerator,
+            model,
+            tokenizer,
+            resumed_from,
+            reward_funcs=rewards,
+            train_dataset=datasets.Dataset.from_list(positions),
+        )
+        accelerator.on_main_process(print)(
+            f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
+            f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
+            "positions a step"
+        )
 
-    # Training and evaluation
-    def evaluate_fn(step: int) -> dict[str, float]:
-        return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
+        # Training and evaluation
+        def evaluate_fn(step: int) -> dict[str, float]:
+            return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
 
-    trainer.evaluate_fn = evaluate_fn
-    records = trainer.train()
+        trainer.evaluate_fn = evaluate_fn
+        records = trainer.train()
 
     # Result
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record for record in records if "eval_legal_move_rate" in record)
-        source = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-        description = f"{args.model_name_or_path}, trained by GRPO for legal and played moves in positions of {source}."
+        description = (
+            f"{args.model_name_or_path}, trained by GRPO for legal and played moves in positions of {args.game_source}."
+        )
         export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = f"before {before[f'eval_{name}']:.1%}, after {after[f'eval_{name}']:.1%}"
-            print(f"Held-out positions ({len(facts['positions']):,}), {unit}: {shares}")
+        print(next_moves.summary({"before": before, "after": after}))
         print(f"Model: {output_dir / 'export'}", flush=True)
     accelerator.end_training()
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from datasets import load_from_disk
 from transformers import PreTrainedModel
 
-from accelerate_recipes.adapters import add_adapters, load_dtype
-from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.args import ConfigError, TrainArgs, arg, file_problems
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
@@ -98,12 +98,8 @@ class Args(TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        for name in ("train_files", "eval_files"):
-            for file in getattr(self, name):
-                if not Path(file).is_file():
-                    found.append(f"--{name} {file}: no such file")
-                elif Path(file).suffix not in BUILDERS:
-                    found.append(f"--{name} {file}: its name must end with one of {', '.join(BUILDERS)}")
+        found += file_problems("--train_files", self.train_files, BUILDERS)
+        found += file_problems("--eval_files", self.eval_files, BUILDERS)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
                 f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "
@@ -176,8 +172,8 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
     if not args.from_scratch:
-        model = load_t5(args.model_name_or_path, args.attn_implementation, load_dtype(args), args.dropout_rate)
-        return add_adapters(model, args) if args.use_peft else model
+        model = load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
+        return add_adapters(model, args)
     return new_t5(
         args.attn_implementation,
         args.param_dtype,

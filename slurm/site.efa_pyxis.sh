@@ -9,8 +9,8 @@ export SBATCH_EXCLUSIVE=1
 # Of the login node and the job script: checks, and what is done after the run. Made by slurm/create_env.sh.
 . .venv/bin/activate
 
-# The processes run in the image, which has the packages of requirements.txt, NCCL and aws-ofi-nccl; the repository,
-# and with it its library, is mounted where it is.
+# The processes run in the image of docs/image.md, on a base with EFA; the repository, and with it its library, is mounted
+# where it is.
 export PYTHONPATH=$PWD/src
 # shellcheck disable=SC2034 # slurm/submit.sh reads it
 SRUN_FLAGS=(

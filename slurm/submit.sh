@@ -32,14 +32,13 @@ main() {
     if [[ $0 == */slurm_script ]]; then run "$@"; else submit "$@"; fi # Slurm's copy of this file
 }
 
-# Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS PREFLIGHT_FLAG [CONFIG ...]
+# Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS [CONFIG ...]
 plan() {
-    local nodes=$1 processes assignments
-    if ((${2:-0})); then processes=(--gpus-per-node "$2"); else processes=(--cpus-per-node "$3"); fi
-    [[ -n $4 ]] && processes+=("$4")
-    shift 4
+    local flags=(--nodes "$1" --gpus-per-node "$2" --cpus-per-node "$3") assignments
+    [[ $0 != */slurm_script ]] || flags+=(--no-checksums) # in the job, its processes read them
+    shift 3
     (($#)) || set -- accelerate_configs/fsdp_full.yaml recipes/chess.py
-    assignments=$(python -m accelerate_recipes preflight --shell "$1" --nodes "$nodes" "${processes[@]}" "${@:2}") || return
+    assignments=$(python -m accelerate_recipes preflight --shell "$1" "${flags[@]}" "${@:2}") || return
     eval "$assignments"
 }
 
@@ -72,7 +71,7 @@ submit() {
     cpus=$(value_of --cpus-per-task -c 1)
     [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
     # All that is wrong, of the run and of the request, in one go.
-    plan "$nodes" "$gpus" "$cpus" "" "$@" || problems=1
+    plan "$nodes" "$gpus" "$cpus" "$@" || problems=1
     defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="B:USR1@${SIGNAL_SECONDS:-300}")
     sbatch --test-only "${defaults[@]}" "${flags[@]}" slurm/submit.sh || problems=1
     ((problems == 0)) || die "nothing was queued"
@@ -96,7 +95,7 @@ run() {
     ((restart <= MAX_RESTARTS)) || die "restarted $restart times, MAX_RESTARTS is $MAX_RESTARTS"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM # Slurm kills what is left after KillWait
-    plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" --no-checksums "$@" || exit 1
+    plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" "$@" || exit 1
     if ((SLURM_CPUS_ON_NODE < ${SLURM_GPUS_ON_NODE:-0})); then
         say "warning: $SLURM_CPUS_ON_NODE CPUs for $SLURM_GPUS_ON_NODE GPUs on a node; give --cpus-per-task or --exclusive"
     fi

@@ -18,7 +18,7 @@ from helpers import CHILDREN, ROOT, read_metrics
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
 from accelerate_recipes import checkpoint
 from accelerate_recipes.adapters import add_adapters, base_tensors
@@ -26,6 +26,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.metrics import num_weights
 from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
 from accelerate_recipes.preflight import preflight, space_needed
 
@@ -51,6 +52,9 @@ SLOW = [
     "activation checkpointing",
 ]  # fmt: skip
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
+# A recipe refuses it without a GPU; see tests/children/fork_server.py.
+IN_4_BITS = ("--load_in_4bit",)
+ON_CPU = {"FOUR_BITS_ON_CPU": "1"}
 
 
 def make_base(folder: Path, seed: int, **config) -> Path:
@@ -84,6 +88,7 @@ def run(forks, arguments, tmp_path_factory):
     def output(name: str, *args: object) -> Path:
         if (name, *args) not in done:
             config, num_processes, size, env = STRATEGIES[name]
+            env = env | (ON_CPU if IN_4_BITS[0] in args else {})
             out = tmp_path_factory.mktemp("run") / "out"
             sizes = ("--per_device_train_batch_size", size)
             code = forks.run(out, *arguments, *sizes, *args, config=config, num_processes=num_processes, **env)
@@ -117,7 +122,13 @@ def loss_of(model: torch.nn.Module) -> float:
 @pytest.mark.parametrize(
     "name, variant",
     [pytest.param(name, (), id=name, marks=pytest.mark.slow if name in SLOW else []) for name in STRATEGIES]
-    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora")],
+    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora")]
+    + [
+        pytest.param(
+            name, IN_4_BITS, id=f"{name}, 4 bits", marks=pytest.mark.slow if name not in ("ddp", "fsdp2") else []
+        )
+        for name in islice(STRATEGIES, 1, None)
+    ],
 )
 def test_one_trajectory(run, name, variant):
     """Losses and gradient norms, to 1e-5; and it learns."""
@@ -127,6 +138,92 @@ def test_one_trajectory(run, name, variant):
     assert len(found) == LAST and after < before - 0.1
     for step, wanted in zip(found, reference, strict=True):
         assert step == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.fixture
+def no_repacking(monkeypatch):
+    """As in tests/children/fork_server.py."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
+def in_4_bits(base: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """As transformers loads it, without what is ours."""
+    settings = {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype, "bnb_4bit_use_double_quant": True}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=quantization)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also those that are packed into what is no number."""
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
+    """The frozen weights stay as they were rounded; killed and resumed, bit for bit; PEFT loads the adapters beside them."""
+    out = run("fsdp2", *IN_4_BITS)
+    for (loss, _), (wanted, _) in zip(trajectory(out), trajectory(run("fsdp2")), strict=True):
+        assert loss != wanted and loss == pytest.approx(wanted, rel=0.05)  # 4 bits of weights as coarse as these
+    rounded = in_4_bits(base, torch.float32)
+    assert num_weights(rounded.get_submodule("model.layers.0.mlp.up_proj").weight) == 32 * 64
+    weights = dict(rounded.named_parameters())
+    packed = {name for name in weights if "_proj" in name}
+    assert len(packed) == 7 * 3 and all(weights[name].shape[1:] == (1,) for name in packed)
+    for name in ("one process, accumulation", "ddp", "fsdp2"):
+        for key, tensor in load_file(run(name, *IN_4_BITS) / "frozen.safetensors").items():
+            assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
+    loaded = PeftModel.from_pretrained(rounded, out / "export")
+    assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    with pytest.raises(ConfigError, match="checkpoint-10 holds adapters of a model in 4 bits"):
+        checkpoint.export(out / f"checkpoint-{LAST}", tmp_path / "merged", merge_adapter=True)
+
+    killed, args = (
+        tmp_path / "out",
+        (*arguments, *IN_4_BITS, "--async_save", "false", "--per_device_train_batch_size", 4),
+    )
+    fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
+    assert forks.run(killed, *args, TOY_FAULT=json.dumps(fault), **ON_CPU) == -9
+    assert forks.run(killed, *args, **ON_CPU) == 0 and "(step 6, saved by 2 x" in log_of(killed), log_of(killed)[-3000:]
+    assert trajectory(killed) == trajectory(out)
+
+
+def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
+    """Packed in bf16, which FSDP gathers as they are."""
+    weights = dict(in_4_bits(base, torch.bfloat16).named_parameters())
+    losses = []
+    for config, num_processes in (("single", 1), ("fsdp_full", 2)):
+        out = tmp_path / config
+        args = (*arguments, *IN_4_BITS, "--per_device_train_batch_size", 4)
+        env = {"ACCELERATE_MIXED_PRECISION": "bf16"} | ON_CPU
+        assert forks.run(out, *args, config=config, num_processes=num_processes, **env) == 0, log_of(out)[-3000:]
+        for key, tensor in load_file(out / "frozen.safetensors").items():
+            assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
+        losses.append([loss for loss, _ in trajectory(out)])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
+    """Before anything is loaded; all at once."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.preflight.num_accelerators", lambda: 0)
+    chess = (*CHESS, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "out"))
+    with pytest.raises(ConfigError) as caught:
+        preflight(
+            [
+                "accelerate_configs/fsdp_full.yaml",
+                *chess,
+                "--use_peft",
+                "--load_in_4bit",
+                "--merge_adapter",
+                "--use_dora",
+            ]
+        )
+    said = str(caught.value)
+    for problem in (
+        "--load_in_4bit needs a GPU, and there is none", "bitsandbytes is not installed; run: pip install bitsandbytes",
+        "--merge_adapter would add the adapter to the model's own weights", "--use_dora needs the length",
+    ):  # fmt: skip
+        assert problem in said, said
 
 
 def test_what_trains_is_what_peft_trains(run, base):
@@ -149,7 +246,7 @@ def test_first_weights(forks, arguments, base, tmp_path):
     """Of an adapter: by seed and name alone, in fp32 and as PEFT's beside a model in bf16, and so on two processes."""
 
     def first(**settings) -> dict[str, torch.Tensor]:
-        model = load_model(str(base), "sdpa", torch.bfloat16)
+        model = load_model(str(base), "sdpa", dtype=torch.bfloat16)
         torch.manual_seed(len(settings))  # does not matter
         args = toy.Args(model_name_or_path=str(base), use_peft=True, use_dora=True, lora_r=3, **settings)
         add_adapters(model, args)
@@ -331,14 +428,15 @@ def test_t5(forks, tmp_path):
     for artifact in (model, tokenizer):
         artifact.save_pretrained(tmp_path / "t5")
     args = (
-        "--model_name_or_path", tmp_path / "t5", "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--merge_adapter",
+        "--model_name_or_path", tmp_path / "t5", "--use_peft", "--lora_r", 4, "--lora_dropout", 0,
         "--dropout_rate", 0, "--train_files", tmp_path / "pairs.jsonl", "--heldout_share", 0.2, "--num_eval_pairs", 8,
         "--max_source_length", 64, "--max_target_length", 64, "--generation_max_length", 4, "--task_prefix", "",
         "--metrics", "exact_match", "--max_steps", 4, "--total_batch_size", 8, "--per_device_train_batch_size", 4,
         "--learning_rate", 1e-2, "--logging_steps", 1, "--data_cache_dir", tmp_path / "cache",
     )  # fmt: skip
+    t5 = {"script": ROOT / "recipes/t5.py"}
     for out, config in ((tmp_path / "one", "single"), (tmp_path / "two", "fsdp_full")):
-        assert forks.run(out, *args, script=ROOT / "recipes/t5.py", config=config) == 0, log_of(out)[-3000:]
+        assert forks.run(out, *args, "--merge_adapter", config=config, **t5) == 0, log_of(out)[-3000:]
     for step, wanted in zip(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), strict=True):
         assert step == pytest.approx(wanted, rel=1e-5)
     export = tmp_path / "two/export"
@@ -357,6 +455,11 @@ def test_t5(forks, tmp_path):
         found.append(loss_sum / num_targets)
     before, after = evaluations(tmp_path / "two")
     assert found == pytest.approx([before, after, after], rel=1e-5) and after < before - 0.1
+
+    out = tmp_path / "bits"
+    assert forks.run(out, *args, *IN_4_BITS, **ON_CPU, **t5) == 0, log_of(out)[-3000:]
+    before, after = evaluations(out)
+    assert after < before - 0.1
 
 
 def test_continued_pretraining(forks, base, tmp_path):

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from accelerate_recipes import checkpoint, lock, stop
+from accelerate_recipes import checkpoint, lock, recipe, stop
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import (
     Checkpointer,
@@ -31,6 +31,7 @@ from accelerate_recipes.checkpoint import (
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.status import read_status
 
 
 @pytest.fixture
@@ -218,6 +219,23 @@ def test_too_little_room_is_known_before(make_run, monkeypatch):
     with pytest.raises(SaveError, match=r"0\.00 GiB are free, the last checkpoint has .*; make room"):
         save(run, 20)
     assert contents(Path(run.args.output_dir)) == {"checkpoint-10"}
+
+
+def test_a_run_that_was_taken_over_touches_nothing(make_run):
+    """Neither the other's save of the same step, nor its status."""
+    run = make_run()
+    output_dir = Path(run.args.output_dir)
+    lock.take(output_dir)
+    save(run, 10)
+    (output_dir / "lock.json").write_text(
+        json.dumps({"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"})
+    )
+    (output_dir / "checkpoint-20.partial").mkdir()
+    with pytest.raises(SaveError, match="another run has taken over"):
+        save(run, 20)
+    recipe.end_with(run.args, state="failed")
+    assert contents(output_dir) == {"checkpoint-10", "checkpoint-20.partial"}
+    assert "state" not in read_status(output_dir)
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):

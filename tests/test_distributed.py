@@ -96,7 +96,7 @@ RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     ],
 )
 def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, names):
-    (problem,) = lever_problems(TrainArgs(**values), env)
+    (problem,) = lever_problems(TrainArgs(**values), env, num_devices=0)
     for name in names:
         assert name in problem
 
@@ -116,7 +116,7 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
     ],
 )
 def test_and_where_it_can_it_is_not(values, env):
-    assert lever_problems(TrainArgs(**values), env) == []
+    assert lever_problems(TrainArgs(**values), env, num_devices=0) == []
 
 
 def test_fsdp1_is_not_refused_on_gpus_for_what_only_a_cpu_lacks():

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import CHILDREN, launch_ok
+from helpers import CHILDREN, launch_ok, read_metrics
+from safetensors.torch import load_file
+from test_adapters import make_base
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +29,29 @@ def test_one_trajectory(tmp_path, config):
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert step == pytest.approx(reference, rel=1e-4)
     assert found["resumed"] == found["trajectory"][2:]
+
+
+@pytest.mark.parametrize("config", ["single", "fsdp_full"])
+def test_4_bits(tmp_path, config):
+    """QLoRA through the launcher: it learns, and a weight has half a byte."""
+    pytest.importorskip("bitsandbytes")
+    base = make_base(tmp_path / "base", seed=1)
+    args = (
+        "--model_name_or_path",
+        base,
+        "--use_peft",
+        "--lora_r",
+        3,
+        "--load_in_4bit",
+        "--output_dir",
+        tmp_path / "out",
+    )
+    flags = ("--num_processes", "1", "--mixed_precision", "bf16")
+    launch_ok(tmp_path, config, CHILDREN / "toy.py", *args, flags=flags, gpu=True)
+    before, after = (r["eval_loss"] for r in read_metrics(tmp_path / "out") if "eval_loss" in r)
+    assert after < before - 0.1
+    packed = load_file(tmp_path / "out/frozen.safetensors")["model.layers.0.mlp.up_proj.base_layer.weight"]
+    assert packed.numel() * packed.element_size() == 32 * 64 // 2
 
 
 @pytest.mark.parametrize("flags", [(), ("--dynamo_backend", "inductor")])

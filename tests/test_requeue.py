@@ -1,13 +1,16 @@
 """When a job goes back into the queue, when it does not, and when its processes stop by themselves."""
 
 import json
+import os
 import time
 
 import pytest
 
 from accelerate_recipes import stop
-from accelerate_recipes.requeue import should_requeue
+from accelerate_recipes.requeue import after_attempt
 from accelerate_recipes.status import update_status
+
+DONE, FAIL, REQUEUE = 0, 1, os.EX_TEMPFAIL
 
 
 @pytest.fixture
@@ -19,39 +22,39 @@ def attempt(tmp_path, monkeypatch):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         if status:
             update_status(tmp_path, **{"reason": "", "step": 0} | status)
-        return should_requeue(tmp_path, signalled, max_restarts)
+        return after_attempt(tmp_path, signalled, max_restarts)
 
     return end
 
 
 def test_what_goes_on_and_what_does_not(attempt):
     assert attempt("5", 0, signalled=True, state="stopped", reason="SIGUSR1", step=10) == (
-        True, "stopped at step 10: SIGUSR1",
+        REQUEUE, "stopped at step 10: SIGUSR1",
     )  # fmt: skip
-    assert attempt("5", 1, state="stopped", reason="the job's end", step=20)[0] is True
-    assert attempt("5", 2, state="crashed", reason="rank 3 (on n7): gone", step=30)[0] is True
-    assert attempt("5", 3, state="running", step=40) == (True, "killed at step 40")
-    again, why = attempt("5", 4, state="failed", reason="step 41: loss nan", step=40)
-    assert again is False and "loss nan" in why
-    assert attempt("6", 0, state="finished", step=50)[0] is None
+    assert attempt("5", 1, state="stopped", reason="the job's end", step=20)[0] == REQUEUE
+    assert attempt("5", 2, state="crashed", reason="rank 3 (on n7): gone", step=30)[0] == REQUEUE
+    assert attempt("5", 3, state="running", step=40) == (REQUEUE, "killed at step 40")
+    code, why = attempt("5", 4, state="failed", reason="step 41: loss nan", step=40)
+    assert code == FAIL and "loss nan" in why
+    assert attempt("6", 0, state="finished", step=50)[0] == DONE
 
 
 def test_a_person_is_obeyed(attempt):
     """The file stops the chain, unless it was the job script that wrote it."""
-    assert attempt("5", 0, state="stopped", reason="file out/stop", step=10)[0] is None
-    assert attempt("5", 0, signalled=True, state="stopped", reason="file out/stop", step=10)[0] is True
+    assert attempt("5", 0, state="stopped", reason="file out/stop", step=10)[0] == DONE
+    assert attempt("5", 0, signalled=True, state="stopped", reason="file out/stop", step=10)[0] == REQUEUE
 
 
 def test_three_attempts_without_progress(attempt, tmp_path):
     crashed = {"state": "crashed", "reason": "rank 1: gone", "step": 10}
-    assert [attempt("5", restarts, **crashed)[0] for restarts in (0, 1)] == [True, True]
-    again, why = attempt("5", 2, **crashed)
-    assert again is False and "at step 10: rank 1: gone; so ended 3 attempts without a newer checkpoint" in why
+    assert [attempt("5", restarts, **crashed)[0] for restarts in (0, 1)] == [REQUEUE, REQUEUE]
+    code, why = attempt("5", 2, **crashed)
+    assert code == FAIL and "at step 10: rank 1: gone; so ended 3 attempts without a newer checkpoint" in why
     # Submitted again, it is another job, and is given three.
-    assert [attempt("6", restarts, **crashed)[0] for restarts in (0, 1, 2)] == [True, True, False]
+    assert [attempt("6", restarts, **crashed)[0] for restarts in (0, 1, 2)] == [REQUEUE, REQUEUE, FAIL]
     # A newer checkpoint counts anew.
-    assert [attempt("7", 0, **crashed)[0], attempt("7", 1, **crashed)[0]] == [True, True]
-    assert attempt("7", 2, **crashed | {"step": 11})[0] is True
+    assert [attempt("7", 0, **crashed)[0], attempt("7", 1, **crashed)[0]] == [REQUEUE, REQUEUE]
+    assert attempt("7", 2, **crashed | {"step": 11})[0] == REQUEUE
     lines = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
     assert lines[0] == {"job": "5", "restarts": 0, **crashed} and len(lines) == 9
 
@@ -59,16 +62,16 @@ def test_three_attempts_without_progress(attempt, tmp_path):
 def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
     """Which did not come as far as to write it: the nodes did not find each other, or Python was not there."""
     attempt("5", 0, state="failed", reason="a bad row", step=10)
-    assert attempt("6", 0) == (True, "crashed at step 10: before training")
-    assert attempt("6", 1)[0] is True
-    assert attempt("6", 2)[0] is False
+    assert attempt("6", 0) == (REQUEUE, "crashed at step 10: before training")
+    assert attempt("6", 1)[0] == REQUEUE
+    assert attempt("6", 2)[0] == FAIL
 
 
 def test_restarts_are_bounded(attempt):
     stopped = {"state": "stopped", "reason": "SIGUSR1", "signalled": True}
-    assert attempt("5", 1, max_restarts=2, step=1, **stopped)[0] is True
-    again, why = attempt("5", 2, max_restarts=2, step=2, **stopped)
-    assert again is False and "restarted 2 times, MAX_RESTARTS is 2" in why
+    assert attempt("5", 1, max_restarts=2, step=1, **stopped)[0] == REQUEUE
+    code, why = attempt("5", 2, max_restarts=2, step=2, **stopped)
+    assert code == FAIL and "restarted 2 times, MAX_RESTARTS is 2" in why
 
 
 def test_the_jobs_end(tmp_path, monkeypatch):

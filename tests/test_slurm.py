@@ -1,10 +1,12 @@
 """slurm/submit.sh under a real Slurm: two nodes, started here. `make test-slurm` installs it and runs this."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -257,7 +259,11 @@ def test_cancelled(jobs, tmp_path):
 def test_a_node_is_lost(jobs, toy_losses, tmp_path):
     """Its slurmd is gone, the job goes on elsewhere; the processes that live on without it give way."""
     out = tmp_path / "out"
-    fault = {"event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "sleep 1000"}
+    fault = {
+        "event": "toy.loss",
+        "path": "step 5.",
+        "command": FIRST_ATTEMPT + f"{{ echo $$ >> {tmp_path}/orphans; exec sleep 1000; }}",
+    }
     job = jobs.submit(out, [*FP32, *TOY], fault=fault)
     wait_until(lambda: (out / "checkpoint-3").is_dir(), 90, "training")
     node = jobs.show(job)["BatchHost"]
@@ -268,7 +274,9 @@ def test_a_node_is_lost(jobs, toy_losses, tmp_path):
         assert_undisturbed(out, toy_losses)
         assert attempts(out)[-1]["state"] == "finished"
     finally:
-        subprocess.run(["pkill", "-f", "sleep 1000"], check=False)
+        for orphan in (tmp_path / "orphans").read_text().split():  # which outlived slurmd
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(orphan), signal.SIGKILL)
         jobs.cluster.start_node(node)
         jobs.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
 

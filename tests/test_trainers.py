@@ -5,14 +5,16 @@ The base is a Llama of two layers, with weights of a useful size; a run is 6 ste
 
 import json
 import math
+import os
 import re
+import shutil
 from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import ROOT, launch_ok, losses, read_metrics
+from helpers import CHILDREN, ROOT, launch_ok, losses, read_metrics
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -20,13 +22,15 @@ from accelerate_recipes import chess_rules, recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.checkpoint import complete_checkpoints
 from accelerate_recipes.chess_pairs import is_worse
-from accelerate_recipes.chess_rewards import REWARDS
+from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.preflight import preflight
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 IMPORTS = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
+ENGINE = CHILDREN / "engine.py"
+STOCKFISH = shutil.which("stockfish", path=os.environ["PATH"] + ":/usr/games")
 STEPS = 6
 # What differs between two runs that are the same.
 TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
@@ -106,6 +110,17 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
     assert found["fsdp2"] == pytest.approx(found["one"], rel=1e-5)
     before, after = evaluations(tmp_path / "fsdp2")
     assert after < before - 0.2
+
+
+def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
+    args = (*arguments, "--per_device_train_batch_size", 4, "--model_name_or_path", chats / "base")
+    args = (*args, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--load_in_4bit")
+    for name, config in (("one", "single"), ("two", "fsdp_full")):
+        assert forks.run(tmp_path / name, *args, config=config, FOUR_BITS_ON_CPU=1) == 0, log_of(tmp_path / name)[
+            -3000:
+        ]
+    before, after = evaluations(tmp_path / "one")
+    assert evaluations(tmp_path / "two") == pytest.approx([before, after], rel=1e-5) and after < before - 0.1
 
 
 @pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
@@ -207,6 +222,25 @@ def test_rewards():
     assert found == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]
 
 
+def test_reward_by_an_engine():
+    prompts, completions = ["", "", "", "", "d2d4"], ["e2e4 e7e5", "a2a3", "f2f3", "e2e5", "d7d5"]
+    with stockfish_reward(str(ENGINE), nodes=1) as reward:
+        found = reward(prompts=prompts, completions=completions, move=["e2e4"] * 5)
+    assert found == pytest.approx([1, 0.5, 0, 0, 1 - 50 / 300])
+
+
+@pytest.mark.skipif(STOCKFISH is None, reason="Stockfish is not installed")
+def test_reward_by_stockfish():
+    """It sees the mate in one, every time the same, and a queen that is given away."""
+    prompts = ["f2f3 e7e5 g2g4", "f2f3 e7e5 g2g4", "e2e4 e7e5", "e2e4 e7e5 d1h5 g8f6"]
+    completions = ["d8h4", "a7a6", "g1f3", "h5f7"]
+    with stockfish_reward(STOCKFISH, nodes=10_000) as reward:
+        found = reward(prompts=prompts, completions=completions)
+        assert found == reward(prompts=prompts, completions=completions)
+    mate, missed, developed, queen = found
+    assert (mate, missed, queen) == (1, 0, 0) and developed > 0.9
+
+
 def test_which_moves_make_a_pair():
     position = {"prefix": ["e2e4"], "move": "e7e5"}
     moves = ["e7e5", "c7c5", "e2e4", "no move", ""]
@@ -223,18 +257,19 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path):
 
     # Killed while pairs are made, in the middle of a line: the same pairs.
     other = tmp_path / "out"
-    fault = {"event": "open", "path": "pairs.partial", "count": 2, "rank": 0, "everyone": True}
+    (file,) = whole.glob("pairs-*.jsonl")
+    partial = other / file.with_suffix(".partial").name
+    fault = {"event": "open", "path": partial.name, "count": 2, "rank": 0, "everyone": True}
     assert forks.run(other, *args, script=DPO, TOY_FAULT=json.dumps(fault)) == -9, log_of(other)[-3000:]
-    partial = other / "pairs.partial"
     lines = partial.read_text().splitlines(keepends=True)
-    assert 0 < len(lines) < len((whole / "pairs.jsonl").read_text().splitlines())
+    assert 0 < len(lines) < len(file.read_text().splitlines())
     partial.write_text("".join(lines[:-1]) + lines[-1][:20])
     single = {"num_processes": 1, "config": "single"}
     assert forks.run(other, *args, script=DPO, **single) == 0, log_of(other)[-3000:]
-    assert (other / "pairs.jsonl").read_text() == (whole / "pairs.jsonl").read_text()
+    assert (other / file.name).read_text() == file.read_text()
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5), "one trajectory"
     tokenizer = AutoTokenizer.from_pretrained(whole / "export")
-    pairs = [json.loads(line) for line in (whole / "pairs.jsonl").read_text().splitlines()]
+    pairs = [json.loads(line) for line in file.read_text().splitlines()]
     for pair in pairs:
         assert pair["chosen"] in tokenizer.get_vocab() and pair["chosen"] != pair["rejected"]
 
@@ -265,12 +300,14 @@ def test_dpo_of_adapters(forks, chess, tmp_path):
 
 def test_grpo(killed_and_resumed, chess):
     args = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
-    _, out = killed_and_resumed(GRPO, *chess, *args, "--num_generations", 16)
+    _, out = killed_and_resumed(GRPO, *chess, *args, "--num_generations", 16, "--stockfish", ENGINE)
     records = [record for record in read_metrics(out) if "loss" in record]
     assert any(record["grad_norm"] > 0.01 for record in records), "no group had different rewards"
     for record in records:
-        weighted = [w * record[f"rewards/{r.__name__}/mean"] for w, r in zip((0.2, 1.0, 0.5), REWARDS, strict=True)]
+        names = [*(reward.__name__ for reward in REWARDS), "is_good_move"]
+        weighted = [w * record[f"rewards/{name}/mean"] for w, name in zip((0.2, 1.0, 0.5, 1.0), names, strict=True)]
         assert record["reward"] == pytest.approx(sum(weighted), rel=1e-5)
+        assert 0 <= record["rewards/is_good_move/mean"] <= record["rewards/is_legal_move/mean"]
         assert record["completions/max_length"] == 1, "one move"
     assert re.search(r"Step 6/6 Loss: .*, data wait: \d+\.\d%, reward: \d\.\d{3}", log_of(out))
     base, exported = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (chess[1], out / "export"))
@@ -298,12 +335,14 @@ def test_all_problems_at_once(monkeypatch):
         preflight(
             ["accelerate_configs/fsdp_full.yaml", "recipes/chess_grpo.py", "--model_name_or_path", "no/model",
              "--steps_per_generation", "2", "--num_generations", "3", "--reward_weights", "1", "--num_iterations", "3",
+             "--stockfish", "no-engine",
              "--train_files", "data/chess/games_20k.parquet"]
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
         "--steps_per_generation (on the command line) is not an argument of the recipe", "--save_steps 500 is not a mult",
-        "--total_batch_size 128 is not a multiple of --num_generations 3", "--reward_weights has 1 numbers; there are 3",
+        "--total_batch_size 128 is not a multiple of --num_generations 3", "--reward_weights has 1 numbers; there are 4",
+        "--stockfish no-engine: there is no such program; install it",
     ):  # fmt: skip
         assert problem in said, said
 

@@ -1,7 +1,6 @@
 """`python -m accelerate_recipes COMMAND ...`: what is done around a run."""
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -45,11 +44,11 @@ def main() -> None:
 
     if args.command == "requeue":
         # Seconds count: the job may be about to end.
-        from accelerate_recipes.requeue import should_requeue
+        from accelerate_recipes.requeue import after_attempt
 
-        again, why = should_requeue(args.output_dir, args.signalled, args.max_restarts)
+        code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
         print(why)
-        sys.exit({None: 0, True: os.EX_TEMPFAIL, False: 1}[again])
+        sys.exit(code)
 
     # These import torch and transformers: not for a usage message.
     from accelerate_recipes.args import ConfigError

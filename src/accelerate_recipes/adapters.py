@@ -16,6 +16,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -23,7 +24,7 @@ from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
@@ -40,10 +41,27 @@ class Adapter:
     base: dict[str, str | None]  # name, revision and fingerprint of the model that it belongs to
 
 
-def load_dtype(args: TrainArgs) -> torch.dtype:
-    """In which a pretrained model is loaded: that of trained weights; of frozen ones, that which they compute in."""
+def load_settings(args: TrainArgs) -> dict[str, Any]:
+    """How `from_pretrained` is to load a model: in the dtype of trained weights; of frozen ones, that which they compute in.
+
+    With --load_in_4bit the linear layers but the output layer are rounded to NF4 with double quantization, block by
+    block, and packed into numbers of that dtype: FSDP2 shards floating-point parameters only, and gathers them in the
+    precision of the YAML, which must leave the bits as they are. Each process rounds the whole model on its device.
+
+    Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
+    """
     is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    return torch.bfloat16 if args.use_peft and is_bf16 else args.param_dtype
+    dtype = torch.bfloat16 if args.use_peft and is_bf16 else args.param_dtype
+    if not args.load_in_4bit:
+        return {"dtype": dtype}
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+    return {"dtype": dtype, "quantization_config": quantization}
 
 
 def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
@@ -71,14 +89,19 @@ def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
 
 
 def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
-    """Freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place. Returns the model.
+    """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
 
     An adapter's first weights depend on the seed and the layer's name only: they are the same on any number of
     processes. One that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first.
 
+    Returns:
+        The same model.
+
     Raises:
         ConfigError: for layers that are not there, and where --merge_adapter would not find them in the model's files.
     """
+    if not args.use_peft:
+        return model
     config = LoraConfig(
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
         base_model_name_or_path=args.base_model,
@@ -93,6 +116,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     base = {"name": args.base_model, "revision": config.revision, "fingerprint": fingerprint(model)}
     model.adapter = Adapter(config, base)
     inject_adapter_in_model(config, model, NAME)
+    model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
@@ -121,7 +145,7 @@ def fingerprint(model: nn.Module) -> str | None:
         if parameter.is_meta:
             return None
         sample = parameter.detach().flatten()[:1024].bfloat16().view(torch.int16)
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

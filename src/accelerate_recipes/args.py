@@ -9,7 +9,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +100,7 @@ class TrainArgs:
     step_timeout: int = arg(300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.")
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
     use_peft: bool = arg(False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.")
+    load_in_4bit: bool = arg(False, "QLoRA: hold the frozen model in 4 bits (NF4, by bitsandbytes). Needs a GPU.")
     lora_r: int = arg(16, "Rank of an adapter.")
     lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.")
     lora_dropout: float = arg(0.05, "Dropout on the input of an adapter.")
@@ -115,7 +116,7 @@ class TrainArgs:
     # what the optimizer keeps.
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
         "seed", "total_batch_size", "optim", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora",
-        "use_dora",
+        "use_dora", "load_in_4bit",
     })  # fmt: skip
 
     # Fields that are no arguments, and who decides instead.
@@ -176,7 +177,7 @@ class TrainArgs:
     def adapter_problems(self) -> list[str]:
         """What is wrong with the arguments of adapters, one sentence each."""
         names = [name for name in TrainArgs.__dataclass_fields__ if name.startswith("lora_")]
-        names += ["use_rslora", "use_dora", "merge_adapter"]
+        names += ["use_rslora", "use_dora", "merge_adapter", "load_in_4bit"]
         if not self.use_peft:
             default = TrainArgs()
             changed = [name for name in names if getattr(self, name) != getattr(default, name)]
@@ -197,6 +198,17 @@ class TrainArgs:
             found.append(
                 "--optim adamw_bf16_kahan keeps trained weights in bf16, --use_peft its few in fp32: nothing would be "
                 "saved; choose another --optim"
+            )
+        if self.load_in_4bit and find_spec("bitsandbytes") is None:
+            found.append("--load_in_4bit: bitsandbytes is not installed; run: pip install bitsandbytes")
+        if self.load_in_4bit and self.merge_adapter:
+            found.append(
+                "--merge_adapter would add the adapter to the model's own weights, but with --load_in_4bit it is trained "
+                "beside rounded ones; remove one of the two: PEFT loads the adapter beside a 4-bit model"
+            )
+        if self.load_in_4bit and self.use_dora:
+            found.append(
+                "--use_dora needs the length of each row of a weight, --load_in_4bit has them rounded; remove one"
             )
         if not self.base_model:
             found.append(
@@ -230,6 +242,17 @@ class TrainArgs:
     def save(self, path: Path) -> None:
         """Write all arguments as YAML; the file is itself a valid `--config`."""
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
+
+
+def file_problems(flag: str, files: Sequence[str], suffixes: Collection[str]) -> list[str]:
+    """Which of the files of a flag are not there, or of no kind that is read, one sentence each."""
+    found = []
+    for file in files:
+        if not Path(file).is_file():
+            found.append(f"{flag} {file}: no such file")
+        elif Path(file).suffix not in suffixes:
+            found.append(f"{flag} {file}: its name must end with one of {', '.join(suffixes)}")
+    return found
 
 
 def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:

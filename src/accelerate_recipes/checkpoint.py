@@ -355,7 +355,7 @@ class Checkpointer:
         found = on_all_ranks(problems, self.group)
         problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process and not lock.is_lost():  # else it is the other run's
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise SaveError(
                 f"{unfinished.with_suffix('')} could not be written: "
@@ -606,6 +606,11 @@ def export(
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
+    if merge_adapter and yaml.safe_load((checkpoint / "args.yaml").read_text())["load_in_4bit"]:
+        raise ConfigError(
+            f"{checkpoint} holds adapters of a model in 4 bits: they do not fit its unrounded weights; PEFT loads them "
+            "beside a model in 4 bits"
+        )
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     unfinished = out.with_name(f"{out.name}.partial")

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import datasets
 import numpy as np
@@ -12,52 +13,90 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules, hub
-from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.args import ConfigError, arg, error_list, file_problems
 from accelerate_recipes.data import cached, pack_documents
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 
 
-def prepare_games(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    train_files: Sequence[str],
-    dataset_name: str,
-    dataset_files: str,
-    max_length: int,
-    heldout_share: float,
-    num_positions: int,
-    skip_bad_games: bool,
-    seed: int,
-    cache_dir: str,
-) -> Path:
+@dataclass
+class GamesArgs:
+    """Which games a recipe reads. Goes before TrainArgs in the bases of its arguments."""
+
+    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
+    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
+    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
+    skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
+    heldout_share: float = arg(
+        0.002,
+        "Share of the games to test on, chosen by a hash of the moves; one share for chess.py and what follows it.",
+    )
+    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
+    data_cache_dir: str = arg(".cache/data", "Where prepared games and positions are kept.")
+
+    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
+        "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share",
+    })  # fmt: skip
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size) + file_problems("--train_files", self.train_files, SUFFIXES)
+        if not 0 < self.heldout_share < 1:
+            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
+        if self.num_positions < 1:
+            found.append(f"--num_positions is {self.num_positions}; it must be at least 1")
+        return found
+
+    @property
+    def game_datasets(self) -> list[hub.Dataset]:
+        """What is read of the Hub."""
+        return [] if self.train_files else [hub.Dataset(self.dataset_name, files=self.dataset_files)]
+
+    @property
+    def game_source(self) -> str:
+        """For people."""
+        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
+
+    @property
+    def game_files(self) -> list[str]:
+        return self.train_files or hub.dataset_files(self.dataset_name, self.dataset_files)
+
+    @property
+    def game_key(self) -> list:
+        """By which the cache knows whether it has read these files."""
+        return [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in self.train_files] or [
+            self.dataset_name,
+            self.dataset_files,
+            hub.revision("dataset", self.dataset_name),
+        ]
+
+
+def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
     """Build, or find, the folder that holds the games as
 
     `train/` and `heldout/`   packed rows (see `data.PackedRows`)
     `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table
 
     A game is one document: begin token, its moves separated by spaces, end token. It is held out when the hash of
-    its moves falls under `heldout_share`: the same game never lies on both sides, in whatever order files come.
+    its moves falls under `args.heldout_share`: the same game never lies on both sides, in whatever order files come.
 
     Raises:
-        ConfigError: for files without games, and for illegal moves unless `skip_bad_games`.
+        ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
     """
-    files = train_files or hub.dataset_files(dataset_name, dataset_files)
     settings = {
-        "sources": sources_key(train_files, dataset_name, dataset_files),
+        "sources": args.game_key,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
-        "settings": [max_length, heldout_share, num_positions, seed, skip_bad_games],
+        "settings": [max_length, args.heldout_share, args.num_positions, seed, args.skip_bad_games],
     }
 
     def build(folder: Path) -> None:
         tmp = folder / "tmp"
         parts, bad = [], []
-        for i, file in enumerate(files):
+        for i, file in enumerate(args.game_files):
             games = load_games(file, tmp / f"source-{i}")
-            part = tokenize_games(games, tokenizer, heldout_share, file, tmp / f"tokens-{i}.arrow")
+            part = tokenize_games(games, tokenizer, args.heldout_share, file, tmp / f"tokens-{i}.arrow")
             bad += [f"{file}, row {row}: {defect}" for row, defect in enumerate(part["defect"]) if defect]
             parts.append(part)
-        if bad and not skip_bad_games:
+        if bad and not args.skip_bad_games:
             more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
             raise ConfigError(
                 error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5])
@@ -68,7 +107,7 @@ def prepare_games(
         for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
             if not chosen.any():
                 raise ConfigError(
-                    f"of {len(games)} games none is left for {name}; change --heldout_share {heldout_share}"
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
             pack_documents(part, max_length, tmp / f"{name}-rows.arrow").save_to_disk(folder / name)
@@ -76,25 +115,14 @@ def prepare_games(
             if name == "train":
                 facts["baseline"] = chess_rules.most_frequent_followers(part["Moves"])
             else:
-                facts["positions"] = chess_rules.sample_positions(part["Moves"], num_positions, seed)
+                facts["positions"] = chess_rules.sample_positions(part["Moves"], args.num_positions, seed)
         (folder / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(tmp)
 
-    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
-def prepare_positions(
-    *,
-    train_files: Sequence[str],
-    dataset_name: str,
-    dataset_files: str,
-    heldout_share: float,
-    num_train_positions: int,
-    num_positions: int,
-    skip_bad_games: bool,
-    seed: int,
-    cache_dir: str,
-) -> Path:
+def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -> Path:
     """Build, or find, the folder that holds positions of games, divided as `prepare_games` divides them, as
 
     `train/`       positions to train in: columns `prefix` (moves so far), `move` (the one that was played), `phase`
@@ -103,30 +131,32 @@ def prepare_positions(
     A game is checked as far as the position that is taken from it.
 
     Raises:
-        ConfigError: for files without games, and for illegal moves unless `skip_bad_games`.
+        ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
     """
-    files = train_files or hub.dataset_files(dataset_name, dataset_files)
     settings = {
-        "sources": sources_key(train_files, dataset_name, dataset_files),
-        "positions": [heldout_share, num_train_positions, num_positions, seed, skip_bad_games],
+        "sources": args.game_key,
+        "positions": [args.heldout_share, num_train_positions, args.num_positions, seed, args.skip_bad_games],
     }
 
     def build(folder: Path) -> None:
-        parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(files)]
+        parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(args.game_files)]
         games = datasets.concatenate_datasets(parts)["Moves"]
-        heldout = np.array([is_heldout(" ".join(moves), heldout_share) for moves in games])
+        heldout = np.array([is_heldout(" ".join(moves), args.heldout_share) for moves in games])
         found = {}
-        for name, chosen, number in (("train", ~heldout, num_train_positions), ("heldout", heldout, num_positions)):
+        for name, chosen, number in (
+            ("train", ~heldout, num_train_positions),
+            ("heldout", heldout, args.num_positions),
+        ):
             positions = chess_rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
             good = [p for p in positions if chess_rules.is_legal(p["prefix"], p["move"])]
-            if len(good) < len(positions) and not skip_bad_games:
+            if len(good) < len(positions) and not args.skip_bad_games:
                 raise ConfigError(
                     f"{len(positions) - len(good)} of {len(positions)} positions come from games with illegal moves; "
                     "--skip_bad_games leaves them out"
                 )
             if not good:
                 raise ConfigError(
-                    f"of {len(games)} games none is left for {name}; change --heldout_share {heldout_share}"
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             found[name] = good
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
@@ -135,16 +165,7 @@ def prepare_positions(
         (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
         shutil.rmtree(folder / "tmp")
 
-    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-
-
-def sources_key(train_files: Sequence[str], dataset_name: str, dataset_files: str) -> list:
-    """By which the cache knows whether it has read these files."""
-    return [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in train_files] or [
-        dataset_name,
-        dataset_files,
-        hub.revision("dataset", dataset_name),
-    ]
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
 def is_heldout(text: str, heldout_share: float) -> bool:

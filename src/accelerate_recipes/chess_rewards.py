@@ -5,9 +5,13 @@ the answer, and returns a reward from 0 to 1 for each. Columns of the data come 
 was played.
 """
 
-from accelerate_recipes.chess_rules import all_uci_moves, is_legal
+import contextlib
+from collections.abc import Callable, Iterator
+
+from accelerate_recipes.chess_rules import all_uci_moves, chess, is_legal
 
 UCI_MOVES = frozenset(all_uci_moves())
+MAX_LOSS = 300  # centipawns, about a piece: what loses more is no worse
 
 
 def answer(completion: str) -> str:
@@ -30,3 +34,38 @@ def is_played_move(prompts: list[str], completions: list[str], move: list[str], 
 
 
 REWARDS = [is_a_move, is_legal_move, is_played_move]
+
+
+@contextlib.contextmanager
+def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[float]]]:
+    """A fourth reward: 1 for the move that an engine thinks best, down to 0 for one that loses MAX_LOSS centipawns.
+
+    The loss is the difference of two searches of `nodes` nodes from the same position: of all moves, and of the answer
+    alone. A search starts with empty tables, on one thread: its result depends on nothing else. An illegal answer
+    earns 0.
+    """
+
+    def score(board: chess.Board, moves: list[chess.Move] | None = None) -> int:
+        """Centipawns, for the side that moves."""
+        found = engine.analyse(board, chess.engine.Limit(nodes=nodes), game=object(), root_moves=moves)
+        return found["score"].relative.score(mate_score=10_000)
+
+    def is_good_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
+        best: dict[str, int] = {}  # a position comes once for each answer in it
+        rewards = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prefix, move = prompt.split(), answer(completion)
+            if not is_legal(prefix, move):
+                rewards.append(0.0)
+                continue
+            board = chess.Board()
+            for earlier in prefix:
+                board.push_uci(earlier)
+            if prompt not in best:
+                best[prompt] = score(board)
+            loss = best[prompt] - score(board, [chess.Move.from_uci(move)])
+            rewards.append(1 - min(max(loss, 0), MAX_LOSS) / MAX_LOSS)
+        return rewards
+
+    with chess.engine.SimpleEngine.popen_uci(program) as engine:
+        yield is_good_move

@@ -19,6 +19,7 @@ def import_python_chess():
     sys.path[:] = [entry for entry in path if not (Path(entry) / "chess.py").is_file()]
     try:
         import chess
+        import chess.engine
         import chess.pgn
 
         return chess

@@ -134,9 +134,17 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
     return found
 
 
-def lever_problems(args: TrainArgs, env: Mapping[str, str]) -> list[str]:
-    """Which arguments the strategy that `accelerate launch` described in `env` cannot follow, one sentence each."""
+def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
+    """Which arguments the strategy that `accelerate launch` described in `env` cannot follow, one sentence each.
+
+    `num_devices`: GPUs of a machine, as for `environment_problems`.
+    """
     found = []
+    if args.load_in_4bit and not num_devices:
+        found.append(
+            "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
+            "which trains adapters beside the model in bf16"
+        )
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     wraps_layers = env.get("FSDP_AUTO_WRAP_POLICY") == "TRANSFORMER_BASED_WRAP"
     if args.prefetch_layers > 0 and not (use_fsdp and env.get("FSDP_VERSION") == "2" and wraps_layers):
@@ -194,7 +202,8 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
 
 def launch_problems(args: TrainArgs) -> list[str]:
     """What is wrong with this launch, on this machine, with these arguments."""
-    return environment_problems(os.environ, num_accelerators()) + lever_problems(args, os.environ)
+    num_devices = num_accelerators()
+    return environment_problems(os.environ, num_devices) + lever_problems(args, os.environ, num_devices)
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:

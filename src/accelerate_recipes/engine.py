@@ -142,25 +142,7 @@ def train(
     # Not earlier: before there is something to save, a signal should end the process, also one that waits for another.
     stop.listen(output_dir)
     set_seed(args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
-    step = checkpointer.resume()
-    log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
-    log.restore(checkpointer.resumed_from)
-    if args.trackers:
-        # TensorBoard takes plain values only.
-        config = {
-            name: value if isinstance(value, int | float | str) else str(value) for name, value in vars(args).items()
-        }
-        accelerator.init_trackers(output_dir.name, config=config)
-    if accelerator.is_main_process:
-        update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
-    # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
-    if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
-        log.log_evaluation(step, evaluate_fn(step))
-    best = args.metric_for_best_model
-    measured = {name.removeprefix("eval_") for record in log.records for name in record if name.startswith("eval_")}
-    if best and best not in measured:
-        raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {', '.join(sorted(measured))}")
-
+    step, log = begin(checkpointer, total_steps, evaluate_fn, flops_per_token)
     train_loader.start_at(step, checkpointer.data_states)
     micro_batches = iter(train_loader)
     accumulation_steps = args.accumulation_steps(accelerator.num_processes)
@@ -200,29 +182,95 @@ def train(
             log.progress.update()
 
             watch.expect(f"what follows step {step}", args.ddp_timeout)
-            last = step == total_steps
             stopped = Stopped(stop.reason(accelerator)) if done.stop else None
-            if last or stopped or step % args.logging_steps == 0:
+            if stopped or log_is_due(step, total_steps, args):
                 gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
                 parts = on_all_ranks(train_loader.counts())
                 counts = {name: sum(part[name] for part in parts) for name in parts[0]}
                 log.log_step(step, window, done.grad_norm.item(), lr, gib, counts)
                 window = Window()
-            if not stopped and evaluation_is_due(step, total_steps, args):
-                try:
-                    log.log_evaluation(step, evaluate_fn(step))
-                except Stopped as error:
-                    stopped = error
-            if last or stopped or done.save or (args.save_steps and step % args.save_steps == 0):
+            if evaluate_and_save(
+                step, log, evaluate_fn, checkpointer, train_loader.state, save=done.save, stopped=stopped
+            ):
                 last_save = time.perf_counter()
-                checkpointer.save(step, train_loader.state())
-            if last or stopped:
-                checkpointer.wait()
-            if stopped:
-                accelerator.end_training()
-                raise stopped
     log.progress.close()
     return log.records
+
+
+def begin(
+    checkpointer: Checkpointer,
+    total_steps: int,
+    evaluate_fn: Callable[[int], dict[str, float]],
+    flops_per_token: float | None,
+) -> tuple[int, MetricsLog]:
+    """Restore the checkpoint that is to be resumed, and measure the model before the first step.
+
+    Returns:
+        The step to go on from, and the log with the records of earlier parts of the run.
+
+    Raises:
+        ConfigError: if --metric_for_best_model is not among what the evaluation gives.
+    """
+    accelerator, args = checkpointer.accelerator, checkpointer.args
+    output_dir = Path(args.output_dir)
+    step = checkpointer.resume()
+    log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
+    log.restore(checkpointer.resumed_from)
+    if args.trackers:
+        # TensorBoard takes plain values only.
+        config = {
+            name: value if isinstance(value, int | float | str) else str(value) for name, value in args.values().items()
+        }
+        accelerator.init_trackers(output_dir.name, config=config)
+    if accelerator.is_main_process:
+        update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
+    # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
+    if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
+        log.log_evaluation(step, evaluate_fn(step))
+    best = args.metric_for_best_model
+    measured = {name.removeprefix("eval_") for record in log.records for name in record if name.startswith("eval_")}
+    if best and best not in measured:
+        known = ", ".join(sorted(measured))
+        raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
+    return step, log
+
+
+def evaluate_and_save(
+    step: int,
+    log: MetricsLog,
+    evaluate_fn: Callable[[int], dict[str, float]],
+    checkpointer: Checkpointer,
+    data_state_fn: Callable[[], dict],
+    *,
+    save: bool,
+    stopped: Stopped | None,
+) -> bool:
+    """What is due after a step and its log line.
+
+    `save`: a rank wants a checkpoint; `stopped`: a rank was asked to stop, so that a save is all that is still due.
+
+    Returns:
+        Whether a checkpoint was saved.
+
+    Raises:
+        Stopped: `stopped`, or one that was wished during the evaluation; what was done until then is saved.
+    """
+    args, total_steps = checkpointer.args, log.total_steps
+    if not stopped and evaluation_is_due(step, total_steps, args):
+        try:
+            log.log_evaluation(step, evaluate_fn(step))
+        except Stopped as error:
+            stopped = error
+    ends = stopped is not None or step == total_steps
+    save = save or ends or (args.save_steps > 0 and step % args.save_steps == 0)
+    if save:
+        checkpointer.save(step, data_state_fn())
+    if ends:
+        checkpointer.wait()
+    if stopped:
+        checkpointer.accelerator.end_training()
+        raise stopped
+    return save
 
 
 def dump_non_finite(
@@ -243,6 +291,10 @@ def dump_non_finite(
         micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
         file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
     return file
+
+
+def log_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:
+    return step == total_steps or step % args.logging_steps == 0
 
 
 def evaluation_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:

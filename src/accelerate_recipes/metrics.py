@@ -1,6 +1,7 @@
 """What a run says about itself: the log line, metrics.jsonl, trackers, throughput, FLOPs and memory."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -80,13 +82,18 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     config = model.config
     width = config.num_heads * config.d_kv
     embedding = model.get_input_embeddings().weight.numel()
-    encoder = sum(p.numel() for p in model.encoder.parameters()) - embedding
-    decoder = sum(p.numel() for p in model.decoder.parameters()) - embedding
+    encoder = sum(map(num_weights, model.encoder.parameters())) - embedding
+    decoder = sum(map(num_weights, model.decoder.parameters())) - embedding
     cross = config.num_decoder_layers * 2 * config.d_model * width
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
     multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
     attended = config.num_layers * source**2 + config.num_decoder_layers * target * (source + target)
     return float((multiplied + 12 * width * attended).sum() / target.sum())
+
+
+def num_weights(parameter: nn.Parameter) -> int:
+    """How many it holds, also packed in 4 bits."""
+    return math.prod(parameter.quant_state.shape) if hasattr(parameter, "quant_state") else parameter.numel()
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -43,14 +44,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(name: str, attn_implementation: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal language model with weights in `dtype`; the accelerate YAML decides the precision it computes in.
+def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrainedModel:
+    """A causal language model; `settings` as `adapters.load_settings` gives them, such as the `dtype` of its weights.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=attn_implementation, use_safetensors=True, **hub.pinned(name)
+        name, attn_implementation=attn_implementation, use_safetensors=True, **settings, **hub.pinned(name)
     )
 
 
@@ -158,7 +159,7 @@ def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **co
     return new_model(LlamaConfig(**config), attn_implementation, dtype)
 
 
-def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rate: float) -> PreTrainedModel:
+def load_t5(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
     """A pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads one.
 
     Not from safetensors only: some of the published ones have none.
@@ -170,7 +171,7 @@ def load_t5(name: str, attn_implementation: str, dtype: torch.dtype, dropout_rat
     if config.model_type not in T5_TYPES:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}; give another model")
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **hub.pinned(name)
+        name, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **settings, **hub.pinned(name)
     )
     return share_embedding(model)
 

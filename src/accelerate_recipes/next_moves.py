@@ -53,6 +53,14 @@ class NextMoves:
             phases=[position["phase"] for position in self.positions],
         )
 
+    def summary(self, results: dict[str, dict]) -> str:
+        """Lines for people, of records that hold the values of an evaluation as `eval_...`, each with its name."""
+        lines = []
+        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
+            shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())
+            lines.append(f"Held-out positions ({len(self.positions):,}), {unit}: {shares}")
+        return "\n".join(lines)
+
     def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
         """A game of the model against itself, up to its first illegal move."""
         start = [[self.tokenizer.bos_token_id]]

@@ -342,22 +342,23 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
     found = yaml_problems(config)
     problems += found
     env: dict[str, str] = {}
+    # A login node has no GPUs, or others than the job will.
+    here = 0 if asked.cpus_per_node else num_accelerators()
+    num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
     if not found:
         try:
             env = launch_environment([*launch, "--main_process_ip", "head", *command])  # any will do
         except ValueError as error:
             problems.append(f"accelerate launch refuses: {error}")
         else:
-            # A login node has no GPUs, or others than the job will.
-            num_gpus = num_accelerators() if asked.gpus_per_node is None else asked.gpus_per_node
-            problems += environment_problems(env, 0 if asked.cpus_per_node else num_gpus)
+            problems += environment_problems(env, num_devices)
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
     # The arguments
     args, found = resolve(module.Args, command[1:], world_size)
     problems += [problem for problem in found if not names_file_below(volumes, problem)]
-    problems += lever_problems(args, env) if env else []
+    problems += lever_problems(args, env, num_devices) if env else []
     for name in WRITTEN if volumes else ():
         if getattr(args, name, ""):
             setattr(args, name, str(Path(volumes[0], getattr(args, name))))
@@ -389,11 +390,10 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
     problems += found
     for model in models:
         problems += wrap_problems(model, env)
-    if args.use_peft:
-        try:
-            models = [add_adapters(model, args) for model in models]
-        except ConfigError as error:
-            problems.append(str(error))
+    try:
+        models = [add_adapters(model, args) for model in models]
+    except ConfigError as error:
+        problems.append(str(error))
     sizes = []
     if models and not found_in_output:
         num_parameters, trained = (

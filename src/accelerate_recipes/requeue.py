@@ -1,6 +1,7 @@
 """Whether a Slurm job whose processes have ended should be put back into the queue. slurm/submit.sh asks."""
 
 import json
+import os
 from pathlib import Path
 
 from accelerate_recipes.status import attempt, read_status
@@ -8,13 +9,13 @@ from accelerate_recipes.status import attempt, read_status
 MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
 
 
-def should_requeue(output_dir: Path, signalled: bool, max_restarts: int) -> tuple[bool | None, str]:
+def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple[int, str]:
     """Judge by status.json how this attempt ended, and note it in attempts.jsonl.
 
     `signalled`: Slurm told the job script that the node is wanted back.
 
     Returns:
-        True: go on later; False: the job has failed; None: all is well, nothing is left to do. And why.
+        Exit code: 0: all is well, nothing is left to do; EX_TEMPFAIL (75): requeue; 1: the job has failed. And why.
     """
     this = attempt()
     status = read_status(output_dir)
@@ -27,18 +28,18 @@ def should_requeue(output_dir: Path, signalled: bool, max_restarts: int) -> tupl
     with file.open("a") as opened:
         opened.write(json.dumps(this | {"state": state, "step": step, "reason": reason}) + "\n")
     if state == "finished":
-        return None, "finished"
+        return 0, "finished"
     if state == "failed":
-        return False, f"failed, and would again: {reason}"
+        return 1, f"failed, and would again: {reason}"
     if state == "stopped" and not signalled and reason.startswith("file "):
-        return None, f"stopped by {reason}; the same command goes on"
+        return 0, f"stopped by {reason}; the same command goes on"
     ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
     attempts = [json.loads(line) for line in file.read_text().splitlines()][-MAX_WITHOUT_PROGRESS:]
     if [(entry["job"], entry["step"]) for entry in attempts] == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
-        return False, (
+        return 1, (
             f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see {file} and the logs, "
             "and submit again once it is put right (or with a longer --time)"
         )
     if this["restarts"] >= max_restarts:
-        return False, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
-    return True, ended
+        return 1, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
+    return os.EX_TEMPFAIL, ended

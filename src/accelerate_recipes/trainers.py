@@ -29,15 +29,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from accelerate_recipes import stop
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
 from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
-from accelerate_recipes.engine import NonFiniteError, evaluation_is_due
-from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, log_is_due
+from accelerate_recipes.metrics import Window, peak_memory_gib
 from accelerate_recipes.models import load_model
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.status import update_status
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import Watch
 
@@ -121,8 +120,8 @@ def trl_config(
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
-    model = load_model(args.model_name_or_path, args.attn_implementation, load_dtype(args))
-    return add_adapters(model, args) if args.use_peft else model
+    model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+    return add_adapters(model, args)
 
 
 class RecipeTrainer:
@@ -215,20 +214,7 @@ class RecipeTrainer:
         self.checkpointer = Checkpointer(
             accelerator, model, self.optimizer, self.lr_scheduler, args, self.artifacts, self.resumed_from
         )
-        step = self.checkpointer.resume()
-        self.log_file = MetricsLog(accelerator, self.output_dir, max_steps, flops_per_token=None)
-        self.log_file.restore(self.resumed_from)
-        if args.trackers:
-            accelerator.init_trackers(self.output_dir.name)
-        if accelerator.is_main_process:
-            newest = str(self.checkpointer.newest or "")
-            update_status(self.output_dir, state="running", step=step, checkpoint=newest, reason="")
-        if evaluation_is_due(step, max_steps, args) and not self.log_file.has_evaluation(step):
-            self.log_file.log_evaluation(step, self.evaluate_fn(step))
-        best = args.metric_for_best_model
-        measured = {n.removeprefix("eval_") for r in self.log_file.records for n in r if n.startswith("eval_")}
-        if best and best not in measured:
-            raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {', '.join(sorted(measured))}")
+        step, self.log_file = begin(self.checkpointer, max_steps, self.evaluate_fn, flops_per_token=None)
         self._load_rng_state(self.resumed_from)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -289,23 +275,14 @@ class RecipeTrainer:
         overdue = self.accelerator.is_main_process and 0 < 60 * args.save_minutes < time.perf_counter() - self.last_save
         wishes = torch.tensor([int(overdue), int(stop.requested() is not None)], device=self.accelerator.device)
         save, must_stop = (n > 0 for n in sum_over_ranks(wishes).tolist())
-        last = step == self.state.max_steps
         stopped = Stopped(stop.reason(self.accelerator)) if must_stop else None
-        if last or stopped or step % args.logging_steps == 0:
+        if stopped or log_is_due(step, self.state.max_steps, args):
             self._log_window(step, tr_loss, grad_norm, learning_rate)
-        if not stopped and evaluation_is_due(step, self.state.max_steps, args):
-            try:
-                self.log_file.log_evaluation(step, self.evaluate_fn(step))
-            except Stopped as error:
-                stopped = error
-        if last or stopped or save or (args.save_steps and step % args.save_steps == 0):
+        # The order of its data follows from the step: a checkpoint holds nothing of it.
+        if evaluate_and_save(
+            step, self.log_file, self.evaluate_fn, self.checkpointer, dict, save=save, stopped=stopped
+        ):
             self.last_save = time.perf_counter()
-            self.checkpointer.save(step, {})
-        if last or stopped:
-            self.checkpointer.wait()
-        if stopped:
-            self.accelerator.end_training()
-            raise stopped
         self.watch.expect(f"step {step + 1}", self.step_timeout)
         self.step_start = time.perf_counter()
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from accelerate_recipes.adapters import add_adapters, load_dtype
+from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume, step_of
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
@@ -73,8 +73,8 @@ def make_rows(num_rows: int) -> Dataset:
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, "sdpa", load_dtype(args))
-        return add_adapters(model, args) if args.use_peft else model, tokenizer
+        model = load_model(args.model_name_or_path, "sdpa", **load_settings(args))
+        return add_adapters(model, args), tokenizer
     model = new_llama(
         "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,

@@ -1,0 +1,15 @@
+#!/usr/bin/env python3
+"""A chess engine by UCI that has an opinion of three opening moves: the score of a search is that of its best one."""
+
+CENTIPAWNS = {"e2e4": 50, "a2a3": -100, "f2f3": -1000}  # any other: 0
+
+while (line := input()) != "quit":
+    words = line.split()
+    if line == "uci":
+        print("id name of the tests\nuciok", flush=True)
+    elif line == "isready":
+        print("readyok", flush=True)
+    elif words[0] == "go":
+        moves = words[words.index("searchmoves") + 1 :] if "searchmoves" in words else list(CENTIPAWNS)
+        best = max(CENTIPAWNS.get(move, 0) for move in moves)
+        print(f"info depth 1 score cp {best}\nbestmove (none)", flush=True)
