@@ -1,5 +1,5 @@
-"""Every command of the READMEs and of docs/offline.md: run, shortened; or, where it needs GPUs or Slurm, checked as far
-as can be.
+"""Every command of the READMEs, docs/offline.md and docs/kubernetes.md: run, shortened; or, where it needs GPUs, Slurm or
+Kubernetes, checked as far as can be.
 
 Downloads are run in tests/test_download.py, against a Hub of the tests; sbatch's own flags are checked in
 tests/test_slurm.py.
@@ -10,22 +10,26 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import CONFIGS, ROOT, environment
+from kubernetes_schemas import problems
 
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
+from accelerate_recipes.kubernetes import JobArgs, flag, render
 from accelerate_recipes.preflight import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
 OFFLINE = (ROOT / "docs/offline.md").read_text()
 SLURM = (ROOT / "slurm/README.md").read_text()
+KUBERNETES = (ROOT / "docs/kubernetes.md").read_text()
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
-BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM, re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
@@ -76,7 +80,11 @@ def test_command_runs(command, tmp_path, tmp_path_factory):
 def test_command_elsewhere_is_valid(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
-    if words[0] in (".", "cp", "squeue", "pip"):
+    if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
+        assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
+        assert problems(list(yaml.safe_load_all(render(words[4], words[5:-5])[0]))) == []
+        return
+    if words[0] in (".", "cp", "squeue", "pip", "kubectl"):
         assert words[0] != "cp" or (ROOT / words[1]).is_file()
         return  # tests/test_create_env.py
     if words[0] in ("slurm/submit.sh", "sbatch"):
@@ -166,9 +174,11 @@ def test_every_config_and_flag_on_the_page_exists():
     table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CONFIG_NAMES
     recipes = [load(recipe).Args.__dataclass_fields__ for recipe in (ROOT / "recipes").glob("*.py")]
-    known = {f"--{name}" for fields in recipes for name in fields} | {"--config", "--help"}
+    known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
-    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours
+    of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
+    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours | of_jobs
+    assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE):
         assert (ROOT / Path(path)).exists(), path

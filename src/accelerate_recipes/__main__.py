@@ -12,6 +12,9 @@ def main() -> None:
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
     check.add_argument("--shell", action="store_true", help="print what a job script needs; the rest to stderr")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
+    job.add_argument("kind", choices=["pytorchjob", "trainjob"])
+    job.add_argument("argv", nargs=argparse.REMAINDER, metavar="[FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     fetch = commands.add_parser(
         "download", help="fetch what a run will read of the Hub, where there is internet", allow_abbrev=False
     )
@@ -60,6 +63,12 @@ def main() -> None:
                 print(assignments)
             else:
                 print(found)
+        elif args.command == "k8s":
+            from accelerate_recipes.kubernetes import render
+
+            manifest, said = render(args.kind, args.argv)
+            print(said, file=sys.stderr)
+            print(manifest, end="")
         elif args.command == "download":
             from accelerate_recipes.download import download
             from accelerate_recipes.recipe import needs_of

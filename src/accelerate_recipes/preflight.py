@@ -11,11 +11,13 @@ import argparse
 import difflib
 import math
 import os
+import re
 import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -74,6 +76,8 @@ FSDP1_ONLY = {
     "fsdp_use_orig_params": None,
 }
 
+# Directories that runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
+WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
@@ -269,11 +273,48 @@ def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]
     return flags
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A run that can start."""
+
+    said: str  # what will run, with warnings
+    args: TrainArgs
+    needs: list[hub.Need]
+    launch: list[str]  # flags of `accelerate launch`
+    command: list[str]  # the recipe with its arguments
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before its end a run must be told, so that it saves in time; 300 where it never saved."""
+        longest_save = read_status(Path(self.args.output_dir)).get("longest_save_seconds")
+        # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
+        return 300 if longest_save is None else 120 + 2 * math.ceil(longest_save)
+
+    @property
+    def assignments(self) -> str:
+        """For a job script, which bash reads."""
+        return "\n".join(
+            [
+                f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}",
+                f"SIGNAL_SECONDS={self.signal_seconds}",
+                f"LAUNCH_FLAGS=({shlex.join(self.launch)})",
+                f"COMMAND=({shlex.join(self.command)})",
+            ]
+        )
+
+
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
+    """What will run, with warnings; and the same as assignments that bash reads. See `check`."""
+    plan = check(argv)
+    return plan.said, plan.assignments
+
+
+def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
     """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
 
-    Returns:
-        What will run, with warnings; and the same as assignments that bash reads, for a job script.
+    `volumes` are the mount paths of a pod that will run it, first that of its checkpoints. What lies there only the
+    cluster knows: the checkpoint to go on from, space, the Hub's cache, files of data. That is left to the processes of
+    the run, which look at all of it before they train.
 
     Raises:
         ConfigError: with all problems.
@@ -316,24 +357,35 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
 
     # The arguments
     args, found = resolve(module.Args, command[1:], world_size)
-    problems += found + (lever_problems(args, env, num_devices) if env else [])
+    problems += [problem for problem in found if not names_file_below(volumes, problem)]
+    problems += lever_problems(args, env, num_devices) if env else []
+    for name in WRITTEN if volumes else ():
+        if getattr(args, name, ""):
+            setattr(args, name, str(Path(volumes[0], getattr(args, name))))
     output_dir = Path(args.output_dir)
-    found_in_output = output_problems(output_dir)
+    resumed_from = None
+    if volumes:
+        found_in_output = []
+        if Path(volumes[0]) not in output_dir.parents:
+            found_in_output = [f"--output_dir {output_dir} is lost with the pod; give one below {volumes[0]}"]
+    else:
+        found_in_output = output_problems(output_dir)
+        if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
+            warnings.append(
+                f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
+            )
+        resumed_from, found, doubts = resume_candidate(args, read=not asked.no_checksums)
+        problems += found
+        warnings += doubts
     problems += found_in_output
-    if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
-        warnings.append(
-            f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
-        )
-    resumed_from, found, doubts = resume_candidate(args, read=not asked.no_checksums)
-    problems += found
-    warnings += doubts
 
     # Model and data
     needed = module.requirements(args)
-    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
-    problems += recipe.lacking_problems([need for need in needed.needs if need not in may_lack], command)
-    if found := recipe.lacking_problems(may_lack, command):
-        warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
+    if not volumes:
+        may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+        problems += recipe.lacking_problems([need for need in needed.needs if need not in may_lack], command)
+        if found := recipe.lacking_problems(may_lack, command):
+            warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
     models, found = models_on_meta(needed, make_new=not problems)
     problems += found
     for model in models:
@@ -350,10 +402,11 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
         needs, counted = space_needed(
             args, num_parameters, trained, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
         )
-        free = shutil.disk_usage(existing(output_dir)).free
+        free = math.inf if volumes else shutil.disk_usage(existing(output_dir)).free
         needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
         of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
-        sizes = [f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}; {gib(free)} are free"]
+        is_free = "" if volumes else f"; {gib(free)} are free"
+        sizes = [f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}{is_free}"]
         if needs > free:
             remedy = "make room, lower --save_total_limit, or give another"
             problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")
@@ -367,12 +420,11 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     ]
     if resumed_from:
         lines.append(f"Goes on from {resumed_from}{'' if asked.no_checksums else ', whose checksums are right'}")
-    longest_save = read_status(output_dir).get("longest_save_seconds")
-    assignments = [
-        f"OUTPUT_DIR={shlex.quote(str(output_dir))}",
-        # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
-        f"SIGNAL_SECONDS={300 if longest_save is None else 120 + 2 * math.ceil(longest_save)}",
-        f"LAUNCH_FLAGS=({shlex.join(launch)})",
-        f"COMMAND=({shlex.join(command)})",
-    ]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)]), "\n".join(assignments)
+    said = "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
+    return Plan(said, args, needed.needs, launch, command)
+
+
+def names_file_below(volumes: Sequence[str], problem: str) -> bool:
+    """Whether a problem is that no such file is here, of one that is on a pod's volume."""
+    file = re.search(r" (/\S+): no such file$", problem)
+    return file is not None and any(Path(volume) in Path(file[1]).parents for volume in volumes)

@@ -98,6 +98,9 @@ def run(
         end_with(args, state="finished")
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
+        # What restarts by exit codes alone takes 0 for the end of the run: that is only what a person wanted.
+        if not str(reason).startswith("file "):
+            code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
     except (ConfigError, DataError, NonFiniteError, SaveError) as error:

@@ -2,7 +2,8 @@
 
 A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may also write a file `stop` into the output
 directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just the time to save. Each is
-noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0.
+noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0, or with
+STOPPED_EXIT_CODE unless it was the file.
 """
 
 import os

@@ -1,0 +1,345 @@
+"""Kubernetes jobs: what is rendered, what is refused. The commands in them run in test_kubernetes_runs.py."""
+
+import copy
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import CHILDREN, ROOT, environment
+from kubernetes_schemas import pod_specs, problems
+
+from accelerate_recipes import kubernetes, recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
+from accelerate_recipes.status import update_status
+
+KINDS = ("pytorchjob", "trainjob")
+IMAGE = "registry.example/accelerate-recipes:1.0"
+JOB = ["--image", IMAGE, "--checkpoints-pvc", "fsx-claim"]
+GPUS = [*JOB, "--nodes", "4", "--gpus-per-node", "8"]
+CPUS = [*JOB, "--nodes", "2", "--gpus-per-node", "0", "--cpus-per-node", "2"]
+FULL = "accelerate_configs/fsdp_full.yaml"
+LAPTOP = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
+TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_size", "2"]
+PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
+# What else a preset needs on 32 processes.
+FLAGS = {
+    "c4": ["--num_streams", "32"],
+    "t5": ["--per_device_train_batch_size", "4"],
+    "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def documents(kind: str, *argv: str) -> list[dict]:
+    return list(yaml.safe_load_all(render(kind, argv)[0]))
+
+
+def of_kind(documents: list[dict], kind: str) -> dict:
+    (found,) = [document for document in documents if document["kind"] == kind]
+    return found
+
+
+def the_pod(documents: list[dict]) -> dict:
+    return next(spec for document in documents for _, spec in pod_specs(document))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_preset(preset):
+    """Both kinds are what a cluster takes, and the pods get the arguments that the command line says."""
+    script = f"recipes/{preset.parent.name}.py"
+    run = ["--config", str(preset.relative_to(ROOT)), *FLAGS.get(preset.parent.name, []), *FLAGS.get(preset.stem, [])]
+    for kind in KINDS:
+        found = documents(kind, *GPUS, "--instance-type", "p5.48xlarge", FULL, script, *run)
+        assert problems(found) == []
+    data = of_kind(found, "ConfigMap")["data"]
+    assert data["accelerate.yaml"] == Path(FULL).read_text()
+    assert the_pod(found)["containers"][0]["command"][-3] == script
+
+
+def test_pods_get_the_resolved_arguments(tmp_path):
+    """The file in the ConfigMap says what preset and flags say; what is written goes to the volume."""
+    run = [*LAPTOP, "--learning_rate", "1e-4", "--no_document_mask"]
+    data = of_kind(documents("trainjob", *CPUS, FULL, *run), "ConfigMap")["data"]
+    args_class = recipe.load(run[0]).Args
+    expected = parse(args_class, run[1:], world_size=4).values()
+    for name in ("output_dir", "data_cache_dir"):
+        expected[name] = f"/checkpoints/{expected[name]}"
+    assert yaml.safe_load(data["recipe.yaml"]) == expected
+    (tmp_path / "recipe.yaml").write_text(data["recipe.yaml"])
+    assert parse(args_class, ["--config", str(tmp_path / "recipe.yaml")], world_size=4).values() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_input_gives_the_same_output(kind):
+    assert render(kind, [*CPUS, FULL, *LAPTOP]) == render(kind, [*CPUS, FULL, *LAPTOP])
+
+
+def test_files_of_another_content_have_another_name():
+    """So pods that restart keep the files that they were rendered with."""
+    one, same, other = (
+        of_kind(documents("pytorchjob", *CPUS, FULL, *LAPTOP, "--seed", seed), "ConfigMap") for seed in ("1", "1", "2")
+    )
+    assert one == same and one["immutable"]
+    assert one["metadata"]["name"] != other["metadata"]["name"]
+
+
+WRONG = {
+    "nothing given": ([], "--image is missing", "--nodes is missing", "--gpus-per-node is missing", "--checkpoints-pvc is missing"),
+    "an empty value": (["--image", "", "--memory", ""], "--image is missing"),
+    "no value": (["--nodes", "--image", IMAGE], "--nodes: expected one argument"),
+    "misspelt": (["--node", "2"], "unknown argument 'node'", "did you mean 'nodes'?"),
+    "negative": (["--nodes", "-1", "--cpus-per-node", "0"], "--nodes is -1; it must be at least 1", "--cpus-per-node is 0"),
+    "no number": (["--nodes", "four"], "--nodes: invalid int value: 'four'"),
+    "no tag": (["--image", "registry.example:5000/name"], "has no tag: pods that start later may get another one"),
+    "latest": (["--image", "name:latest"], "has the tag latest"),
+    "no image": (["--image", "Name With Spaces:1"], "is not the name of an image"),
+    "a name of no service": (["--name", "8b"], "--name '8b': a name has a-z, 0-9, -, begins with a letter"),
+    "a long name": (["--name", "x" * 56], "has 56 characters; there is room for 5"),
+    "a claim": (["--checkpoints-pvc", "FSX_claim"], "--checkpoints-pvc 'FSX_claim': a name has a-z, 0-9, -, ."),
+    "no size": (["--memory", "64GB", "--shm-size", "0Gi"], "--memory '64GB' is not a size", "--shm-size '0Gi' is not a size"),
+    "sizes": (["--memory", "8Gi", "--shm-size", "16Gi"], "--shm-size 16Gi is a part of --memory 8Gi"),
+    "CPUs": (["--gpus-per-node", "0"], "--cpus-per-node says how many processes a pod has; give it"),
+    "GPUs": (["--gpus-per-node", "16", "--instance-type", "p5.48xlarge"], "is 16, but p5.48xlarge has 8"),
+    "EFA": (["--efa-per-node", "32", "--instance-type", "p4d.24xlarge"], "is 32, but p4d.24xlarge has 4 interfaces"),
+    "instance": (["--instance-type", "p9.huge"], "--instance-type p9.huge is not known; known are p4d.24xlarge"),
+    "class": (["--storage-class", "fsx"], "--storage-class is of a claim that is made; give --checkpoints-size"),
+    "token": (["--token-secret", "hf", "--cache-pvc", "hub"], "--token-secret has no effect with --cache-pvc"),
+    "pairs": (["--node-selector", "pool", "--annotation", "=x"], "--node-selector 'pool': write it", "--annotation '=x': write it"),
+    "taint": (["--toleration", "gpu:Never"], "--toleration 'gpu:Never': write it as KEY[=VALUE][:EFFECT]"),
+    "grace": (["--grace-seconds", "5"], "--grace-seconds is 5; it must be at least 30"),
+    "an argument of the run": ([*GPUS, FULL, *LAPTOP, "--lerning_rate", "1"], "unknown argument 'lerning_rate'"),
+    "the run's batch": ([*GPUS, FULL, *LAPTOP], "--total_batch_size 16 is not a multiple of"),
+    "where it is written": ([*CPUS, FULL, *LAPTOP, "--output_dir", "/tmp/out"], "/tmp/out is lost with the pod; give one below /checkpoints"),
+    "the recipe": ([*CPUS, FULL, str(ROOT / "recipes/chess.py"), *LAPTOP[1:]], "give the recipe's path in it"),
+    "the launcher": ([*JOB, "--nodes", "1", "--gpus-per-node", "1", "accelerate_configs/single.yaml", *LAPTOP], "take accelerate_configs/ddp.yaml"),
+    "no run": (CPUS, "what is to run is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refused(case):
+    argv, *expected = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        render("pytorchjob", argv)
+    for text in expected:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("kind, room", [("pytorchjob", 54), ("trainjob", 48)])
+def test_longest_names(kind, room):
+    """Of a job on two nodes: `-worker-0` or `-node-0-1-abcde` are appended."""
+    found = documents(kind, *CPUS, "--name", "x" * room, FULL, *LAPTOP)
+    assert problems(found) == []
+    with pytest.raises(ConfigError, match=f"has {room + 1} characters; there is room for {room}"):
+        render(kind, [*CPUS, "--name", "x" * (room + 1), FULL, *LAPTOP])
+    for document in found:
+        if document["kind"] in ("PyTorchJob", "TrainJob"):
+            document["metadata"]["name"] += "x"
+    assert any("metadata/name: too long" in problem for problem in problems(found))
+
+
+def change(document: dict, path: str, value: object) -> None:
+    """The value at a path of keys and indices, or what a function makes of what is around it; None removes it."""
+    *keys, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in keys:
+        document = document[key]
+    if value is None:
+        del document[last]
+    else:
+        document[last] = value(document) if callable(value) else value
+
+
+MASTER = "spec/pytorchReplicaSpecs/Master"
+POD = f"{MASTER}/template/spec"
+NODE = "spec/template/spec/replicatedJobs/0/template"
+BROKEN = {
+    "PyTorchJob": {
+        f"{POD}/terminationGracePeriodSec": (600, "terminationGracePeriodSec"),
+        f"{POD}/containers/0/env/0/value": (8, "containers/0/env/0/value: 8 is not of type"),
+        f"{POD}/containers/0/name": ("node", "none is named pytorch"),
+        f"{POD}/containers/0/image": ("name:latest", "containers/image: name:latest"),
+        f"{POD}/containers/0/volumeMounts/0/name": ("shmm", "'shmm'] is mounted or defined only"),
+        f"{POD}/volumes/0/emptyDir": ({}, "volumes: shared memory needs a limit"),
+        f"{POD}/volumes/2/configMap/name": ("other", "volumes: no such ConfigMap"),
+        f"{POD}/restartPolicy": ("Never", f"{POD}/restartPolicy"),
+        f"{MASTER}/restartPolicy": ("Sometimes", f"{MASTER}/restartPolicy: Sometimes"),
+        f"{MASTER}/replicas": ("1", f"{MASTER}/replicas: '1' is not of type 'integer'"),
+        "spec/pytorchReplicaSpecs/Chief": (lambda replicas: replicas["Master"], "roles are Master and Worker"),
+        "spec/nprocPerNode": (8, "spec/nprocPerNode: 8 is not of type 'string'"),
+        "spec/runPolicy/backoffLimits": (3, "spec/runPolicy: "),
+        "apiVersion": ("kubeflow.org/v2", "apiVersion: kubeflow.org/v2"),
+        "metadata/name": ("8b", "metadata/name: '8b'"),
+    },
+    "TrainJob": {
+        "spec/trainer/numProcPerNode": ("8", "spec/trainer/numProcPerNode: '8' is not of type 'integer'"),
+        "spec/trainer/nodes": (4, "spec/trainer: "),
+        "spec/podTemplateOverrides": ([], "spec: "),
+        "spec/runtimeRef/name": ("other", "spec/runtimeRef: there is no TrainingRuntime other"),
+        "spec/runtimeRef": (None, "'runtimeRef' is a required property"),
+    },
+    "TrainingRuntime": {
+        "spec/mlPolicy/torch": ({"numProcPerNode": 8}, "spec/mlPolicy/torch: "),
+        "spec/template/spec/failurePolicy/maxRestarts": ("x", "failurePolicy/maxRestarts: 'x' is not of type 'integer'"),
+        "spec/template/spec/replicatedJobs/0/name": ("worker", "must be named node"),
+        f"{NODE}/metadata": (None, "none says that it is the trainer"),
+        f"{NODE}/spec/backofLimit": (0, f"{NODE}/spec: "),
+        f"{NODE}/spec/template/spec/restartPolicy": ("Always", "restartPolicy: of a Job's pods"),
+        f"{NODE}/spec/template/spec/containers/0/env/0/name": ("PET_NNODES", "reserved: ['PET_NNODES']"),
+        f"{NODE}/spec/template/spec/securityContext/runAsNonRoot": (False, "securityContext: not confined"),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[dict]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return {kind: documents(kind, *GPUS, FULL, *LAPTOP, *FLAGS["laptop"]) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind, path", [(kind, path) for kind, paths in BROKEN.items() for path in paths])
+def test_broken_manifests_are_found(rendered, kind, path):
+    """The checks that all that is rendered passes see each of these, and name the field."""
+    value, expected = BROKEN[kind][path]
+    manifest = copy.deepcopy(rendered["pytorchjob" if kind == "PyTorchJob" else "trainjob"])
+    change(of_kind(manifest, kind), path, value)
+    assert any(expected in problem for problem in problems(manifest)), problems(manifest)
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_instance_types(instance):
+    gpus, efa = INSTANCES[instance]
+    job = [*JOB, "--nodes", "2", "--gpus-per-node", str(gpus), "--instance-type", instance]
+    run = [FULL, *LAPTOP, "--total_batch_size", "64"]
+    spec = the_pod(found := documents("pytorchjob", *job, *run))
+    assert problems(found) == []
+    container = spec["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": str(gpus), "vpc.amazonaws.com/efa": str(efa)}
+    assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": instance}
+    names = {variable["name"] for variable in container["env"] if variable["name"].startswith("FI_")}
+    assert names == set(EFA | FABRIC.get(instance, {}))
+    on_hyperpod = the_pod(documents("pytorchjob", *job, "--instance-type", f"ml.{instance}", *run))
+    assert on_hyperpod["nodeSelector"] == {"node.kubernetes.io/instance-type": f"ml.{instance}"}
+    assert on_hyperpod["containers"] == spec["containers"]
+    spec = the_pod(documents("pytorchjob", *job, "--efa-per-node", "0", *run))
+    assert "/efa" not in str(spec) and "FI_" not in str(spec)
+
+
+def test_all_flags():
+    job = [
+        *GPUS, "--name", "run", "--namespace", "team", "--cpus-per-node", "90", "--memory", "1000Gi", "--shm-size", "64Gi",
+        "--checkpoints-size", "1200Gi", "--storage-class", "fsx", "--cache-pvc", "hub", "--grace-seconds", "600",
+        "--max-restarts", "3", "--node-selector", "pool=gpu", "example.com/zone=a", "--toleration", "nvidia.com/gpu:NoSchedule",
+        "team=x", "--queue", "gpus", "--annotation", "karpenter.sh/do-not-disrupt=true",
+    ]  # fmt: skip
+    for kind in KINDS:
+        manifest, said = render(
+            kind, [*job, FULL, "recipes/t5.py", "--dataset_name", "a/b", "--total_batch_size", "32"]
+        )
+        found = list(yaml.safe_load_all(manifest))
+        assert problems(found) == []
+        assert {document["metadata"]["namespace"] for document in found} == {"team"}
+        claim, spec = of_kind(found, "PersistentVolumeClaim"), the_pod(found)
+        assert (claim["metadata"]["name"], claim["spec"]["storageClassName"]) == ("fsx-claim", "fsx")
+        assert claim["spec"]["resources"]["requests"]["storage"] == "1200Gi"
+        env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
+        assert env["HF_HUB_OFFLINE"] == "1" and env["HF_HOME"] == "/cache"
+        assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "585" and spec["terminationGracePeriodSeconds"] == 600
+        requests = spec["containers"][0]["resources"]["requests"]
+        assert (requests["cpu"], requests["memory"]) == ("90", "1000Gi")
+        assert spec["nodeSelector"] == {"pool": "gpu", "example.com/zone": "a"}
+        assert spec["tolerations"] == [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "team", "operator": "Equal", "value": "x"},
+        ]
+        assert found[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert manifest.count("karpenter.sh/do-not-disrupt: 'true'") == (3 if kind == "pytorchjob" else 2)
+        assert "Not checked: whether model 'google/flan-t5-base', dataset 'a/b' (en-fr) is on" in said
+    assert of_kind(found, "TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
+    # Each restart of the run is one of each of the 4 pods; the operator adds them up.
+    job = of_kind(documents("pytorchjob", *job, FULL, *LAPTOP, *FLAGS["laptop"]), "PyTorchJob")
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 13
+
+
+def test_flags_in_a_file(tmp_path):
+    """A site's own; and a flag wins over it."""
+    file = tmp_path / "site.yaml"
+    file.write_text(f"image: {IMAGE}\ncheckpoints_pvc: fsx-claim\nnodes: 4\ngpus_per_node: 8\ntoleration: [a, b=c]\n")
+    run = [FULL, *LAPTOP, *FLAGS["laptop"]]
+    expected = render("trainjob", [*GPUS, "--toleration", "a", "b=c", "--queue", "q", *run])
+    assert render("trainjob", ["--config", str(file), "--queue", "q", *run]) == expected
+    assert render("trainjob", [f"--config={file}", "--queue", "q", *run]) == expected
+    file.write_text("nodes: 4\nmemry: 1Gi\n")
+    with pytest.raises(ConfigError, match=r"unknown argument 'memry' in .*site\.yaml; did you mean 'memory'\?"):
+        render("trainjob", ["--config", str(file), *GPUS, *run])
+
+
+def test_grace_period(monkeypatch, tmp_path):
+    """Where the volume can be seen, time for two saves as long as the longest, and two minutes."""
+    monkeypatch.setattr(kubernetes, "CHECKPOINTS", str(tmp_path))
+
+    def grace() -> tuple[int, str]:
+        spec = the_pod(documents("pytorchjob", *CPUS, FULL, *LAPTOP, "--output_dir", "out"))
+        env = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
+        return spec["terminationGracePeriodSeconds"], env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+
+    assert grace() == (300, "285")
+    (tmp_path / "out").mkdir()
+    update_status(tmp_path / "out", longest_save_seconds=99.5)
+    assert grace() == (320, "305")
+
+
+def test_what_only_the_cluster_knows_is_left_to_the_run():
+    """A checkpoint to go on from, models of the Hub, files on the volumes; a file of the image must be here."""
+    run = ["recipes/chess.py", "--total_batch_size", "32", "--resume_from_checkpoint", "/checkpoints/old/checkpoint-7"]
+    render(
+        "pytorchjob",
+        [*GPUS, FULL, *run, "--model_name_or_path", "/cache/model", "--train_files", "/checkpoints/games.pgn"],
+    )
+    with pytest.raises(ConfigError, match=r"--train_files nowhere\.pgn: no such file"):
+        render("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn"])
+
+
+def test_no_token_in_the_output(tmp_path):
+    """On the command line: the manifest alone on stdout, what is said on stderr, and the token in neither."""
+    token = "hf_" + "secret" * 5
+    command = [sys.executable, "-m", "accelerate_recipes", "k8s", "trainjob", *GPUS, "--token-secret", "hf-token", FULL]
+    done = subprocess.run(
+        [*command, *LAPTOP, *FLAGS["laptop"]],
+        cwd=ROOT,
+        env=environment(tmp_path) | {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = list(yaml.safe_load_all(done.stdout))
+    assert problems(found) == []
+    assert "Ready: fsdp_full.yaml with 32 processes" in done.stderr
+    assert token not in done.stdout + done.stderr
+    (variable,) = [one for one in the_pod(found)["containers"][0]["env"] if one["name"] == "HF_TOKEN"]
+    assert variable == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_golden(kind):
+    """The jobs as text, in tests/golden/: whoever changes one sees all of it. The resolved arguments are tested above."""
+    job = [*GPUS, "--instance-type", "p4d.24xlarge", "--token-secret", "hf-token", "--queue", "gpus"]
+    manifest, _ = render(kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", *LAPTOP, *FLAGS["laptop"]])
+    text = re.sub(r"chess-[0-9a-f]{10}", "chess-0123456789", manifest.partition("---\n")[2])
+    file = ROOT / f"tests/golden/{kind}.yaml"
+    assert text == file.read_text(), f"if that is meant, write this to {file}:\n{text}"
+
+
+def test_sizes():
+    assert (
+        num_bytes("1.5Gi") == 1.5 * 2**30 and num_bytes("2G") == 2e9 and num_bytes("7") == 7 and num_bytes("1k") == 1000
+    )

@@ -1,0 +1,158 @@
+"""The command of a rendered job, run as the operators would: two pods of two processes, deleted, restarted, resumed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import CHILDREN, ROOT, launch_ok, losses, read_metrics
+from pods import Pods
+
+from accelerate_recipes.kubernetes import CHECKPOINTS
+
+SCRIPT = CHILDREN / "toy.py"
+JOB = ["--image", "registry.example/accelerate-recipes:1.0", "--checkpoints-pvc", "claim", "--nodes", "2"]
+JOB += ["--gpus-per-node", "0", "--cpus-per-node", "2"]
+FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
+OUT = ["--output_dir", f"{CHECKPOINTS}/out"]
+TOY = [str(SCRIPT.relative_to(ROOT)), "--per_device_train_batch_size", "2"]
+CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
+CHESS += ["--max_steps", "6", "--logging_steps", "1", "--num_positions", "20", "--eval_steps", "0"]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def toy_losses(forks, tmp_path_factory) -> dict[int, float]:
+    """Of four processes on one machine, undisturbed and without Kubernetes."""
+    out = tmp_path_factory.mktemp("toy") / "out"
+    assert forks.run(out, *TOY[1:], num_processes=4) == 0, out.with_suffix(".log").read_text()[-3000:]
+    return losses(out)
+
+
+def last_step(out: Path) -> int:
+    return max(losses(out), default=0) if (out / "metrics.jsonl").exists() else 0
+
+
+def assert_undisturbed(pods: Pods, expected: dict[int, float]) -> None:
+    """Every step once, with the losses of a run that nothing happened to."""
+    steps = [record["step"] for record in read_metrics(pods.out) if "loss" in record]
+    assert steps == sorted(set(steps)) == sorted(expected), pods.tail()
+    assert losses(pods.out) == pytest.approx(expected, rel=1e-5, abs=0)
+    assert json.loads((pods.out / "status.json").read_text())["state"] == "finished"
+    assert (pods.out / "export/model.safetensors").is_file() and not (pods.out / "lock.json").exists()
+
+
+def resumed_from(pods: Pods) -> list[int]:
+    return [int(step) for step in re.findall(r"Resumed .*checkpoint-\d+ \(step (\d+)", pods.log.read_text())]
+
+
+def status(pods: Pods) -> dict:
+    return json.loads((pods.out / "status.json").read_text())
+
+
+@pytest.mark.parametrize("command, code", [("kill -TERM $PPID", 75), ("touch {out}/stop", 0)], ids=["signal", "file"])
+def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
+    """Kubernetes starts it again, unless a person stopped it."""
+    out = tmp_path / "out"
+    fault = {"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "command": command.format(out=out)}
+    assert forks.run(out, TOY_FAULT=json.dumps(fault), STOPPED_EXIT_CODE="75") == code
+    assert json.loads((out / "status.json").read_text())["state"] == "stopped" and last_step(out) < 10
+
+
+@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_pod_is_deleted(toy_losses, tmp_path, node):
+    """All pods save, and end as failed, so that they are restarted; they go on from that step."""
+    with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+        pods.wait_until(lambda: last_step(pods.out) >= 4)
+        assert pods.delete(node) < pods.grace
+        code = pods.processes[1 - node].wait(timeout=30)
+        assert code != 0, "a pod that ends with 0 is not restarted, and the first one would be the end of the job"
+        stopped = status(pods)
+        assert stopped["state"] == "stopped" and stopped["reason"] == "SIGTERM" and stopped["step"] in range(4, 10)
+        pods.finish(deleted=node)
+    assert resumed_from(pods) == [stopped["step"]]
+    assert_undisturbed(pods, toy_losses)
+
+
+@pytest.fixture(scope="module")
+def chess_losses(tmp_path_factory) -> dict[int, float]:
+    """Of four processes on one machine, without Kubernetes."""
+    tmp_path = tmp_path_factory.mktemp("chess")
+    args = [*CHESS[1:], "--output_dir", tmp_path / "out", "--data_cache_dir", tmp_path / "cache"]
+    launch_ok(tmp_path, "fsdp_full", ROOT / CHESS[0], *args, flags=("--num_processes", "4"))
+    return losses(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_chess(chess_losses, tmp_path, kind):
+    with Pods(kind, tmp_path, *JOB, *FP32, *CHESS, *OUT) as pods:
+        pods.finish()
+    log = pods.log.read_text()
+    assert pods.restarts == 0 and log.count("Strategy: ") == 1 and "FSDP2 full shard | 4 x cpu" in log
+    assert re.search(r"^Step 6/6 Loss: ", log, re.MULTILINE), "which HyperPod looks for"
+    assert_undisturbed(pods, chess_losses)
+
+
+def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
+    """The first save at this step takes so much longer, just before it is complete. A file says that it has come to that."""
+    # The launcher signals all that its processes have started too.
+    command = f"[ -e {tmp_path}/saving ] || {{ trap '' TERM; touch {tmp_path}/saving; exec sleep {seconds}; }}"
+    fault = {"rank": 0, "event": "open", "path": f"checkpoint-{step}.partial/complete.json", "count": 1}
+    return {"TOY_FAULT": json.dumps(fault | {"command": command})}
+
+
+@pytest.mark.slow
+def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
+    """Longer than the 30 s that the launcher would leave its processes by itself: the grace period is what counts."""
+    job = [*JOB, "--grace-seconds", "75"]
+    with Pods("trainjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 3, 40)) as pods:
+        pods.wait_until((tmp_path / "saving").exists)
+        assert 31 < pods.delete(1) < 60
+        stopped = status(pods)
+        assert stopped["state"] == "stopped" and stopped["longest_save_seconds"] > 31
+        pods.finish(deleted=1)
+    assert resumed_from(pods) == [stopped["step"]]
+    assert_undisturbed(pods, toy_losses)
+
+
+@pytest.mark.slow
+def test_the_grace_period_is_too_short(toy_losses, tmp_path):
+    """For the second save: the first is used. The pod that is left notices that the others are gone."""
+    job = [*JOB, "--grace-seconds", "30"]
+    with Pods("pytorchjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 6, 25)) as pods:
+        pods.wait_until((tmp_path / "saving").exists)
+        assert 14 < pods.delete(0) < 25, "killed by the launcher, before the kubelet would"
+        assert pods.processes[1].wait(timeout=60) != 0
+        assert status(pods)["state"] == "running" and not (pods.out / "checkpoint-6").exists()
+        pods.finish(deleted=0)
+    assert resumed_from(pods) == [3]
+    assert_undisturbed(pods, toy_losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_is_lost(toy_losses, tmp_path, node):
+    """Without a signal: the pod that is left ends by itself, and both go on from the newest checkpoint."""
+    with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+        pods.wait_until(lambda: last_step(pods.out) >= 5)
+        pods.kill(node)
+        assert pods.processes[1 - node].wait(timeout=60) != 0
+        pods.finish(deleted=node)
+    (step,) = resumed_from(pods)
+    assert step in (3, 6)
+    assert_undisturbed(pods, toy_losses)
+
+
+@pytest.mark.slow
+def test_a_person_stops_it(tmp_path):
+    """A file `stop` ends the job: nothing is restarted."""
+    with Pods("trainjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+        pods.wait_until(lambda: last_step(pods.out) >= 4)
+        (pods.out / "stop").touch()
+        pods.finish()
+    assert pods.restarts == 0 and status(pods)["state"] == "stopped" and status(pods)["step"] < 10
