@@ -20,8 +20,9 @@ import yaml
 from accelerate_recipes.args import ConfigError, arg, error_list, resolve
 from accelerate_recipes.preflight import Plan, check
 
-# GPUs and EFA interfaces of an instance, as `aws ec2 describe-instance-types` says (and Karpenter's page of instance
-# types, where those of p4d, p5 and g6 were looked up). No run was made on any of them.
+# GPUs and EFA interfaces of an instance. Those of p4d and g6 are Karpenter's (its page of instance types), that of p5 is of
+# AWS's FSDP example; those of p5en, p6 and g5 were not looked up: `aws ec2 describe-instance-types` tells. No run was made
+# on any of them.
 INSTANCES = {
     "p4d.24xlarge": (8, 4),
     "p5.48xlarge": (8, 32),
