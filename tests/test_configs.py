@@ -164,7 +164,7 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
             [
                 str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "3", str(ROOT / "recipes/chess.py"),
                 "--total_batch_size", "16", "--model_name_or_path", "nobody/nothing", "--lerning_rate", "1",
-                "--output_dir", "/proc/nowhere", "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"),
+                "--output_dir", "/proc/nowhere", "--data_cache_dir", "/proc/cache", "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"),
             ]
         )  # fmt: skip
     for expected in (
@@ -172,6 +172,7 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
         "--total_batch_size 16 is not a multiple of --per_device_train_batch_size 1 x 3 processes",
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
         "--output_dir /proc/nowhere: /proc cannot be written to: ",
+        "--data_cache_dir /proc/cache: /proc cannot be written to: ",
         "/checkpoint-1: no such checkpoint; give latest, none, or a path",
         "model 'nobody/nothing' is not in ",
         "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",

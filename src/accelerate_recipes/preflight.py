@@ -76,7 +76,7 @@ FSDP1_ONLY = {
     "fsdp_use_orig_params": None,
 }
 
-# Directories that runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
+# Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
@@ -198,13 +198,13 @@ def versions() -> tuple[list[str], list[str]]:
     return missing, other
 
 
-def output_problems(output_dir: Path) -> list[str]:
-    place = existing(output_dir)
+def write_problems(name: str, directory: Path) -> list[str]:
+    place = existing(directory)
     try:
         with tempfile.TemporaryFile(dir=place):
             return []
     except OSError as error:
-        return [f"--output_dir {output_dir}: {place} cannot be written to: {error.strerror}; give another"]
+        return [f"--{name} {directory}: {place} cannot be written to: {error.strerror}; give another"]
 
 
 def filesystem(path: Path) -> str:
@@ -369,7 +369,12 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
         if Path(volumes[0]) not in output_dir.parents:
             found_in_output = [f"--output_dir {output_dir} is lost with the pod; give one below {volumes[0]}"]
     else:
-        found_in_output = output_problems(output_dir)
+        found_in_output = [
+            problem
+            for name in WRITTEN
+            if getattr(args, name, "")
+            for problem in write_problems(name, Path(getattr(args, name)))
+        ]
         if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
             warnings.append(
                 f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
