@@ -100,14 +100,15 @@ class Forks:
         script: Path | None = None,
         config: str = "fsdp_full",
         num_processes: int = 2,
+        flags: Sequence[str] = (),
         **env: str,
     ) -> int:
         """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all.
 
-        `script` defaults to the server's own.
+        `script` defaults to the server's own; `flags` are for the launcher.
         """
-        flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
-        launched = launch_environment([*flags, "--num_processes", str(num_processes), "recipe.py"])
+        config_flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
+        launched = launch_environment([*config_flags, "--num_processes", str(num_processes), *flags, "recipe.py"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -214,6 +214,7 @@ def like_a_user(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(CHILDREN), prepend=os.pathsep)  # what the toy imports
 
 
+@pytest.mark.slow
 def test_full_shard_holds_its_share(like_a_user, tmp_path):
     """Parameters, gradients and optimizer of each of 2 ranks: within 5 % of 16 bytes a parameter over 2."""
     found = trial(tmp_path, 4)
@@ -227,6 +228,7 @@ def test_full_shard_holds_its_share(like_a_user, tmp_path):
     assert 0 < max(found["peak_memory_gib"]) < 0.125
 
 
+@pytest.mark.slow
 def test_a_larger_batch_runs_out_of_memory(like_a_user, tmp_path):
     found = trial(tmp_path, 4096)
     assert found["outcome"] == "out of memory", found

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from accelerate_recipes import __main__ as cli
 from accelerate_recipes import checkpoint, lock, recipe, stop
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import (
@@ -155,12 +156,23 @@ def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
         agree_on_resume(run.accelerator, run.args)
 
 
-def run_cli(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate_recipes", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def run_cli(monkeypatch, capsys):
+    """`python -m accelerate_recipes ...`, in this process."""
+
+    def run(*args: object) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as error:
+            code = error.code
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+
+    return run
 
 
-def test_commands(make_run, tmp_path):
+def test_commands(make_run, run_cli, tmp_path):
     """verify, list and export, as typed."""
     run = make_run()
     older, newer = save(run, 10), save(run, 20)

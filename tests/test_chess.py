@@ -18,7 +18,7 @@ import yaml
 from faults import kill_run
 from helpers import CHILDREN, ROOT, environment, launch, launch_command, launch_ok, losses, read_metrics
 
-CHESS = ROOT / "recipes" / "chess.py"
+CHESS = SCRIPT = ROOT / "recipes" / "chess.py"
 STEPS = 40
 LOG_LINE = re.compile(
     r"Step \d+/\d+ Loss: \d+\.\d{5}, Speed: \d+\.\d\d samples/sec, \d+ tokens/sec, lr: \d\.\d{6}, grad norm: \d+\.\d\d, "
@@ -195,13 +195,13 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(undisturbed, tiny,
     }  # fmt: skip
 
 
-def test_a_stop_file_is_noticed_in_the_first_evaluation(tiny, tmp_path):
+def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, tmp_path):
     """It may lie there before the run listens to signals: while Python imports."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "stop").touch()
-    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", out)
-    assert f"Stopped by file {out / 'stop'}" in done.stdout
+    done = run_forked(*tiny)
+    assert done.returncode == 0 and f"Stopped by file {out / 'stop'}" in done.stderr
     assert read_status(out)["state"] == "stopped" and not (out / "stop").exists()
     assert read_metrics(out) == []
 
@@ -275,29 +275,31 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_illegal_move_is_named_by_file_and_row(games_file, tiny, tmp_path):
+def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, tmp_path):
     games = pq.read_table(games_file).column("Moves").to_pylist()[:20]
     games[7] = [*games[7][:10], "a1a1"]
     bad = tmp_path / "bad.jsonl"
     bad.write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in games))
-    arguments = [
-        "--train_files",
-        bad,
-        "--data_cache_dir",
-        tmp_path / "cache",
-        "--output_dir",
-        tmp_path / "out",
-    ]
-    done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments)
+    done = run_forked(*tiny, "--train_files", bad, "--data_cache_dir", tmp_path / "cache")
     assert_one_clear_error(done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
 
 
-def run_alone(tmp_path: Path, *args: object, **env: str) -> subprocess.CompletedProcess:
+def run_alone(tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
     """`python recipes/chess.py`, without a launcher."""
     command = [sys.executable, str(CHESS), *map(str, args), "--output_dir", str(tmp_path / "out")]
-    variables = environment(tmp_path) | env
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def run_forked(forks, tmp_path):
+    """Two forked ranks; all that they said is in `stderr`."""
+
+    def run(*args: object, **env: str) -> subprocess.CompletedProcess:
+        code = forks.run(tmp_path / "out", *args, **env)
+        return subprocess.CompletedProcess(args, code, "", (tmp_path / "out.log").read_text())
+
+    return run
 
 
 def test_a_file_without_moves(games_file, tiny, tmp_path):
@@ -308,16 +310,16 @@ def test_a_file_without_moves(games_file, tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_is_not_here(games_file, tiny, tmp_path):
-    done = run_alone(tmp_path, *tiny, "--from_scratch", "false")
+def test_a_model_that_is_not_here(run_forked, tiny, tmp_path):
+    done = run_forked(*tiny, "--from_scratch", "false")
     assert_one_clear_error(done, "model 'codellama/CodeLlama-7b-hf' is not in ", "accelerate_recipes download ")
     assert not (tmp_path / "out").exists()
 
 
-def test_two_owners_and_an_unprefixed_key(tiny, tmp_path):
+def test_two_owners_and_an_unprefixed_key(run_forked, tiny):
     """As the environment shows them; both are reported with a wrong argument."""
-    done = run_alone(
-        tmp_path, *tiny, "--sed", 1,
+    done = run_forked(
+        *tiny, "--sed", 1,
         ACCELERATE_GRADIENT_ACCUMULATION_STEPS="2", ACCELERATE_USE_PARALLELISM_CONFIG="true",
     )  # fmt: skip
     assert_one_clear_error(

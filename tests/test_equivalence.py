@@ -1,4 +1,7 @@
-"""The arithmetic does not depend on the strategy: one trajectory for all, through `accelerate launch`."""
+"""The arithmetic does not depend on the strategy: one trajectory for all.
+
+Through `accelerate launch` for one of each kind; the others get from it what it would set for them, and are forked.
+"""
 
 import json
 
@@ -23,20 +26,29 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="session")
-def run_steps(tmp_path_factory):
-    """Result of tests/children/steps.py under a strategy, launched once for all tests that look at it."""
+SCRIPT = CHILDREN / "steps.py"
+FORKED = {
+    "accumulation", "fsdp2 on 4, accumulation", "gradients and optimizer, accumulation", "hybrid 2 x 2, accumulation",
+    "offload", "activation checkpointing", "no wrap", "fsdp1 by size",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_steps(forks, tmp_path_factory):
+    """Result of tests/children/steps.py under a strategy, run once for all tests that look at it."""
     done: dict[tuple, dict] = {}
 
     def result(name: str, *args: object) -> dict:
         if (name, *args) not in done:
-            config, _, size, flags, _, _ = STRATEGIES[name]
+            config, world_size, size, flags, _, _ = STRATEGIES[name]
             tmp_path = tmp_path_factory.mktemp("steps")
             out = tmp_path / "out"
-            launch_ok(
-                tmp_path, config, CHILDREN / "steps.py", "--output_dir", out, "--per_device_train_batch_size", size,
-                *args, flags=flags,
-            )  # fmt: skip
+            sizes = ("--per_device_train_batch_size", size)
+            if args or name in FORKED:
+                code = forks.run(out, *sizes, *args, config=config, num_processes=world_size, flags=flags)
+                assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+            else:
+                launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *sizes, *args, flags=flags)
             done[name, *args] = json.loads((out / "result.json").read_text())
         return done[name, *args]
 

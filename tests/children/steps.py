@@ -13,6 +13,7 @@ import toy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
+from toy import requirements
 
 from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.data import PackedRows, make_train_loader
@@ -103,4 +104,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, toy.requirements)
+    run(main, Args, requirements)
