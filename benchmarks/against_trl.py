@@ -23,7 +23,7 @@ from statistics import median
 import numpy as np
 import torch
 from datasets import Dataset
-from engine_overhead import OurLoop, Turns, load_rows, order_of_trainer, parse_flags
+from engine_overhead import OurLoop, Turns, load_rows, make_args, make_model, order_of_trainer, parse_flags
 from machine import machine
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PrinterCallback
@@ -33,8 +33,7 @@ from accelerate_recipes import chess_rules
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import make_train_loader
 from accelerate_recipes.distributed import make_accelerator, strategy_name
-from accelerate_recipes.init import initialize
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_word_tokenizer
 
 LOOPS = ("ours", "trainer")
 
@@ -103,30 +102,10 @@ def draw(path, steps: int, losses: dict[str, list[float]], speeds: dict[str, lis
 
 def main(flags: argparse.Namespace, output_dir: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    args = TrainArgs(
-        output_dir=output_dir,
-        max_steps=flags.steps * (1 + flags.pairs) + 1,
-        total_batch_size=flags.per_device_train_batch_size * flags.micro_batches * world_size,
-        per_device_train_batch_size=flags.per_device_train_batch_size,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=0,
-        logging_steps=flags.steps,
-        save_steps=0,
-    )
+    args = make_args(flags, output_dir, world_size)
     rows, vocab_size = load_rows(flags, args.seed)
     accelerator = make_accelerator(args)
-    model = new_llama(
-        "sdpa",
-        vocab_size=vocab_size,
-        hidden_size=flags.hidden_size,
-        intermediate_size=flags.intermediate_size,
-        num_hidden_layers=flags.num_hidden_layers,
-        num_attention_heads=flags.num_attention_heads,
-        num_key_value_heads=flags.num_attention_heads,
-        max_position_embeddings=flags.max_length,
-    )
-    initialize(model, args.seed, accelerator.device)  # here: both start from the same weights
+    model = make_model(flags, vocab_size, accelerator.device)
     num_parameters = model.num_parameters()
     loader = make_train_loader(rows, args, accelerator.process_index, world_size)
     ours = OurCurve(accelerator, copy.deepcopy(model), args, loader)

@@ -45,7 +45,7 @@ from machine import machine
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, Subset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_recipes import chess_rules, engine
 from accelerate_recipes.args import ConfigError, TrainArgs
@@ -265,6 +265,35 @@ def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: i
     return trainer
 
 
+def make_args(flags: argparse.Namespace, output_dir: str, world_size: int) -> TrainArgs:
+    return TrainArgs(
+        output_dir=output_dir,
+        max_steps=flags.steps * (1 + flags.pairs) + 1,
+        total_batch_size=flags.per_device_train_batch_size * flags.micro_batches * world_size,
+        per_device_train_batch_size=flags.per_device_train_batch_size,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=0,
+        logging_steps=flags.steps,
+        save_steps=0,
+    )
+
+
+def make_model(flags: argparse.Namespace, vocab_size: int, device: torch.device) -> PreTrainedModel:
+    """Initialised here, and not where it is sharded: its copies start from the same weights."""
+    model = new_llama(
+        "sdpa",
+        vocab_size=vocab_size,
+        hidden_size=flags.hidden_size,
+        intermediate_size=flags.intermediate_size,
+        num_hidden_layers=flags.num_hidden_layers,
+        num_attention_heads=flags.num_attention_heads,
+        num_key_value_heads=flags.num_attention_heads,
+        max_position_embeddings=flags.max_length,
+    )
+    return initialize(model, TrainArgs.seed, device)
+
+
 def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
     """Packed games and the size of their vocabulary, of a token per move."""
     tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
@@ -290,33 +319,13 @@ def print_result(result: dict) -> None:
 
 def main(flags: argparse.Namespace, output_dir: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    args = TrainArgs(
-        output_dir=output_dir,
-        max_steps=flags.steps * (1 + flags.pairs) + 1,
-        total_batch_size=flags.per_device_train_batch_size * flags.micro_batches * world_size,
-        per_device_train_batch_size=flags.per_device_train_batch_size,
-        learning_rate=3e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=0,
-        logging_steps=flags.steps,
-        save_steps=0,
-    )
+    args = make_args(flags, output_dir, world_size)
     rows, vocab_size = load_rows(flags, args.seed)
     accelerator = make_accelerator(args)
     strategy = strategy_name(accelerator)
     if strategy not in ("FSDP2 full shard", "FSDP2 gradients and optimizer sharded"):
         raise ConfigError(f"no bare loop for {strategy}; use accelerate_configs/fsdp_full.yaml or fsdp_grad_op.yaml")
-    model = new_llama(
-        "sdpa",
-        vocab_size=vocab_size,
-        hidden_size=flags.hidden_size,
-        intermediate_size=flags.intermediate_size,
-        num_hidden_layers=flags.num_hidden_layers,
-        num_attention_heads=flags.num_attention_heads,
-        num_key_value_heads=flags.num_attention_heads,
-        max_position_embeddings=flags.max_length,
-    )
-    initialize(model, args.seed, accelerator.device)  # here: three loops start from the same weights
+    model = make_model(flags, vocab_size, accelerator.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     loaders = [make_train_loader(rows, args, accelerator.process_index, world_size) for _ in range(2)]

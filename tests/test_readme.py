@@ -178,7 +178,7 @@ def test_every_config_and_flag_on_the_page_exists():
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
-    assert set(re.findall(r"(?<![\w-])--[a-z_-]+\w", README + OFFLINE)) <= known | launch | ours | of_jobs
+    assert set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE)) <= known | launch | ours | of_jobs
     assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE):
         assert (ROOT / Path(path)).exists(), path
