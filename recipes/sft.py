@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes import hub
-from accelerate_recipes.args import ConfigError, arg, file_problems
+from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import make_accelerator
@@ -49,7 +49,7 @@ class Args(TrainerArgs, SFTConfig):
         found = super().problems(world_size)
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
-        found += file_problems("--train_files", self.train_files, hub.BUILDERS)
+        found += self.file_problems("train_files", hub.BUILDERS)
         if len({Path(file).suffix for file in self.train_files}) > 1:
             found.append("--train_files must all be of one kind")
         if not 0 < self.heldout_share < 1:

@@ -19,7 +19,7 @@ from datasets import load_from_disk
 from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import add_adapters, load_settings
-from accelerate_recipes.args import ConfigError, TrainArgs, arg, file_problems
+from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
@@ -98,8 +98,8 @@ class Args(TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        found += file_problems("--train_files", self.train_files, BUILDERS)
-        found += file_problems("--eval_files", self.eval_files, BUILDERS)
+        found += self.file_problems("train_files", BUILDERS)
+        found += self.file_problems("eval_files", BUILDERS)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
                 f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "

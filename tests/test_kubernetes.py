@@ -304,8 +304,10 @@ def test_what_only_the_cluster_knows_is_left_to_the_run():
         "pytorchjob",
         [*GPUS, FULL, *run, "--model_name_or_path", "/cache/model", "--train_files", "/checkpoints/games.pgn"],
     )
-    with pytest.raises(ConfigError, match=r"--train_files nowhere\.pgn: no such file"):
-        render("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn"])
+    with pytest.raises(
+        ConfigError, match=r"--train_files nowhere\.pgn: no such file\n(.|\n)*games\.txt: its name must end"
+    ):
+        render("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn", "/checkpoints/games.txt"])
 
 
 def test_no_token_in_the_output(tmp_path):

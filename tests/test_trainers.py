@@ -29,7 +29,7 @@ from accelerate_recipes.preflight import preflight
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 IMPORTS = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
-ENGINE = CHILDREN / "engine.py"
+ENGINE = CHILDREN / "chess_engine.py"
 STOCKFISH = shutil.which("stockfish", path=os.environ["PATH"] + ":/usr/games")
 STEPS = 6
 # What differs between two runs that are the same.

@@ -122,6 +122,9 @@ class TrainArgs:
     # Fields that are no arguments, and who decides instead.
     owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
 
+    # Folders that only the machine of the run sees: whether a file is there cannot be known here.
+    elsewhere = ()
+
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
         found = []
@@ -217,6 +220,16 @@ class TrainArgs:
             )
         return found
 
+    def file_problems(self, name: str, suffixes: Collection[str]) -> list[str]:
+        """Which of the files of an argument are not there, or of no kind that is read, one sentence each."""
+        found = []
+        for file in map(Path, getattr(self, name)):
+            if not file.is_file() and not set(map(Path, self.elsewhere)) & set(file.parents):
+                found.append(f"--{name} {file}: no such file")
+            elif file.suffix not in suffixes:
+                found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
+        return found
+
     @property
     def base_model(self) -> str:
         """Name or folder of the pretrained model that a run begins with, as its recipe says; empty: it makes a new one."""
@@ -242,17 +255,6 @@ class TrainArgs:
     def save(self, path: Path) -> None:
         """Write all arguments as YAML; the file is itself a valid `--config`."""
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
-
-
-def file_problems(flag: str, files: Sequence[str], suffixes: Collection[str]) -> list[str]:
-    """Which of the files of a flag are not there, or of no kind that is read, one sentence each."""
-    found = []
-    for file in files:
-        if not Path(file).is_file():
-            found.append(f"{flag} {file}: no such file")
-        elif Path(file).suffix not in suffixes:
-            found.append(f"{flag} {file}: its name must end with one of {', '.join(suffixes)}")
-    return found
 
 
 def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:
@@ -291,8 +293,10 @@ def parse(
     return args
 
 
-def resolve(args_class: type[Args], argv: Sequence[str], world_size: int) -> tuple[Args, list[str]]:
-    """The arguments, without those that are wrong, and every problem found."""
+def resolve(
+    args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = ()
+) -> tuple[Args, list[str]]:
+    """The arguments, without those that are wrong, and every problem found. `elsewhere`: as in `TrainArgs`."""
     argv = list(argv)
     # No exit at the first error, no abbreviations: `--learning` must not silently mean --learning_rate.
     parser = HfArgumentParser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
@@ -314,6 +318,7 @@ def resolve(args_class: type[Args], argv: Sequence[str], world_size: int) -> tup
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
+    args.elsewhere = elsewhere
     return args, errors + args.problems(world_size)
 
 

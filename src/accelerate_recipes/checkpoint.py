@@ -606,7 +606,7 @@ def export(
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
-    if merge_adapter and yaml.safe_load((checkpoint / "args.yaml").read_text())["load_in_4bit"]:
+    if merge_adapter and yaml.safe_load((checkpoint / "args.yaml").read_text()).get("load_in_4bit"):
         raise ConfigError(
             f"{checkpoint} holds adapters of a model in 4 bits: they do not fit its unrounded weights; PEFT loads them "
             "beside a model in 4 bits"

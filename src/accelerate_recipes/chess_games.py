@@ -13,7 +13,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules, hub
-from accelerate_recipes.args import ConfigError, arg, error_list, file_problems
+from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.data import cached, pack_documents
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
@@ -39,7 +39,7 @@ class GamesArgs:
     })  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size) + file_problems("--train_files", self.train_files, SUFFIXES)
+        found = super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
         if not 0 < self.heldout_share < 1:
             found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         if self.num_positions < 1:

@@ -47,8 +47,6 @@ def make_pairs(
     Raises:
         Stopped: between two batches.
     """
-    if file.exists():
-        return
     partial = file.with_suffix(".partial")
     done = on_first_rank(lambda: go_on(partial))
     chunk = 4 * batch_size * accelerator.num_processes  # sorted by length within

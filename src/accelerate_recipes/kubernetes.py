@@ -209,15 +209,14 @@ def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
         size = ["--nodes", max(1, job.nodes or 1), "--gpus-per-node", max(0, job.gpus_per_node or 0)]
         size += [] if job.gpus_per_node else ["--cpus-per-node", max(1, job.cpus_per_node or 1)]
         try:
-            plan = check([run[0], *map(str, size), *run[1:]], volumes=(CHECKPOINTS, CACHE))
+            plan, found = check([run[0], *map(str, size), *run[1:]], volumes=(CHECKPOINTS, CACHE))
         except ConfigError as error:
-            problems += [line.removeprefix("  - ") for line in str(error).splitlines() if line.startswith("  - ")] or [
-                str(error)
-            ]
+            problems.append(str(error))
+        else:
+            problems += found
     if plan is not None:
         problems += image_problems(run[0], plan)
-    if plan is not None and not job.name:
-        job.name = Path(plan.command[0]).stem.replace("_", "-")
+        job.name = job.name or Path(plan.command[0]).stem.replace("_", "-")
     if job.name:
         # What the operator appends to it must be a label too.
         last = (job.nodes or 1) - 1

@@ -11,7 +11,6 @@ import argparse
 import difflib
 import math
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -304,20 +303,29 @@ class Plan:
 
 
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
-    """What will run, with warnings; and the same as assignments that bash reads. See `check`."""
-    plan = check(argv)
+    """What will run, with warnings; and the same as assignments that bash reads. See `check`.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    plan, problems = check(argv)
+    if problems:
+        raise ConfigError(error_list("This run cannot start", problems))
     return plan.said, plan.assignments
 
 
-def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
+def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None, list[str]]:
     """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
 
     `volumes` are the mount paths of a pod that will run it, first that of its checkpoints. What lies there only the
     cluster knows: the checkpoint to go on from, space, the Hub's cache, files of data. That is left to the processes of
     the run, which look at all of it before they train.
 
+    Returns:
+        What will run, or else all problems.
+
     Raises:
-        ConfigError: with all problems.
+        ConfigError: where there is nothing to check.
     """
     asked = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     asked.add_argument("--nodes", type=int)
@@ -356,8 +364,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
     # The arguments
-    args, found = resolve(module.Args, command[1:], world_size)
-    problems += [problem for problem in found if not names_file_below(volumes, problem)]
+    args, found = resolve(module.Args, command[1:], world_size, elsewhere=volumes)
+    problems += found
     problems += lever_problems(args, env, num_devices) if env else []
     for name in WRITTEN if volumes else ():
         if getattr(args, name, ""):
@@ -417,7 +425,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
             problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")
 
     if problems:
-        raise ConfigError(error_list("This run cannot start", problems))
+        return None, problems
     lines = [
         f"Ready: {config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
         f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches",
@@ -426,10 +434,4 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> Plan:
     if resumed_from:
         lines.append(f"Goes on from {resumed_from}{'' if asked.no_checksums else ', whose checksums are right'}")
     said = "\n".join([*lines, *(f"warning: {warning}" for warning in warnings)])
-    return Plan(said, args, needed.needs, launch, command)
-
-
-def names_file_below(volumes: Sequence[str], problem: str) -> bool:
-    """Whether a problem is that no such file is here, of one that is on a pod's volume."""
-    file = re.search(r" (/\S+): no such file$", problem)
-    return file is not None and any(Path(volume) in Path(file[1]).parents for volume in volumes)
+    return Plan(said, args, needed.needs, launch, command), []

@@ -27,7 +27,7 @@ from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.download import download
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
-from accelerate_recipes.status import update_status
+from accelerate_recipes.status import is_wish_of_a_person, update_status
 from accelerate_recipes.stop import Stopped
 from accelerate_recipes.watch import LostRankError
 
@@ -99,7 +99,7 @@ def run(
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
         # What restarts by exit codes alone takes 0 for the end of the run: that is only what a person wanted.
-        if not str(reason).startswith("file "):
+        if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)

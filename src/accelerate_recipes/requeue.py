@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from accelerate_recipes.status import attempt, read_status
+from accelerate_recipes.status import attempt, is_wish_of_a_person, read_status
 
 MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
 
@@ -31,7 +31,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
         return 0, "finished"
     if state == "failed":
         return 1, f"failed, and would again: {reason}"
-    if state == "stopped" and not signalled and reason.startswith("file "):
+    if state == "stopped" and not signalled and is_wish_of_a_person(reason):
         return 0, f"stopped by {reason}; the same command goes on"
     ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
     attempts = [json.loads(line) for line in file.read_text().splitlines()][-MAX_WITHOUT_PROGRESS:]

@@ -19,6 +19,11 @@ def attempt() -> dict[str, str | int]:
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restarts": int(restarts)}
 
 
+def is_wish_of_a_person(reason: str) -> bool:
+    """Of a run that stopped: by the file `stop`, and not by a signal or the job's end alone."""
+    return reason.startswith("file ")
+
+
 def read_status(output_dir: Path) -> dict:
     """Empty where there is none."""
     file = output_dir / "status.json"
