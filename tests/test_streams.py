@@ -337,7 +337,16 @@ def test_another_column(tokenizer, corpus, tmp_path):
         ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-20], r"a.json.gz is cut off: .* after \d+ bytes"),
         ("a.json.gz", b"", r"a.json.gz is cut off: .* after 0 bytes"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl, line 2 is not JSON: "),
-        ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 has no 'text', but a list"),
+        ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
+        ("a.jsonl", b'{"text": "a"}\n\n', "a.jsonl, line 2 is not JSON: "),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),
+        ("a.jsonl", b"[" * 10**5, "a.jsonl, line 1 is not JSON: .*recursion"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b\\ud800c"}\n',
+            r"a.jsonl, line 2: 'text' holds \\ud800, which is no char",
+        ),
+        ("a.jsonl", b'{"text": "b\xed\xa0\x80c"}\n', "a.jsonl, line 1 is not JSON: .*codec can't decode"),
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: 'text' is no text, but NoneType"),
         ("a.parquet", b"PAR", "a.parquet is not Parquet: "),
     ],
@@ -353,6 +362,36 @@ def test_columns_of_parquet(tmp_path, corpus):
     pq.write_table(pa.table({"content": corpus}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has the columns \['content'\], but no 'text'"):
         list(read_documents(str(tmp_path / "a.parquet"), "text", 0, 1, QUICK, no_retry))
+
+
+def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
+    """Each is told by its row; what lies before is read."""
+    file = tmp_path / "a.parquet"
+    binary = pa.array([text.encode() for text in corpus], pa.binary())
+    no_utf8 = pa.array([*map(str.encode, corpus[:9]), b"\xff", *map(str.encode, corpus[10:])], pa.binary())
+
+    def problem(texts) -> tuple[int, str]:
+        pq.write_table(
+            pa.table({"text": texts}), file, row_group_size=8, compression="none", use_dictionary=False
+        )  # fmt: skip
+        if texts is corpus:  # the header of a page in the second group
+            content = bytearray(file.read_bytes())
+            start = pq.read_metadata(file).row_group(1).column(0).data_page_offset
+            content[start : start + 8] = b"\xff" * 8
+            file.write_bytes(content)
+        read = []
+        with pytest.raises(DataError) as error:
+            for document in read_documents(str(file), "text", 0, 1, QUICK, no_retry):
+                read.append(document)
+        return len(read), str(error.value).removeprefix(str(file))
+
+    num, found = problem(corpus)
+    assert num == 8 and found.startswith(" is damaged in rows 8 to 15: ")
+    num, found = problem(no_utf8.view(pa.string()))
+    assert num == 8 and found.startswith(" is damaged in rows 8 to 15: ") and "UTF8" in found
+    assert problem([*corpus[:12], None]) == (12, ", row 12: 'text' is no text, but NoneType")
+    assert problem(binary) == (0, ", row 0: 'text' is no text, but bytes"), "not taken for JSON"
+    assert problem([{"a": "b"}]) == (0, ", row 0: 'text' is no text, but dict")
 
 
 def test_shards_of_a_folder():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
@@ -203,8 +204,8 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """The same of a Parquet file; row groups before `first` are not read at all."""
     try:
-        file = pq.ParquetFile(shard)
-    except (OSError, ValueError) as error:
+        file = pq.ParquetFile(shard, page_checksum_verification=True)  # where the file has checksums
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
     if text_column not in file.schema_arrow.names:
         raise DataError(f"{shard} has the columns {file.schema_arrow.names}, but no {text_column!r}")
@@ -212,9 +213,18 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
     for group in range(file.num_row_groups):
         end = start + file.metadata.row_group(group).num_rows
         if first < end:
-            column = file.read_row_group(group, columns=[text_column]).column(0)
+            try:
+                column = file.read_row_group(group, columns=[text_column]).column(0)
+                column.validate(full=True)  # also that text is UTF-8
+                if len(column) != end - start:
+                    raise OSError(f"there are {len(column)}")
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(f"{shard} is damaged in rows {start} to {end - 1}: {first_line(error)}") from None
             for index in range(first, end, stride):
-                yield index, column[index - start].as_py()
+                text = column[index - start].as_py()
+                if not isinstance(text, str):
+                    raise DataError(f"{shard}, row {index}: {text_column!r} is no text, but {type(text).__name__}")
+                yield index, text
                 first = index + stride
         start = end
 
@@ -340,16 +350,33 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
     Raises:
         DataError: naming shard and line, for what is not JSON or has no text.
     """
-    text = document
-    if isinstance(document, bytes):
-        try:
-            record = json.loads(document)
-        except ValueError as error:
-            raise DataError(f"{shard}, line {index + 1} is not JSON: {first_line(error)}") from None
-        if not isinstance(record, dict) or text_column not in record:
-            has = f"the keys {list(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but {has}")
-        text = record[text_column]
+    if isinstance(document, str):
+        return document
+    record = record_of(shard, index, document)
+    if text_column not in record:
+        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
+    text = record[text_column]
     if not isinstance(text, str):
         raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, of which no tokens can be made
+        half = f"\\u{ord(text[error.start]):x}"
+        raise DataError(f"{shard}, line {index + 1}: {text_column!r} holds {half}, which is no character") from None
     return text
+
+
+def record_of(file: str, index: int, line: bytes) -> dict:
+    """The JSON object in a line.
+
+    Raises:
+        DataError: naming file and line (from 1), for what is none.
+    """
+    where = f"{file}, line {index + 1}"
+    try:
+        record = json.loads(line.decode("utf-8-sig"))  # not of bytes: that would let through what is no UTF-8
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
+    return record
