@@ -34,6 +34,7 @@ from accelerate_recipes.models import (
     Architecture,
     load_model,
     load_tokenizer,
+    max_positions,
     new_bpe_tokenizer,
     new_config,
     new_model,
@@ -172,8 +173,8 @@ def main(args: Args) -> None:
     resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args)
     problems = vocabulary_problems(model.config, tokenizer)
-    if args.max_length > model.config.max_position_embeddings:
-        problems.append(f"--max_length is {args.max_length}, the model's is {model.config.max_position_embeddings}")
+    if args.max_length > (longest := max_positions(model.config)):
+        problems.append(f"--max_length is {args.max_length}, the model's is {longest}")
     if problems:
         raise ConfigError(error_list("Model and data do not belong together", problems))
     artifacts = [model.config, model.generation_config, tokenizer]
@@ -213,7 +214,10 @@ def main(args: Args) -> None:
     )
 
     # Result
-    starts = [tokenizer(text)["input_ids"][:16] for text in validation.texts[:3]]
+    tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
+    starts = list(
+        islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3)
+    )  # of an empty text there may be none
     continuations = generate_texts(accelerator, model, tokenizer, starts, 40, batch_size=1)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)

@@ -27,7 +27,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token, trained_share
-from accelerate_recipes.models import load_model, load_tokenizer, new_llama, new_word_tokenizer
+from accelerate_recipes.models import check_length, load_model, load_tokenizer, new_llama, new_word_tokenizer
 from accelerate_recipes.next_moves import NextMoves
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import draw_run
@@ -111,6 +111,8 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = make_tokenizer(args)
+    if args.base_model:
+        check_length(args.base_model, args.max_length)
     folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
     facts = json.loads((folder / "facts.json").read_text())
     train_rows, heldout_rows = (
@@ -162,9 +164,9 @@ def main(args: Args) -> None:
         before, *_, after = (record for record in records if "eval_loss" in record)
         baseline = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
         results = {"before": before, "baseline": baseline, "after": after}
-        phases = [phase for phase in chess_rules.PHASES if f"eval_legal_move_rate_{phase}" in after]
+        parts = [part for part in (*chess_rules.PHASES, "unseen") if f"eval_legal_move_rate_{part}" in after]
         bars = {
-            name: {phase: 100 * result[f"eval_legal_move_rate_{phase}"] for phase in phases}
+            name: {part: 100 * result[f"eval_legal_move_rate_{part}"] for part in parts}
             for name, result in results.items()
         }
         draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games", "%")

@@ -22,7 +22,7 @@ from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
@@ -115,7 +115,7 @@ def main(args: Args) -> None:
     # Model and trainer
     resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args)
-    room = model.config.max_position_embeddings - next_moves.max_new_tokens
+    room = max_positions(model.config) - next_moves.max_new_tokens
     room = min(room, args.max_prompt_length or room)
     positions = [
         {"prompt": " ".join(position["prefix"]), "move": position["move"]}

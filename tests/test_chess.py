@@ -104,7 +104,9 @@ def test_it_says_what_it_does(undisturbed):
     assert len([line for line in lines if LOG_LINE.fullmatch(line)]) == STEPS
     assert any("games to train on" in line and "padding" in line for line in lines)
     assert any(line.startswith("MFU is left out: the bf16 peak of this CPU is not known") for line in lines)
-    assert "legal moves: before" in lines[-3] and "baseline" in lines[-3] and "after" in lines[-3]
+    for line, positions in ((lines[-5], "Held-out positions (30)"), (lines[-3], "Of these, in no game trained on (")):
+        assert line.startswith(positions)
+        assert "legal moves: before" in line and "baseline" in line and "after" in line
     assert str(out / "export") in lines[-1] and str(out / "result.png") in lines[-1]
 
 

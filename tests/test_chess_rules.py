@@ -83,6 +83,7 @@ def test_metric():
         references=["e2e4", "e2e4", "a7a6", "a2a3"],
         prefixes=["", "", "f2f3 e7e5 g2g4", " ".join(FOOLS_MATE)],
         phases=["opening", "opening", "middlegame", "middlegame"],
+        seen=[True, False, False, True],
     )
     assert found == {
         "legal_move_rate": 0.5,
@@ -91,6 +92,8 @@ def test_metric():
         "next_move_accuracy_opening": 0.5,
         "legal_move_rate_middlegame": 0.5,
         "next_move_accuracy_middlegame": 0.0,
+        "legal_move_rate_unseen": 0.5,
+        "next_move_accuracy_unseen": 0.0,
     }
 
 

@@ -7,7 +7,7 @@ from accelerate_recipes.chess_rules import PHASES, is_legal
 
 DESCRIPTION = """
 Of moves predicted in chess positions: the share that is legal, and the share that is the move which was played;
-over all positions and by phase of the game.
+over all positions, by phase of the game, and over those that were never seen in training.
 """
 
 INPUTS = """
@@ -16,32 +16,32 @@ Args:
     references: the moves that were played.
     prefixes: the moves before each, separated by spaces.
     phases: `opening`, `middlegame` or `endgame` for each.
+    seen: whether a game that was trained on begins with the same moves, for each.
 Returns:
-    legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs.
+    legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs, and as
+    <name>_unseen where there is a position that was not seen.
 """
 
 
 class ChessMoves(evaluate.Metric):
     def _info(self):
-        text = datasets.Value("string")
-        names = ("predictions", "references", "prefixes", "phases")
+        features = dict.fromkeys(("predictions", "references", "prefixes", "phases"), datasets.Value("string"))
         return evaluate.MetricInfo(
             description=DESCRIPTION,
             citation="",
             inputs_description=INPUTS,
-            features=datasets.Features({name: text for name in names}),
+            features=datasets.Features(features | {"seen": datasets.Value("bool")}),
         )
 
-    def _compute(self, predictions, references, prefixes, phases):
+    def _compute(self, predictions, references, prefixes, phases, seen):
         legal = [is_legal(prefix.split(), move) for prefix, move in zip(prefixes, predictions, strict=True)]
         right = [move == played for move, played in zip(predictions, references, strict=True)]
-        result = {
-            "legal_move_rate": sum(legal) / len(legal),
-            "next_move_accuracy": sum(right) / len(right),
-        }
-        for phase in PHASES:
-            chosen = [i for i, name in enumerate(phases) if name == phase]
+        parts = {"": range(len(legal))}
+        parts |= {f"_{phase}": [i for i, name in enumerate(phases) if name == phase] for phase in PHASES}
+        parts["_unseen"] = [i for i, is_seen in enumerate(seen) if not is_seen]
+        result = {}
+        for suffix, chosen in parts.items():
             if chosen:
-                result[f"legal_move_rate_{phase}"] = sum(legal[i] for i in chosen) / len(chosen)
-                result[f"next_move_accuracy_{phase}"] = sum(right[i] for i in chosen) / len(chosen)
+                result[f"legal_move_rate{suffix}"] = sum(legal[i] for i in chosen) / len(chosen)
+                result[f"next_move_accuracy{suffix}"] = sum(right[i] for i in chosen) / len(chosen)
         return result

@@ -17,6 +17,7 @@ from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.data import cached, pack_documents
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
+VERSION = 2  # of what is prepared; raised when that changes, so that nobody finds it in an older form
 
 
 @dataclass
@@ -76,7 +77,8 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
     `train/` and `heldout/`   packed rows (see `data.PackedRows`)
     `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table
 
-    A game is one document: begin token, its moves separated by spaces, end token. It is held out when the hash of
+    A game is one document: begin token, its moves separated by spaces, end token (see `begin_token`). Of a position it
+    is known whether it `is_seen`: whether a game to train on begins with the same moves. A game is held out when the hash of
     its moves falls under `args.heldout_share`: the same game never lies on both sides, in whatever order files come.
 
     Raises:
@@ -86,6 +88,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         "sources": args.game_key,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [max_length, args.heldout_share, args.num_positions, seed, args.skip_bad_games],
+        "version": VERSION,
     }
 
     def build(folder: Path) -> None:
@@ -113,9 +116,11 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
             pack_documents(part, max_length, tmp / f"{name}-rows.arrow").save_to_disk(folder / name)
             facts[name] = len(part)
             if name == "train":
-                facts["baseline"] = chess_rules.most_frequent_followers(part["Moves"])
+                train_games = part["Moves"]
+                facts["baseline"] = chess_rules.most_frequent_followers(train_games)
             else:
                 facts["positions"] = chess_rules.sample_positions(part["Moves"], args.num_positions, seed)
+                chess_rules.mark_seen(facts["positions"], train_games)
         (folder / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(tmp)
 
@@ -136,6 +141,7 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
     settings = {
         "sources": args.game_key,
         "positions": [args.heldout_share, num_train_positions, args.num_positions, seed, args.skip_bad_games],
+        "version": VERSION,
     }
 
     def build(folder: Path) -> None:
@@ -162,10 +168,20 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
         baseline = chess_rules.most_frequent_followers(games[i] for i in np.flatnonzero(~heldout))
+        chess_rules.mark_seen(found["heldout"], (games[i] for i in np.flatnonzero(~heldout)))
         (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
         shutil.rmtree(folder / "tmp")
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+
+
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token that a game begins with, so that its first move is learnt too, and can be asked for.
+
+    Where a tokenizer has no begin token, as Qwen's, it is the end token, which stands between two texts anyway; GPT-2's
+    is both.
+    """
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def is_heldout(text: str, heldout_share: float) -> bool:
@@ -200,7 +216,7 @@ def tokenize_games(
         texts = [" ".join(moves) for moves in batch]
         tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return {
-            "input_ids": [[tokenizer.bos_token_id, *ids, tokenizer.eos_token_id] for ids in tokens],
+            "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
             "defect": [chess_rules.defect_of_game(moves) for moves in batch],
             "heldout": [is_heldout(text, heldout_share) for text in texts],
         }

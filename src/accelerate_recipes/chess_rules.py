@@ -6,7 +6,7 @@ A move is written in UCI (`e2e4`, `e7e8q`), a game as its moves separated by spa
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -105,6 +105,24 @@ def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) 
             candidates[phase].append({"prefix": moves[:ply], "move": moves[ply], "phase": phase})
     share = num_positions // len(PHASES)
     return [p for found in candidates.values() for p in generator.sample(found, min(share, len(found)))]
+
+
+def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
+    """Give each position `is_seen`: whether one of the games begins with the same moves."""
+    tree: dict = {}  # of the prefixes, move by move; under "" the positions behind these moves
+    for position in positions:
+        position["is_seen"] = False
+        node = tree
+        for move in position["prefix"]:
+            node = node.setdefault(move, {})
+        node.setdefault("", []).append(position)
+    for moves in games:
+        node = tree
+        for move in [*moves, None]:
+            for position in node.pop("", ()):
+                position["is_seen"] = True
+            if (node := node.get(move)) is None:
+                break
 
 
 def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import stop
 from accelerate_recipes.distributed import on_all_ranks
+from accelerate_recipes.models import max_positions
 
 
 @torch.no_grad()
@@ -26,7 +27,8 @@ def generate_texts(
 ) -> list[str]:
     """The most likely text behind each prompt (token ids), found greedily or with beams; on every rank, for all prompts.
 
-    An encoder-decoder reads a prompt and writes; a decoder goes on. No rank ever holds the whole model: what lies
+    An encoder-decoder reads a prompt and writes; a decoder goes on, and of a prompt that would leave no room for the new
+    tokens among the positions that it is made for it reads the end. No rank ever holds the whole model: what lies
     outside the wrapped layers (embedding, output layer, last norms) is gathered for as long as this takes, a layer
     while it computes. So each token costs gathering all layers, and all ranks run as many passes as the slowest.
 
@@ -34,11 +36,14 @@ def generate_texts(
         Stopped: between two batches.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    generator = accelerator.unwrap_model(model, keep_torch_compile=False)  # compiled, it would be so for every length
+    if not generator.config.is_encoder_decoder:
+        room = max_positions(generator.config)
+        max_new_tokens = min(max_new_tokens, room - 1)
+        prompts = [prompt[-(room - max_new_tokens) :] for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     missing = -len(by_length) % (world_size * batch_size)
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
-    # Compiled forward passes would be compiled again for every length.
-    generator = accelerator.unwrap_model(model, keep_torch_compile=False)
     texts: dict[int, str] = {}
     model.eval()
     # An encoder is called beside the model's own forward, where Accelerate has autocast.
@@ -59,6 +64,8 @@ def generate_texts(
                 temperature=None,
                 top_p=None,
                 top_k=None,
+                repetition_penalty=1.0,  # chat models bring one
+                eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 synced_gpus=world_size > 1,
             )

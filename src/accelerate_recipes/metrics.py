@@ -60,8 +60,10 @@ def flops_per_token(
     Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    idle = getattr(config, "num_local_experts", 0) - getattr(config, "num_experts_per_tok", 0)
-    idle *= 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+    idle = 0
+    if num_experts := getattr(config, "num_local_experts", 0):
+        idle = num_experts - config.num_experts_per_tok
+        idle *= 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
     return (4 + 2 * trained_share) * (num_parameters - embedding - idle) + attention

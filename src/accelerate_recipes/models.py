@@ -1,5 +1,6 @@
 """Models and tokenizers: from a name, a folder or a configuration."""
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,14 @@ T5_TYPES = ("t5", "mt5", "umt5")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """With a padding token; where the model has none, it is the end token, which no loss is taken of."""
+    """With a padding token; where the model has none, it is the end token, which no loss is taken of.
+
+    Raises:
+        ConfigError: if it has no end token either.
+    """
     tokenizer = AutoTokenizer.from_pretrained(name, **hub.pinned(name))
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name} has no end token, which ends each text; set its eos_token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -53,6 +60,20 @@ def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrain
     return AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=attn_implementation, use_safetensors=True, **settings, **hub.pinned(name)
     )
+
+
+def max_positions(config: PreTrainedConfig) -> int:
+    """Longest sequence that a model is made for, in tokens; very many where its configuration names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def check_length(name: str, max_length: int) -> None:
+    """Raise ConfigError if rows of `max_length` tokens are longer than the pretrained model is made for."""
+    longest = max_positions(AutoConfig.from_pretrained(name, **hub.pinned(name)))
+    if max_length > longest:
+        raise ConfigError(
+            f"--max_length is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less"
+        )
 
 
 @dataclass

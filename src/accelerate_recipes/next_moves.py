@@ -4,24 +4,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import evaluate
+import numpy as np
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
+from accelerate_recipes.chess_games import begin_token
 from accelerate_recipes.generation import generate_texts
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
     """Token ids of the moves so far, as the beginning of a document."""
-    return [tokenizer.bos_token_id, *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
+    return [begin_token(tokenizer), *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
+
+
+def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the move that has most, at the start of a game or, with the space before it, later on."""
+
+    def num_tokens(texts: list[str]) -> np.ndarray:
+        return np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
+
+    moves = chess_rules.all_uci_moves()
+    first = num_tokens(moves)
+    return int(max(first.max(), (num_tokens([f"{move} {move}" for move in moves]) - first).max()))
 
 
 class NextMoves:
     """Measures the same positions at every evaluation, and for the baseline.
 
     `facts` as `chess_games.prepare_games` leaves them; `metric_file` is the `evaluate` module that counts. Results
-    have the keys `legal_move_rate` and `next_move_accuracy`, and each with `_<phase>`.
+    have the keys `legal_move_rate` and `next_move_accuracy`, and each with `_<phase>` and, over the positions that no
+    game to train on came through, with `_unseen`.
     """
 
     def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
@@ -30,10 +44,7 @@ class NextMoves:
         self.positions = facts["positions"]
         self.followers = facts["baseline"]
         self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
-        self.max_new_tokens = max(len(ids) for ids in self._tokenize(chess_rules.all_uci_moves()))
-
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self.max_new_tokens = longest_move(tokenizer)
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Of the greedy moves of `model`. Every rank takes its share; all get the result."""
@@ -51,18 +62,24 @@ class NextMoves:
             references=[position["move"] for position in self.positions],
             prefixes=self.prefixes,
             phases=[position["phase"] for position in self.positions],
+            seen=[position["is_seen"] for position in self.positions],
         )
 
     def summary(self, results: dict[str, dict]) -> str:
         """Lines for people, of records that hold the values of an evaluation as `eval_...`, each with its name."""
+        unseen = sum(not position["is_seen"] for position in self.positions)
+        parts = {"": f"Held-out positions ({len(self.positions):,})"}
+        if unseen:
+            parts["_unseen"] = f"Of these, in no game trained on ({unseen:,})"
         lines = []
-        for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
-            shares = ", ".join(f"{key} {result[f'eval_{name}']:.1%}" for key, result in results.items())
-            lines.append(f"Held-out positions ({len(self.positions):,}), {unit}: {shares}")
+        for suffix, part in parts.items():
+            for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
+                shares = ", ".join(f"{key} {result[f'eval_{name}{suffix}']:.1%}" for key, result in results.items())
+                lines.append(f"{part}, {unit}: {shares}")
         return "\n".join(lines)
 
     def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
         """A game of the model against itself, up to its first illegal move."""
-        start = [[self.tokenizer.bos_token_id]]
+        start = [prompt_of(self.tokenizer, [])]
         (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
         return chess_rules.legal_part(text.split()[:num_moves])

@@ -1,0 +1,246 @@
+"""The chess recipes with causal language models of every usual shape: their tokenizers, begin and end tokens, positions."""
+
+import math
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from helpers import ROOT, read_metrics
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from accelerate_recipes import chess_rules
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.chess_games import tokenize_games
+from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.models import check_length, load_tokenizer, max_positions
+from accelerate_recipes.next_moves import NextMoves, longest_move, prompt_of
+
+SCRIPT = ROOT / "recipes" / "chess.py"
+METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"
+GAME = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6", "b5a4", "g8f6", "e1g1", "f8e7", "f1e1", "b7b5", "a4b3", "d7d6"]
+DIGITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def bpe(special: list[str], pre_tokenizer, **options) -> Tokenizer:
+    """A small byte-pair encoding that has learnt a few moves."""
+    tokenizer = Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    bytes_as_tokens = [f"<0x{i:02X}>" for i in range(256)] if options.get("byte_fallback") else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[*special, *bytes_as_tokens], show_progress=False,
+        initial_alphabet=[] if bytes_as_tokens else pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([" ".join(GAME)] * 3, trainer)
+    return tokenizer
+
+
+def sentencepiece(prepend_scheme: str) -> Tokenizer:
+    """Llama 2's (CodeLlama's) and Mistral's: a space is a mark before a word, what is unknown is bytes."""
+    tokenizer = bpe(["<unk>", "<s>", "</s>"], pre_tokenizers.Metaspace(), byte_fallback=True, unk_token="<unk>")
+    if prepend_scheme == "always":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.pre_tokenizer = None
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def byte_level(special: list[str], digits: str = "") -> Tokenizer:
+    """GPT-2's; Llama 3's and Qwen's, which split numbers in another way."""
+    split = [pre_tokenizers.Split(Regex(DIGITS % digits), "isolated")] if digits else []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not digits)
+    tokenizer = bpe(special, pre_tokenizers.Sequence([*split, level]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    tokenizer = byte_level(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], "{1,3}")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
+    )
+    return tokenizer
+
+
+def qwen() -> Tokenizer:
+    tokenizer = byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "{1}")
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SENTENCEPIECE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+END = "<|endoftext|>"
+SHAPES = {
+    "llama 2": (lambda: sentencepiece("always"), SENTENCEPIECE, LlamaConfig(**SIZES, max_position_embeddings=96)),
+    "llama 3": (
+        llama3,
+        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=96),
+    ),
+    "qwen": (
+        qwen,
+        {"eos_token": END, "pad_token": END},
+        Qwen2Config(**SIZES, num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True),
+    ),
+    "gpt2": (
+        lambda: byte_level([END]),
+        {"bos_token": END, "eos_token": END, "unk_token": END},
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    ),
+    "mistral": (
+        lambda: sentencepiece("first"),
+        SENTENCEPIECE,
+        MistralConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=96, sliding_window=32),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request, tmp_path_factory):
+    """A pretrained model with random weights, and its tokenizer."""
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
+    make, special, config = SHAPES[request.param]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), **special)
+    tokenizer.save_pretrained(folder)
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = None
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
+    """Begin token, moves, end token; what is asked for in a position is what was trained on there."""
+    tokenizer = load_tokenizer(str(folder))
+    rows = tokenize_games(Dataset.from_dict({"Moves": [GAME]}), tokenizer, 0.5, "games", tmp_path / "tokens.arrow")
+    document = rows[0]["input_ids"]
+    assert None not in document and len(document) > len(GAME) + 2
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    assert document[0] == begin and document[-1] == tokenizer.eos_token_id
+    longest = longest_move(tokenizer)
+    for ply, move in enumerate(GAME):
+        prompt = prompt_of(tokenizer, GAME[:ply])
+        assert document[: len(prompt)] == prompt and len(prompt) > 0
+        answer = document[len(prompt) : len(prompt) + longest]
+        assert tokenizer.decode(answer, skip_special_tokens=True).split()[0] == move
+    # Any move, not only those whose tokens were learnt.
+    for move in chess_rules.all_uci_moves()[::100]:
+        prompt, whole = prompt_of(tokenizer, GAME), prompt_of(tokenizer, [*GAME, move])
+        assert whole[: len(prompt)] == prompt and 0 < len(whole) - len(prompt) <= longest
+
+
+def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
+    """On two ranks; games are longer than the positions of the model, in training and in evaluation."""
+    games = tmp_path / "games.parquet"
+    pq.write_table(pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 40), games)
+    arguments = {
+        "model_name_or_path": folder, "train_files": games, "heldout_share": 0.3, "num_positions": 6, "max_length": 96,
+        "max_steps": 1, "total_batch_size": 2, "data_cache_dir": tmp_path / "cache",
+    }  # fmt: skip
+    code = forks.run(tmp_path / "out", *(part for name, value in arguments.items() for part in (f"--{name}", value)))
+    log = (tmp_path / "out.log").read_text()
+    assert code == 0, log[-3000:]
+    assert all(math.isfinite(record["eval_loss"]) for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
+    assert "The model against itself" in log
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/export")
+    prompt = torch.tensor([prompt_of(tokenizer, GAME[:2])])
+    assert model.generate(prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt.shape[1]
+
+
+def test_greedy_is_greedy_and_fits_the_positions(folder):
+    """Nothing of the settings that a chat model brings; a long prompt is read from its end."""
+    tokenizer, model = load_tokenizer(str(folder)), AutoModelForCausalLM.from_pretrained(folder)
+    accelerator = Accelerator(cpu=True)
+    prompts = [prompt_of(tokenizer, GAME), prompt_of(tokenizer, GAME * 20)]
+    assert len(prompts[1]) > max_positions(model.config) == 96
+
+    def generate() -> list[str]:
+        return generate_texts(accelerator, model, tokenizer, prompts, 5, batch_size=1)
+
+    found = generate()
+    ids = prompts[1][-91:]
+    model.eval()
+    for _ in range(5):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    if tokenizer.eos_token_id not in ids[-5:]:
+        assert found[1] == tokenizer.decode(ids[-5:], skip_special_tokens=True)
+    model.generation_config.update(do_sample=True, temperature=3.0, top_k=50, repetition_penalty=9.0)
+    assert generate() == found
+    # More than all positions are asked for, as in a game against itself.
+    assert generate_texts(accelerator, model, tokenizer, [prompts[0][:1]], 200, batch_size=1)
+
+
+def test_a_tokenizer_without_an_end_token(tmp_path):
+    make, _, _ = SHAPES["qwen"]
+    PreTrainedTokenizerFast(tokenizer_object=make()).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"the tokenizer of {tmp_path} has no end token, .*; set its eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_rows_longer_than_the_model_is_made_for(folder, tmp_path):
+    check_length(str(folder), 96)
+    with pytest.raises(
+        ConfigError, match=rf"--max_length is 97, but {folder} is made for 96 tokens; set it to 96 or less"
+    ):
+        check_length(str(folder), 97)
+
+
+def test_a_model_whose_positions_have_no_end(tmp_path):
+    BloomConfig().save_pretrained(tmp_path)
+    assert max_positions(BloomConfig()) == sys.maxsize
+    check_length(str(tmp_path), 10**6)
+
+
+def test_positions_that_were_seen_in_training():
+    """Apart from the phase: what a game to train on begins with, also a whole one, or nothing."""
+    prefixes = [[], ["e2e4"], ["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "e7e5", "g1f3"], ["d2d4"], ["e2e4"]]
+    positions = [{"prefix": prefix, "move": "a2a3", "phase": "opening"} for prefix in prefixes]
+    chess_rules.mark_seen(positions, [["e2e4", "e7e5"], ["e2e4", "e7e5", "b1c3"], ["e7e5"]])
+    assert [position["is_seen"] for position in positions] == [True, True, True, False, False, False, True]
+    chess_rules.mark_seen(positions, [])
+    assert not any(position["is_seen"] for position in positions)
+
+
+def test_the_share_over_positions_never_seen_is_told_apart():
+    played = [([], "e2e4", True), (["e2e4"], "e7e5", False), (["e2e4", "e7e5"], "g1f3", False)]
+    positions = [{"prefix": p, "move": m, "phase": "opening", "is_seen": seen} for p, m, seen in played]
+    make, special, _ = SHAPES["gpt2"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), **special)
+    next_moves = NextMoves({"positions": positions, "baseline": {"": "e2e4", "e2e4": "c7c5"}}, tokenizer, METRIC)
+    found = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
+    assert found["eval_legal_move_rate"] == 2 / 3 and found["eval_legal_move_rate_unseen"] == 1 / 2
+    assert found["eval_next_move_accuracy"] == 1 / 3 and found["eval_next_move_accuracy_unseen"] == 0
+    assert next_moves.summary({"baseline": found}).splitlines() == [
+        "Held-out positions (3), legal moves: baseline 66.7%",
+        "Held-out positions (3), moves as played: baseline 33.3%",
+        "Of these, in no game trained on (2), legal moves: baseline 50.0%",
+        "Of these, in no game trained on (2), moves as played: baseline 0.0%",
+    ]
+    for position in positions:
+        position["is_seen"] = True
+    found = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
+    assert (
+        not any("unseen" in name for name in found) and len(next_moves.summary({"baseline": found}).splitlines()) == 2
+    )
