@@ -70,10 +70,12 @@ class Args(TrainArgs, Architecture):
     validation_files: list[str] = field(default_factory=list, metadata={"help": "Instead, paths or URLs of files."})
     text_column: str = arg("text", "Key or column of the text.")
     pretokenize: str = arg("", "Tokenise all training text once, into this folder, and read it from there.")
-    num_streams: int = arg(NUM_STREAMS, "Logical streams: a multiple of each number of processes that shall resume.")
-    max_length: int = arg(4096, "Tokens in a row.")
+    num_streams: int = arg(
+        NUM_STREAMS, "Logical streams: a multiple of each number of processes that shall resume.", min=1
+    )
+    max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
-    num_validation_rows: int = arg(256, "Rows of --max_length tokens to validate on.")
+    num_validation_rows: int = arg(256, "Rows of --max_length tokens to validate on.", min=1)
 
     fixed_on_resume = (
         TrainArgs.fixed_on_resume
@@ -90,9 +92,6 @@ class Args(TrainArgs, Architecture):
                     f"--max_length is {self.max_length}, but the model is made for --max_position_embeddings "
                     f"{self.max_position_embeddings}"
                 )
-        for name, least in (("num_validation_rows", 1), ("max_length", 2)):
-            if getattr(self, name) < least:
-                found.append(f"--{name} is {getattr(self, name)}; it must be at least {least}")
         if self.max_steps < 1:
             found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found + stream_problems(self.num_streams, world_size)

@@ -43,12 +43,12 @@ class Args(GamesArgs, TrainArgs):
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
     from_scratch: bool = arg(False, "Instead, a new Llama of the sizes below, and a tokenizer with a token per move.")
-    hidden_size: int = arg(128, "Of the model from scratch.")
-    intermediate_size: int = arg(384, "Of the model from scratch.")
-    num_hidden_layers: int = arg(4, "Of the model from scratch.")
-    num_attention_heads: int = arg(4, "Of the model from scratch.")
+    hidden_size: int = arg(128, "Of the model from scratch.", min=1, max=2**20)
+    intermediate_size: int = arg(384, "Of the model from scratch.", min=1, max=2**20)
+    num_hidden_layers: int = arg(4, "Of the model from scratch.", min=1, max=10_000)
+    num_attention_heads: int = arg(4, "Of the model from scratch.", min=1, max=2**20)
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
-    max_length: int = arg(1024, "Tokens in a row; a longer game is split.")
+    max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
@@ -58,8 +58,6 @@ class Args(GamesArgs, TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.max_length < 2:
-            found.append(f"--max_length is {self.max_length}; it must be at least 2")
         heads = self.num_attention_heads
         if self.from_scratch and self.hidden_size % (2 * heads):
             found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from accelerate_recipes import stop
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_pairs import RULES, make_pairs
+from accelerate_recipes.chess_rules import PHASES
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
@@ -38,19 +39,27 @@ MOVES = ("chosen", "rejected")
 class Args(GamesArgs, TrainerArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Positions of other games to make pairs in.")
+    num_train_positions: int = arg(20000, "Positions of other games to make pairs in.", min=len(PHASES))
     reject: str = arg(
         "illegal", "Which of the model's moves make a pair: illegal, or all that were not_played.", choices=RULES
     )
-    per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.")
-    total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.")
-    learning_rate: float = arg(1e-6, "Peak learning rate.")
-    weight_decay: float = arg(0.0, "Not applied to norms and biases.")
+    per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
+    total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
+    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
+    weight_decay: float = arg(0.0, "Not applied to norms and biases.", min=0, max=1000)
     precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training: then it is let go.")
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
         "num_train_positions", "reject",
     }  # fmt: skip
+    ranges = (
+        TrainerArgs.ranges
+        | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
+        | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
+        | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size", "ref_model_sync_steps"), Range(min=1))
+        | dict.fromkeys(("ld_alpha", "ref_model_mixup_alpha"), Range(min=0, max=1))
+        | {"label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
+    )
     owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
 
 

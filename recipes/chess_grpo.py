@@ -17,10 +17,11 @@ from pathlib import Path
 import datasets
 from trl import GRPOConfig, GRPOTrainer
 
-from accelerate_recipes.args import arg
+from accelerate_recipes.args import Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
+from accelerate_recipes.chess_rules import PHASES
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
@@ -34,24 +35,47 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 class Args(GamesArgs, TrainerArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Positions of other games to answer in.")
-    max_prompt_length: int = arg(0, "Leave positions after more tokens out; 0: only those that the model cannot read.")
-    per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.")
-    total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.")
-    learning_rate: float = arg(1e-6, "Peak learning rate.")
-    weight_decay: float = arg(0.0, "Not applied to norms and biases.")
+    num_train_positions: int = arg(20000, "Positions of other games to answer in.", min=len(PHASES))
+    max_prompt_length: int = arg(
+        0, "Leave positions after more tokens out; 0: only those that the model cannot read.", min=0
+    )
+    per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
+    total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
+    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
+    weight_decay: float = arg(0.0, "Not applied to norms and biases.", min=0, max=1000)
     reward_weights: list[float] = field(
         default_factory=lambda: [0.2, 1.0, 0.5, 1.0],
-        metadata={"help": "Of an answer that is a move, is legal, is what was played, is good (with --stockfish)."},
+        metadata={
+            "help": "Of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
+            "choices": Range(),
+        },
     )
     stockfish: str = arg(
         "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does."
     )
-    stockfish_nodes: int = arg(10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.")
+    stockfish_nodes: int = arg(
+        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", min=1
+    )
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
         "num_train_positions", "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
     }  # fmt: skip
+    ranges = (
+        TrainerArgs.ranges
+        | dict.fromkeys(("beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold"), Range(min=0))
+        | dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), Range(min=0))
+        | dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), Range(min=0))
+        | dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"), Range(min=0))
+        | dict.fromkeys(("max_tool_calling_iterations", "num_completions_to_print"), Range(min=0))
+        | dict.fromkeys(("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_server_timeout"), Range(above=0))
+        | dict.fromkeys(("num_iterations", "ref_model_sync_steps", "vllm_max_model_length", "vllm_tensor_parallel_size"), Range(min=1))
+        | dict.fromkeys(("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"), Range(min=0, max=1))
+        | dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), Range(above=0, max=1))
+        | dict.fromkeys(("vllm_server_port", "vllm_group_port"), Range(min=1, max=65535))
+        # Logits are divided by them.
+        | {"temperature": Range(min=1e-4), "repetition_penalty": Range(min=0.01, max=100)}
+        | {"num_generations": Range(min=2)}  # an answer is compared with others
+    )  # fmt: skip
     owned_elsewhere = (
         TrainerArgs.owned_elsewhere
         | dict.fromkeys(("generation_batch_size", "steps_per_generation"), "answers are drawn for one step at a time")
@@ -61,14 +85,12 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.num_generations < 2:
-            found.append(f"--num_generations is {self.num_generations}; an answer is compared with others: at least 2")
-        elif self.total_batch_size % self.num_generations:
+        if self.total_batch_size % self.num_generations:
             found.append(
                 f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations "
                 f"{self.num_generations}, the answers in one position"
             )
-        if self.save_steps % max(1, self.num_iterations):
+        if self.save_steps % self.num_iterations:
             found.append(
                 f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
                 "on the same answers, which a checkpoint does not hold"
@@ -83,8 +105,6 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
                 f"--stockfish {self.stockfish}: there is no such program; install it (Debian: apt-get install stockfish, "
                 "then /usr/games/stockfish), or do without its reward"
             )
-        if self.stockfish_nodes < 1:
-            found.append(f"--stockfish_nodes is {self.stockfish_nodes}; it must be at least 1")
         return found
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes import hub
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import make_accelerator
@@ -38,12 +38,14 @@ class Args(TrainerArgs, SFTConfig):
     dataset_config: str = arg("", "Its configuration, where it has several.")
     train_split: str = arg("train", "Its split to train on.")
     train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .jsonl, .parquet or .csv."})
-    heldout_share: float = arg(0.05, "Share of the rows to evaluate on.")
+    heldout_share: float = arg(0.05, "Share of the rows to evaluate on.", above=0, below=1)
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | {
         "dataset_name", "dataset_config", "train_split", "train_files", "heldout_share", "max_length", "packing",
         "packing_strategy", "train_sampling_strategy",
     }  # fmt: skip
+
+    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -52,8 +54,6 @@ class Args(TrainerArgs, SFTConfig):
         found += self.file_problems("train_files", hub.BUILDERS)
         if len({Path(file).suffix for file in self.train_files}) > 1:
             found.append("--train_files must all be of one kind")
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
         return found
 
     @property

@@ -53,13 +53,17 @@ class Args(TrainArgs):
     output_dir: str = "outputs/t5"
     model_name_or_path: str = arg("google/flan-t5-base", "A T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
     from_scratch: bool = arg(False, "Instead, a new T5 of the sizes below, with a tokenizer trained on the pairs.")
-    vocab_size: int = arg(4096, "Of the model from scratch and its tokenizer.")
-    d_model: int = arg(192, "Of the model from scratch: width of the residual stream.")
-    d_kv: int = arg(48, "Of the model from scratch: width of an attention head.")
-    d_ff: int = arg(512, "Of the model from scratch: width inside the MLP.")
-    num_layers: int = arg(4, "Of the model from scratch: layers of the encoder, and as many of the decoder.")
-    num_heads: int = arg(4, "Of the model from scratch: attention heads.")
-    dropout_rate: float = arg(0.1, "Also of a pretrained model: v1.1 was trained without, and needs it now.")
+    vocab_size: int = arg(4096, "Of the model from scratch and its tokenizer.", min=1, max=2**24)
+    d_model: int = arg(192, "Of the model from scratch: width of the residual stream.", min=1, max=2**20)
+    d_kv: int = arg(48, "Of the model from scratch: width of an attention head.", min=1, max=2**20)
+    d_ff: int = arg(512, "Of the model from scratch: width inside the MLP.", min=1, max=2**20)
+    num_layers: int = arg(
+        4, "Of the model from scratch: layers of the encoder, and as many of the decoder.", min=1, max=10_000
+    )
+    num_heads: int = arg(4, "Of the model from scratch: attention heads.", min=1, max=2**20)
+    dropout_rate: float = arg(
+        0.1, "Also of a pretrained model: v1.1 was trained without, and needs it now.", min=0, below=1
+    )
     attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
     dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("en-fr", "Its configuration, where it has several.")
@@ -75,18 +79,22 @@ class Args(TrainArgs):
     eval_source_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
     eval_target_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
     task_prefix: str = arg("translate English to French: ", "Put before every source.")
-    heldout_share: float = arg(0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.")
-    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.")
+    heldout_share: float = arg(
+        0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
+    )
+    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", min=1)
     skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
-    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.")
-    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.")
+    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.", min=2)
+    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
     metrics: list[str] = field(
         default_factory=lambda: ["chrf", "bleu"],
         metadata={"help": f"Of the generated texts: {', '.join(METRIC_VALUES)}."},
     )
-    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.")
-    generation_num_beams: int = arg(1, "Beams that generation searches with; 1: greedily.")
-    generation_length_penalty: float = arg(1.0, "With beams: above 0 favours long texts, below short ones.")
+    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.", min=0)
+    generation_num_beams: int = arg(1, "Beams that generation searches with; 1: greedily.", min=1)
+    generation_length_penalty: float = arg(
+        1.0, "With beams: above 0 favours long texts, below short ones.", min=-10, max=10
+    )
     data_cache_dir: str = arg(".cache/data", "Where tokenised pairs are kept.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {
@@ -109,18 +117,6 @@ class Args(TrainArgs):
             found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
         if self.eval_files and self.eval_split:
             found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
-        if not (self.eval_files or self.eval_split) and not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
-        if not 0 <= self.dropout_rate < 1:
-            found.append(f"--dropout_rate is {self.dropout_rate}; it must be at least 0, and below 1")
-        for name in ("num_eval_pairs", "generation_num_beams"):
-            if getattr(self, name) < 1:
-                found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_source_length", "max_target_length"):
-            if getattr(self, name) < 2:
-                found.append(f"--{name} is {getattr(self, name)}; it must be at least 2: one token, and the end token")
-        if self.generation_max_length < 0:
-            found.append(f"--generation_max_length is {self.generation_max_length}; it must not be negative")
         if self.generation_num_beams == 1 and self.generation_length_penalty != 1:
             found.append(
                 f"--generation_length_penalty {self.generation_length_penalty} has no effect with "

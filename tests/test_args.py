@@ -1,13 +1,23 @@
 """One place for arguments: presets, flags, errors that name the remedy, all at once."""
 
-from dataclasses import asdict, fields
+import datetime
+import typing
+from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
 import yaml
+from accelerate.utils import set_seed
+from helpers import ROOT
 from transformers import TrainingArguments
 from trl import ModelConfig
 
-from accelerate_recipes.args import ConfigError, TrainArgs, parse
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, Range, TrainArgs, parse, resolve
+from accelerate_recipes.data import permutation
+from accelerate_recipes.models import Architecture
+from accelerate_recipes.optim import make_scheduler, optimizer_fn
+from accelerate_recipes.preflight import space_needed
 
 # What neither `transformers.TrainingArguments` nor, of adapters, trl's `ModelConfig` has a name for.
 OURS = {
@@ -99,3 +109,172 @@ def test_abbreviations_are_unknown():
 def test_missing_preset():
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         parse(TrainArgs, ["--config", "nowhere.yaml"], world_size=1)
+
+
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+NO_NUMBERS = ["nan", "inf", "-inf", "1e400", "", "ten", "1 2"]
+NASTY = [
+    *NO_NUMBERS,
+    "-1",
+    "-0.5",
+    "0",
+    "1e-300",
+    "0.5",
+    "1",
+    "1.5",
+    "2",
+    "3",
+    "5000000000",
+    "1e308",
+    "9" * 30,
+    "-1e-5",
+]
+# A new model is made with it, so that a field's own value is what it is refused or works by.
+SMALL = {
+    "chess": {"from_scratch": "true", "hidden_size": 12, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1},
+    "c4": {"hidden_size": 12, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "max_steps": 9, "model_type": "mixtral"},
+    "t5": {"from_scratch": "true", "vocab_size": 9, "d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1, "dropout_rate": 0.1},
+}  # fmt: skip
+
+
+def numeric(args_class: type[TrainArgs]) -> dict[str, Range | None]:
+    """Its arguments that are numbers or lists of them, with their ranges."""
+    found, hints = {}, typing.get_type_hints(args_class)
+    for f in fields(args_class):
+        kind = hints[f.name]
+        kinds = {kind, *typing.get_args(kind)} | {k for part in typing.get_args(kind) for k in typing.get_args(part)}
+        if {int, float} & kinds and str not in kinds and f.name not in args_class.owned_elsewhere:
+            found[f.name] = args_class.ranges.get(f.name, f.metadata.get("choices"))
+    return found
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_number_has_its_range(path):
+    args_class = recipe.load(path).Args
+    found = numeric(args_class)
+    assert len(found) > 30
+    assert [name for name, limits in found.items() if not isinstance(limits, Range)] == []
+    assert args_class.ranges.keys() <= found.keys()  # else a field of trl's was renamed
+    for name, limits in found.items():
+        default = getattr(args_class(), name)
+        for number in default if isinstance(default, list) else [default]:
+            assert number is None or limits.check(number) is None
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_nasty_numbers_are_taken_or_refused_by_name(path):
+    """All fields at once: each has its message, or its value; nothing is raised."""
+    args_class = recipe.load(path).Args
+    names = numeric(args_class)
+    for value in NASTY:
+        argv = [word for name in names for word in (f"--{name}", *value.split(" "))]
+        args, problems = resolve(args_class, argv, world_size=1)
+        for name in names:
+            refused = (
+                f"--{name} is {value}; it must be ",
+                f"--{name} takes one value, not 2: {value} (",
+                f"argument --{name}/",
+            )
+            refused += (f"argument --{name}:",)
+            said = [problem for problem in problems if problem.startswith(refused)]
+            if not said:
+                kept = getattr(args, name)
+                assert value not in NO_NUMBERS or (value == "1 2" and isinstance(kept, list)), name
+                assert (kept[0] if isinstance(kept, list) else kept) == float(value.split(" ")[0]), name
+
+
+def use(args: TrainArgs, folder) -> None:
+    """What takes the arguments that all recipes have, with them."""
+    set_seed(args.seed + 10**6 + 1000)  # with a step and a rank
+    assert sorted(permutation(3, args.seed, epoch=1)) == [0, 1, 2]
+    datetime.timedelta(seconds=max(args.ddp_timeout, args.step_timeout))
+    space_needed(replace(args, output_dir=str(folder)), 10, 10, False)
+    torch.utils.data.DataLoader([0], num_workers=args.dataloader_num_workers)
+    for optim in ("adamw_torch_fused", "adafactor"):
+        model = torch.nn.Linear(3, 2)
+        optimizer = optimizer_fn(model, replace(args, optim=optim))(model)
+        scheduler = make_scheduler(optimizer, args, total_steps=2)
+        for _ in range(3):
+            # A row without a gradient, as of a token that does not occur.
+            (model(torch.ones(3)) * torch.tensor([1.0, 0.0])).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_what_is_taken_works(tmp_path):
+    """Each nasty value of each shared field that is in its range: an optimizer steps, a scheduler does."""
+    tried = 0
+    for name in numeric(TrainArgs):
+        for value in NASTY:
+            args, problems = resolve(TrainArgs, [f"--{name}={value}"], world_size=1)
+            if not problems:
+                use(args, tmp_path)
+                tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_are_made_of_what_is_taken(name):
+    """Each nasty value of each field of its config that is in its range."""
+    module = recipe.load(ROOT / f"recipes/{name}.py")
+    of_model = SMALL[name].keys() | (Architecture.__dataclass_fields__.keys() if name == "c4" else set())
+    tried = 0
+    for field in numeric(module.Args).keys() & of_model - {"max_steps"}:
+        for value in NASTY:
+            argv = [f"--{key}={setting}" for key, setting in (SMALL[name] | {field: value}).items()]
+            args, problems = resolve(module.Args, argv, world_size=1)
+            if not problems:
+                assert module.requirements(args).new_model().num_parameters() > 0
+                tried += 1
+    assert tried >= 10
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("learning_rate", "-1"), ("learning_rate", "nan"), ("adam_beta2", "1.5"), ("seed", "-1"), ("seed", "5000000000"),
+        ("dataloader_num_workers", "-1"), ("warmup_steps", "nan"), ("num_train_epochs", "nan"), ("max_grad_norm", "nan"),
+        ("adam_epsilon", "0"), ("max_steps", "0"), ("num_positions", "2"), ("num_attention_heads", "0"), ("heldout_share", "1"),
+    ],
+)  # fmt: skip
+def test_numbers_that_used_to_be_taken(flag, value):
+    with pytest.raises(ConfigError, match=rf"--{flag} is {value}; (it must be|give) "):
+        parse(recipe.load(ROOT / "recipes/chess.py").Args, [f"--{flag}", value], world_size=1)
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (b"learning_rate: [1e-4, 1e-5]", "--learning_rate takes one value, not 2: 1e-4 1e-5 (in "),
+        (b"learning_rate: {a: 1}", "learning_rate in "),
+        (b"output_dir: {a: 1}", "it must be one value, or a list of some"),
+        (b"metric_for_best_model: gr\xfc\xdfe", "is not UTF-8 (byte 25); save it as UTF-8"),
+        (b"seed: 2024-13-45", "is not YAML: month must be in 1..12"),
+        (b"seed: [", "is not YAML: "),
+        (b"- seed", "must hold `name: value` lines, not a list"),
+        (b"seed: true", "invalid int value: 'True'"),
+        (b"seed: 1e3", "invalid int value: '1e3'"),
+    ],
+)  # fmt: skip
+def test_bad_presets(content, expected, tmp_path):
+    (tmp_path / "preset.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        parse(TrainArgs, ["--config", str(tmp_path / "preset.yaml")], world_size=1)
+    assert expected in str(caught.value) and len(str(caught.value).split("\n  - ")) == 2
+
+
+def test_negative_numbers_as_they_are_typed():
+    """argparse alone takes -1e-3 for a flag."""
+    args_class = recipe.load(ROOT / "recipes/t5.py").Args
+    argv = ["--generation_num_beams", "2", "--generation_length_penalty", "-1e-3"]
+    assert parse(args_class, argv, world_size=1).generation_length_penalty == -1e-3
+
+
+def test_help_names_the_range(capsys):
+    with pytest.raises(SystemExit):
+        parse(TrainArgs, ["--help"], world_size=1)
+    assert "{at least 0, and below 1}" in capsys.readouterr().out

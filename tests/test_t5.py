@@ -282,11 +282,11 @@ def test_all_problems_at_once(pairs_file):
         "--metrics meteor: there is no such metric; known are exact_match, rouge, bleu, chrf, gleu",
         "--num_eval_pairs is 0; it must be at least 1",
         "--max_target_length is 1; it must be at least 2",
-        "--dropout_rate is 1.0; it must be at least 0, and below 1",
+        "--dropout_rate is 1; it must be at least 0, and below 1",
         "--metric_for_best_model gleu: the evaluation gives loss, chrf; choose one of them, or add to --metrics",
     ):
         assert expected in str(caught.value)
-    with pytest.raises(ConfigError, match=r"--heldout_share is 1\.5; it must lie between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"--heldout_share is 1\.5; it must be above 0, and below 1"):
         parse(recipe.load(T5).Args, ["--heldout_share", "1.5"], world_size=1)
 
 

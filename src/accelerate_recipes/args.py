@@ -7,9 +7,10 @@ that names the key. All problems are reported at once, in one `ConfigError`.
 
 import argparse
 import difflib
+import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ OWNED_ELSEWHERE = {
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
+MAX_INT = 2**31 - 1  # so that a seed with step and rank added, or a product of two sizes, is one for numpy and torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALL_LINEAR = "all-linear"
 
@@ -44,9 +46,50 @@ class ConfigError(ValueError):
     """A mistake of the user's: printed as one message, without a traceback."""
 
 
-def arg(default, help: str, **metadata):
-    """A dataclass field with its help text, as HfArgumentParser reads it."""
-    return field(default=default, metadata={"help": help, **metadata})
+class OutOfRangeError(ValueError):
+    """Says what a number must be."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an argument may be: finite, and within the bounds. To argparse, its `choices`."""
+
+    min: float = -math.inf
+    max: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def check(self, number: float) -> None:
+        """Raises OutOfRangeError."""
+        if not math.isfinite(number):
+            raise OutOfRangeError("it must be a finite number")
+        if isinstance(number, int) and number > min(self.max, MAX_INT):
+            raise OutOfRangeError(f"it must be at most {min(self.max, MAX_INT)}")
+        if not (self.min <= number <= self.max and self.above < number < self.below):
+            raise OutOfRangeError(f"it must be {self}")
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        return ", and ".join(f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
+
+    def __iter__(self) -> Iterator[str]:
+        yield str(self)  # in --help
+
+
+class Parser(HfArgumentParser):
+    """Knows that the choices of a number are a range."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action.choices, Range):
+            action.choices.check(value)
+        else:
+            super()._check_value(action, value)
+
+
+def arg(default: Any, help: str, *, choices: Sequence[str] | None = None, **bounds: float) -> Any:
+    """A dataclass field with its help text, as HfArgumentParser reads it. `bounds`, of a number, are those of `Range`."""
+    allowed = {"choices": choices or Range(**bounds)} if choices or bounds else {}
+    return field(default=default, metadata={"help": help} | allowed)
 
 
 @dataclass
@@ -57,53 +100,57 @@ class TrainArgs:
     resume_from_checkpoint: str = arg(
         "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
     )
-    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.")
-    num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.")
-    max_steps: int = arg(-1, "Optimizer steps; -1: as --num_train_epochs gives.")
-    total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.")
-    per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.")
-    per_device_eval_batch_size: int = arg(8, "The same for evaluation.")
-    learning_rate: float = arg(1e-5, "Peak learning rate.")
+    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", min=0)
+    num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
+    max_steps: int = arg(-1, "Optimizer steps; -1: as --num_train_epochs gives.", min=-1)
+    total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.", min=1)
+    per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.", min=1)
+    per_device_eval_batch_size: int = arg(8, "The same for evaluation.", min=1)
+    learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1)
     lr_scheduler_type: str = arg(
         "cosine", "Shape after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
     )
-    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.")
-    warmup_steps: float = arg(0.03, "Warm-up: a number of steps, or below 1 a share of all steps.")
-    weight_decay: float = arg(0.1, "Not applied to norms and biases.")
-    adam_beta1: float = arg(0.9, "AdamW's beta1.")
-    adam_beta2: float = arg(0.95, "AdamW's beta2.")
-    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.")
+    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
+    warmup_steps: float = arg(0.03, "Warm-up: a number of steps, or below 1 a share of all steps.", min=0)
+    weight_decay: float = arg(0.1, "Not applied to norms and biases.", min=0, max=1000)
+    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1)
+    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
     optim: str = arg(
         "adamw_torch_fused", "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.", choices=OPTIMIZERS
     )
-    max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.")
-    prefetch_layers: int = arg(0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.")
+    max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0)
+    prefetch_layers: int = arg(
+        0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.", min=0
+    )
     checkpoint_every_n_layers: int = arg(
-        1, "With the YAML's fsdp_activation_checkpointing: recompute each n-th layer only."
+        1, "With the YAML's fsdp_activation_checkpointing: recompute each n-th layer only.", min=1
     )
     reduce_dtype: str = arg(
         "fp32", "FSDP: precision in which gradients are summed over the ranks.", choices=list(DTYPES)
     )
-    logging_steps: int = arg(10, "A log line every so many steps.")
-    eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.")
-    save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.")
+    logging_steps: int = arg(10, "A log line every so many steps.", min=1)
+    eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.", min=0)
+    save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.", min=0)
     save_minutes: float = arg(
-        0.0, "A checkpoint too when so many minutes have passed since the last; 0: by steps only."
+        0.0, "A checkpoint too when so many minutes have passed since the last; 0: by steps only.", min=0
     )
-    save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.")
-    keep_every_n_steps: int = arg(0, "Keep those of every so many steps too; 0: none besides.")
+    save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.", min=0)
+    keep_every_n_steps: int = arg(0, "Keep those of every so many steps too; 0: none besides.", min=0)
     metric_for_best_model: str = arg("", "Keep the best by this value of the evaluation too, such as `loss`.")
     greater_is_better: bool | None = arg(None, "Whether more of that is better; unless given: if it is no loss.")
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
-    dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.")
-    ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.")
-    step_timeout: int = arg(300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.")
+    dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
+    ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.", min=1)
+    step_timeout: int = arg(
+        300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.", min=1
+    )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
     use_peft: bool = arg(False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.")
     load_in_4bit: bool = arg(False, "QLoRA: hold the frozen model in 4 bits (NF4, by bitsandbytes). Needs a GPU.")
-    lora_r: int = arg(16, "Rank of an adapter.")
-    lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.")
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter.")
+    lora_r: int = arg(16, "Rank of an adapter.", min=1, max=65536)
+    lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.", min=1)
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter.", min=0, below=1)
     lora_target_modules: list[str] = field(
         default_factory=lambda: [ALL_LINEAR],
         metadata={"help": "Linear layers that get one, such as q_proj v_proj; all-linear: all but the output layer."},
@@ -122,39 +169,24 @@ class TrainArgs:
     # Fields that are no arguments, and who decides instead.
     owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
 
+    # Of fields that another library declares.
+    ranges: ClassVar[Mapping[str, Range]] = {}
+
     # Folders that only the machine of the run sees: whether a file is there cannot be known here.
     elsewhere = ()
 
     def problems(self, world_size: int) -> list[str]:
-        """Everything that is wrong with these values, one sentence each. A recipe adds its own."""
+        """What contradicts each other in these values, each in its range; one sentence each. A recipe adds its own."""
         found = []
-        sizes = ("total_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "logging_steps")
-        sizes += ("ddp_timeout", "step_timeout", "checkpoint_every_n_layers")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                found.append(f"--{name} is {getattr(self, name)}; it must be at least 1")
-        limits = (
-            "eval_steps",
-            "save_steps",
-            "save_minutes",
-            "save_total_limit",
-            "keep_every_n_steps",
-            "warmup_steps",
-            "max_grad_norm",
-            "prefetch_layers",
-        )
-        for name in (*limits, "weight_decay"):
-            if getattr(self, name) < 0:
-                found.append(f"--{name} is {getattr(self, name)}; it must not be negative")
-        if not 0 <= self.min_lr_ratio <= 1:
-            found.append(f"--min_lr_ratio is {self.min_lr_ratio}; it is a share of the peak, from 0 to 1")
-        elif self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
+        if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
             found.append(
                 f"--min_lr_ratio {self.min_lr_ratio} has no effect with --lr_scheduler_type constant_with_warmup; "
                 "remove one of the two"
             )
-        if self.max_steps < 1 and self.num_train_epochs <= 0:
-            found.append(f"--num_train_epochs is {self.num_train_epochs}; give a positive one, or --max_steps")
+        if self.max_steps == 0:
+            found.append("--max_steps is 0; give a positive number, or -1: as --num_train_epochs gives")
+        if self.max_steps < 0 and self.num_train_epochs == 0:
+            found.append("--num_train_epochs is 0; give a positive number, or --max_steps")
         if self.save_steps > 0 and self.keep_every_n_steps % self.save_steps:
             found.append(
                 f"--keep_every_n_steps {self.keep_every_n_steps} is not a multiple of --save_steps {self.save_steps}: "
@@ -173,9 +205,7 @@ class TrainArgs:
             elif find_spec(tracker) is None:
                 found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
         found += self.adapter_problems()
-        if min(self.total_batch_size, self.per_device_train_batch_size) >= 1:
-            found += batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
-        return found
+        return found + batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
 
     def adapter_problems(self) -> list[str]:
         """What is wrong with the arguments of adapters, one sentence each."""
@@ -185,13 +215,7 @@ class TrainArgs:
             default = TrainArgs()
             changed = [name for name in names if getattr(self, name) != getattr(default, name)]
             return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]
-        found = [
-            f"--{name} is {getattr(self, name)}; it must be at least 1"
-            for name in ("lora_r", "lora_alpha")
-            if getattr(self, name) < 1
-        ]
-        if not 0 <= self.lora_dropout < 1:
-            found.append(f"--lora_dropout is {self.lora_dropout}; it must be at least 0, and below 1")
+        found = []
         if not self.lora_target_modules or (ALL_LINEAR in self.lora_target_modules and self.lora_target_modules[1:]):
             found.append(
                 f"--lora_target_modules is {' '.join(self.lora_target_modules) or 'empty'}; give names of layers, or "
@@ -299,10 +323,11 @@ def resolve(
     """The arguments, without those that are wrong, and every problem found. `elsewhere`: as in `TrainArgs`."""
     argv = list(argv)
     # No exit at the first error, no abbreviations: `--learning` must not silently mean --learning_rate.
-    parser = HfArgumentParser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser = Parser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("--config", help="A preset: YAML of the arguments below; flags win over it.")
     parser.add_argument("-h", "--help", action="help", help="Show this text and exit.")
     for action in parser._actions:
+        action.choices = args_class.ranges.get(action.dest, action.choices)
         if action.dest in args_class.owned_elsewhere:
             action.help = argparse.SUPPRESS
     if {"-h", "--help"} & set(argv):
@@ -316,7 +341,7 @@ def resolve(
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
 
-    namespace = parser.parse_args([token for flag, values, _ in groups for token in (flag, *values)])
+    namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
     args.elsewhere = elsewhere
     return args, errors + args.problems(world_size)
@@ -341,6 +366,11 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
     return groups, stray
 
 
+def tokens(flag: str, values: Sequence[str]) -> list[str]:
+    """A flag with its values as argparse takes them, for which a lone `-1e-5` would be another flag."""
+    return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+
+
 def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
     """The preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
@@ -356,20 +386,39 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
         errors.append(f"--config {path}: no such file")
         return []
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        errors.append(f"--config {path} is not YAML: {error}")
+        content = read_yaml(path) or {}
+    except ConfigError as error:
+        errors.append(f"--config {error}")
         return []
     if not isinstance(content, dict):
         errors.append(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
         return []
-    tokens = []
+    groups = []
     for key, value in content.items():
         if value in (None, []):
             continue  # an argument that was not set, as `save` writes it
         values = value if isinstance(value, list) else [value]
-        tokens.append((str(key), [str(v) for v in values], f"in {path}"))
-    return tokens
+        if any(isinstance(v, dict | list) for v in values):
+            errors.append(f"{key} in {path} is {value!r}; it must be one value, or a list of some")
+        else:
+            groups.append((str(key), [str(v) for v in values], f"in {path}"))
+    return groups
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ConfigError: if it cannot be read, or is none.
+    """
+    try:
+        return yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+        raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
 def check_group(
@@ -396,8 +445,13 @@ def check_group(
         errors.append(f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else ""))
         return False
     try:
-        parser.parse_args([flag, *values])
+        _, rest = parser.parse_known_args(tokens(flag, values))
+    except OutOfRangeError as error:
+        errors.append(f"{flag} is {' '.join(values)}; {error} ({where})")
     except Exception as error:  # argparse raises ArgumentError, a type function ValueError
         errors.append(f"{error} ({where})")
-        return False
-    return True
+    else:
+        if not rest:
+            return True
+        errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
+    return False

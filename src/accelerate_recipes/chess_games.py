@@ -31,8 +31,12 @@ class GamesArgs:
     heldout_share: float = arg(
         0.002,
         "Share of the games to test on, chosen by a hash of the moves; one share for chess.py and what follows it.",
+        above=0,
+        below=1,
     )
-    num_positions: int = arg(600, "Positions of held-out games to predict the next move in.")
+    num_positions: int = arg(
+        600, "Positions of held-out games to predict the next move in.", min=len(chess_rules.PHASES)
+    )
     data_cache_dir: str = arg(".cache/data", "Where prepared games and positions are kept.")
 
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
@@ -40,12 +44,7 @@ class GamesArgs:
     })  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
-        if not 0 < self.heldout_share < 1:
-            found.append(f"--heldout_share is {self.heldout_share}; it must lie between 0 and 1")
-        if self.num_positions < 1:
-            found.append(f"--num_positions is {self.num_positions}; it must be at least 1")
-        return found
+        return super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
 
     @property
     def game_datasets(self) -> list[hub.Dataset]:

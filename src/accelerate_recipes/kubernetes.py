@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from accelerate_recipes.args import ConfigError, arg, error_list, resolve
+from accelerate_recipes.args import ConfigError, Range, arg, error_list, resolve
 from accelerate_recipes.preflight import Plan, check
 
 # GPUs and EFA interfaces of an instance. Those of p4d and g6 are Karpenter's (its page of instance types), that of p5 is of
@@ -64,30 +64,35 @@ class JobArgs:
     name: str = arg("", "Of the job; unless given, that of the recipe.")
     namespace: str = arg("", "Unless given, the one that kubectl takes.")
     image: str = arg("", "With a tag other than latest, or a digest.")
-    nodes: int | None = arg(None, "Pods.")
-    gpus_per_node: int | None = arg(None, "GPUs of each, and its processes; 0: as many processes as --cpus-per-node.")
-    cpus_per_node: int | None = arg(None, "CPUs that each asks for.")
+    nodes: int | None = arg(None, "Pods.", min=1)
+    gpus_per_node: int | None = arg(
+        None, "GPUs of each, and its processes; 0: as many processes as --cpus-per-node.", min=0
+    )
+    cpus_per_node: int | None = arg(None, "CPUs that each asks for.", min=1)
     memory: str = arg("", "Of each, such as 1000Gi: that it asks for, and may use, shared memory included.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
     instance_type: str = arg(
         "", "On AWS: sets EFA interfaces and their variables, and selects such nodes; on HyperPod with its ml. before."
     )
-    efa_per_node: int | None = arg(None, "EFA interfaces of each pod; unless given, all of --instance-type.")
+    efa_per_node: int | None = arg(None, "EFA interfaces of each pod; unless given, all of --instance-type.", min=0)
     checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to; mounted at {CHECKPOINTS}.")
     checkpoints_size: str = arg("", "Make that claim too, of this size, such as 1200Gi.")
     storage_class: str = arg("", "Of the claim that is made.")
     cache_pvc: str = arg("", f"Claim of a volume with what was downloaded beforehand, at {CACHE}; pods ask no network.")
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     grace_seconds: int | None = arg(
-        None, "From SIGTERM to SIGKILL; unless given, time for two saves as long as the longest so far, else 300."
+        None,
+        "From SIGTERM to SIGKILL; unless given, time for two saves as long as the longest so far, else 300.",
+        min=30,
     )
-    max_restarts: int = arg(20, "Of the whole run, after which the job has failed.")
+    max_restarts: int = arg(20, "Of the whole run, after which the job has failed.", min=0)
     node_selector: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE of labels of nodes."})
     toleration: list[str] = field(default_factory=list, metadata={"help": "KEY[=VALUE][:EFFECT] of taints."})
     queue: str = arg("", "Local queue of Kueue.")
     annotation: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE, of the job and its pods."})
 
     owned_elsewhere: ClassVar[dict[str, str]] = {}
+    ranges: ClassVar[dict[str, Range]] = {}
 
     @property
     def instance(self) -> str:
@@ -105,11 +110,6 @@ class JobArgs:
         for name, example in needed.items():
             if getattr(self, name) in (None, ""):
                 found.append(f"--{flag(name)} is missing; give it, such as --{flag(name)} {example}")
-        least = {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1, "efa_per_node": 0, "grace_seconds": 30}
-        for name, limit in (least | {"max_restarts": 0}).items():
-            value = getattr(self, name)
-            if value is not None and value < limit:
-                found.append(f"--{flag(name)} is {value}; it must be at least {limit}")
         if self.gpus_per_node == 0 and self.cpus_per_node is None:
             found.append("--gpus-per-node is 0, so --cpus-per-node says how many processes a pod has; give it")
         if self.gpus_per_node == 0 and (self.instance_type or self.efa_per_node):
@@ -206,8 +206,8 @@ def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     if len(run) < 2:
         problems.append(f"what is to run is missing; usage: k8s {kind} [FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS]")
     else:
-        size = ["--nodes", max(1, job.nodes or 1), "--gpus-per-node", max(0, job.gpus_per_node or 0)]
-        size += [] if job.gpus_per_node else ["--cpus-per-node", max(1, job.cpus_per_node or 1)]
+        size = ["--nodes", job.nodes or 1, "--gpus-per-node", job.gpus_per_node or 0]
+        size += [] if job.gpus_per_node else ["--cpus-per-node", job.cpus_per_node or 1]
         try:
             plan, found = check([run[0], *map(str, size), *run[1:]], volumes=(CHECKPOINTS, CACHE))
         except ConfigError as error:

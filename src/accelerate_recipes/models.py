@@ -84,31 +84,35 @@ class Architecture:
     """
 
     model_type: str = arg("llama", "Of a new model.", choices=list(CONFIGS))
-    vocab_size: int = arg(32000, "Rows of the embedding: at least as many as the tokenizer has tokens.")
-    hidden_size: int = arg(4096, "Width of the residual stream.")
-    intermediate_size: int = arg(11008, "Width inside the MLP; in mixtral, of one expert.")
-    num_hidden_layers: int = arg(32, "Layers.")
-    num_attention_heads: int = arg(32, "Query heads.")
-    num_key_value_heads: int = arg(0, "Key and value heads; 0: as many as query heads.")
-    head_dim: int = arg(0, "Width of a head; 0: hidden_size / num_attention_heads.")
-    max_position_embeddings: int = arg(4096, "Longest sequence the model is made for, in tokens.")
-    tie_word_embeddings: bool = arg(False, "Input embedding and output layer are one matrix.")
-    rms_norm_eps: float = arg(1e-5, "Epsilon of the norms.")
-    initializer_range: float = arg(0.02, "Standard deviation of the first weights.")
-    attention_dropout: float = arg(0.0, "Dropout on attention weights.")
-    rope_theta: float = arg(10000.0, "Base of the rotary embedding.")
-    rope_scaling_factor: float = arg(1.0, "Above 1: Llama 3's stretching (rope_type llama3), by this factor.")
-    rope_low_freq_factor: float = arg(
-        1.0, "With it: waves longer than the original context / this are stretched whole."
+    vocab_size: int = arg(
+        32000, "Rows of the embedding: at least as many as the tokenizer has tokens.", min=1, max=2**24
     )
-    rope_high_freq_factor: float = arg(4.0, "With it: waves shorter than the original context / this, not at all.")
-    rope_original_max_position_embeddings: int = arg(8192, "With it: the original context, in tokens.")
-    sliding_window: int = arg(0, "mistral and mixtral: tokens that attention looks back; 0: all.")
-    num_local_experts: int = arg(8, "mixtral: experts in a layer.")
-    num_experts_per_tok: int = arg(2, "mixtral: experts that compute a token.")
-    router_aux_loss_coef: float = arg(0.0, "mixtral: weight of the loss that balances the experts.")
-    bos_token_id: int = arg(1, "Of the tokenizer; goes into the model's config.json.")
-    eos_token_id: int = arg(2, "The same.")
+    hidden_size: int = arg(4096, "Width of the residual stream.", min=1, max=2**20)
+    intermediate_size: int = arg(11008, "Width inside the MLP; in mixtral, of one expert.", min=1, max=2**20)
+    num_hidden_layers: int = arg(32, "Layers.", min=1, max=10_000)
+    num_attention_heads: int = arg(32, "Query heads.", min=1, max=2**20)
+    num_key_value_heads: int = arg(0, "Key and value heads; 0: as many as query heads.", min=0)
+    head_dim: int = arg(0, "Width of a head; 0: hidden_size / num_attention_heads.", min=0, max=2**20)
+    max_position_embeddings: int = arg(4096, "Longest sequence the model is made for, in tokens.", min=1)
+    tie_word_embeddings: bool = arg(False, "Input embedding and output layer are one matrix.")
+    rms_norm_eps: float = arg(1e-5, "Epsilon of the norms.", above=0, max=1)
+    initializer_range: float = arg(0.02, "Standard deviation of the first weights.", min=0, max=10)
+    attention_dropout: float = arg(0.0, "Dropout on attention weights.", min=0, below=1)
+    rope_theta: float = arg(10000.0, "Base of the rotary embedding.", min=1)
+    rope_scaling_factor: float = arg(1.0, "Above 1: Llama 3's stretching (rope_type llama3), by this factor.", min=1)
+    rope_low_freq_factor: float = arg(
+        1.0, "With it: waves longer than the original context / this are stretched whole.", above=0
+    )
+    rope_high_freq_factor: float = arg(
+        4.0, "With it: waves shorter than the original context / this, not at all.", above=0
+    )
+    rope_original_max_position_embeddings: int = arg(8192, "With it: the original context, in tokens.", min=1)
+    sliding_window: int = arg(0, "mistral and mixtral: tokens that attention looks back; 0: all.", min=0)
+    num_local_experts: int = arg(8, "mixtral: experts in a layer.", min=1, max=10_000)
+    num_experts_per_tok: int = arg(2, "mixtral: experts that compute a token.", min=1)
+    router_aux_loss_coef: float = arg(0.0, "mixtral: weight of the loss that balances the experts.", min=0)
+    bos_token_id: int = arg(1, "Of the tokenizer; goes into the model's config.json.", min=0)
+    eos_token_id: int = arg(2, "The same.", min=0)
 
     def architecture_problems(self) -> list[str]:
         """What no model can be made of, one sentence each."""
@@ -116,10 +120,24 @@ class Architecture:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not self.head_dim and self.hidden_size % (2 * heads):
             found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
+        if self.head_dim % 2:
+            found.append(f"--head_dim is {self.head_dim}; the rotary embedding turns pairs: make it even")
         if kv_heads and heads % kv_heads:
             found.append(f"--num_attention_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}")
         if self.sliding_window and self.model_type == "llama":
             found.append(f"--sliding_window {self.sliding_window}: llama has none; it is mistral's and mixtral's")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_scaling_factor != 1 and low >= high:
+            found.append(f"--rope_high_freq_factor {high} must be above --rope_low_freq_factor {low}")
+        if self.model_type == "mixtral" and self.num_experts_per_tok > self.num_local_experts:
+            found.append(
+                f"--num_experts_per_tok {self.num_experts_per_tok} is above --num_local_experts {self.num_local_experts}"
+            )
+        for name in ("bos_token_id", "eos_token_id"):
+            if getattr(self, name) >= self.vocab_size:
+                found.append(
+                    f"--{name} {getattr(self, name)} is no row of the embedding; --vocab_size is {self.vocab_size}"
+                )
         return found
 
 

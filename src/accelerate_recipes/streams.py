@@ -45,8 +45,6 @@ Batch = dict[str, torch.Tensor]
 
 def stream_problems(num_streams: int, world_size: int) -> list[str]:
     """Whether the logical streams divide among the processes."""
-    if num_streams < 1:
-        return [f"--num_streams is {num_streams}; it must be at least 1"]
     if num_streams % world_size == 0:
         return []
     fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]

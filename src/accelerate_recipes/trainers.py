@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from accelerate_recipes import stop
 from accelerate_recipes.adapters import add_adapters, load_settings
-from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, TrainArgs, arg
+from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
 from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
 from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, log_is_due
@@ -63,6 +63,11 @@ class TrainerArgs(TrainArgs):
     attn_implementation: str = arg("sdpa", "Kernel of the attention, as transformers names it.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path"}
+    ranges = (
+        dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
+        | dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef"), Range(min=0))
+        | {"label_smoothing_factor": Range(min=0, max=1)}
+    )
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "what trl's trainer does around a step is done as in the other recipes, see --help")
         | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "--save_steps, --eval_steps and --logging_steps say when")
@@ -79,6 +84,9 @@ class TrainerArgs(TrainArgs):
         found = super().problems(world_size)
         if not self.model_name_or_path:
             found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
+        multiple = str(self.pad_to_multiple_of or "none").lower()
+        if multiple not in ("auto", "none") and not (multiple.isdecimal() and int(multiple)):
+            found.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")
         return found
 
     @property
