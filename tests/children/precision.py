@@ -1,0 +1,66 @@
+"""Steps of a tiny Llama on rows of 32 and of 4,096 tokens, and its loss on the long ones; the result goes to a JSON file.
+
+Run by tests/test_equivalence.py in bf16. Its weights are large: with those that a new model has, attention is nearly
+uniform, and no loss shows whether positions are right.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import toy
+from toy import requirements
+
+from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.engine import evaluate_loss, train_step
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.recipe import run
+
+LENGTHS = (32, 32, 4096)
+
+
+@dataclass
+class Args(toy.Args):
+    total_batch_size: int = 4
+
+
+def main(args: Args) -> None:
+    accelerator = make_accelerator(args)
+    model = new_llama(
+        "sdpa", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=max(LENGTHS), initializer_range=0.5,
+    )  # fmt: skip
+    model, optimizer = prepare(accelerator, model, args)
+    generator = torch.Generator().manual_seed(0)
+
+    def micro_batches(length: int) -> list[dict[str, torch.Tensor]]:
+        ids = torch.randint(4, 100, (args.total_batch_size, length), generator=generator)
+        batch = {"input_ids": ids, "position_ids": torch.arange(length).expand_as(ids), "labels": ids}
+        mine = {name: rows[accelerator.process_index :: accelerator.num_processes] for name, rows in batch.items()}
+        parts = [rows.split(args.per_device_train_batch_size) for rows in mine.values()]
+        return [dict(zip(mine, part, strict=True)) for part in zip(*parts, strict=True)]
+
+    long = micro_batches(4096)
+    losses = [evaluate_loss(accelerator, model, long, next_token_loss, count_next_tokens)]
+    norms = []
+    for length in LENGTHS:
+        batches = micro_batches(length)
+        done = train_step(accelerator, model, optimizer, batches, next_token_loss, count_next_tokens, 0.0)
+        losses.append(done.loss.item())
+        norms.append(done.grad_norm.item())
+    if accelerator.is_main_process:
+        buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+        result = {
+            "losses": losses,
+            "norms": norms,
+            "buffers": {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()},
+        }
+        Path(args.output_dir).mkdir(parents=True)
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run(main, Args, requirements)
