@@ -99,16 +99,17 @@ def test_all_problems_of_yaml_and_arguments_at_once(tmp_path):
         assert expected in text
 
 
-def test_refused_strategies_and_batches(tmp_path):
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_refused_strategies_and_batches(tmp_path, precision):
     config = tmp_path / "config.yaml"
     content = yaml.safe_load((CONFIGS / "fsdp_full.yaml").read_text())
     content["fsdp_config"]["fsdp_auto_wrap_policy"] = "SIZE_BASED_WRAP"
-    content["mixed_precision"] = "fp16"
+    content["mixed_precision"] = precision
     config.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError) as caught:
         preflight([str(config), "--num_processes", "3", *LAPTOP])
     for expected in (
-        "fp16 is not supported",
+        f"mixed_precision: {precision} is not supported",
         "fsdp1_size_wrap.yaml",
         "8 x 3 processes = 24; totals that work: 24",
     ):

@@ -32,6 +32,7 @@ def test_sound_environments(env):
     "env, num_devices, names",
     [
         (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "fp16"}, 4, ["fp16", "bf16"]),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, 4, ["mixed_precision: fp8 is not supported", "`mixed_precision: bf16`"]),
         (
             FSDP2 | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
             4,

@@ -66,6 +66,11 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
             "mixed_precision: fp16 is not supported: models trained in bf16, T5 above all, overflow in it, and it needs a "
             "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
         )
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+        found.append(
+            "mixed_precision: fp8 is not supported: which layers compute in it, and what FSDP gathers, is set up for bf16 "
+            "only; set `mixed_precision: bf16`, or `no`"
+        )
     if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         found.append(
             "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide the "

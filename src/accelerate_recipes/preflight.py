@@ -135,6 +135,8 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     args = launch_command_parser().parse_args(argv)
     args, _, _ = _validate_launch_command(args)
     args.main_process_port = 0  # none is opened here: any will do
+    # For fp8 the launcher asks for packages; what is wrong with it here is said by `environment_problems`.
+    precision, args.mixed_precision = args.mixed_precision, "no"
     if args.use_fsdp or args.multi_gpu:
         env, world_size = prepare_multi_gpu_env(args), args.num_processes
     else:
@@ -143,6 +145,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
+        "ACCELERATE_MIXED_PRECISION": precision.lower(),
     }
 
 
