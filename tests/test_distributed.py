@@ -6,9 +6,16 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
+from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import environment_problems, environment_warnings, lever_problems
+from accelerate_recipes.distributed import (
+    environment_problems,
+    environment_warnings,
+    lever_problems,
+    make_accelerator,
+)
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -32,7 +39,11 @@ def test_sound_environments(env):
     "env, num_devices, names",
     [
         (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "fp16"}, 4, ["fp16", "bf16"]),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, 4, ["mixed_precision: fp8 is not supported", "`mixed_precision: bf16`"]),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp8"},
+            4,
+            ["mixed_precision: fp8 is not supported", "`mixed_precision: bf16`"],
+        ),
         (
             FSDP2 | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
             4,
@@ -166,6 +177,41 @@ def test_the_bridge():
         accelerator.end_training()
     """
     assert run_python(bridged) == "FSDP True cpu gloo"
+
+
+OFFLOAD = FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "num_devices, env, threads",
+    [
+        (0, {}, [8]),
+        (0, DDP, [4]),
+        (2, DDP, []),
+        (2, OFFLOAD, [4]),
+        (2, OFFLOAD | {"OMP_NUM_THREADS": "3"}, []),
+        (2, OFFLOAD | {"FSDP_OFFLOAD_PARAMS": "false"}, []),
+    ],
+    ids=["CPU", "CPU, 2 processes", "GPUs", "offload", "offload, threads chosen", "FSDP on GPUs"],
+)
+def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, env, threads):
+    """The launcher's one thread a process is undone, on a machine with GPUs too if the optimizer steps on the CPU."""
+    found = []
+    for name, value in ({"OMP_NUM_THREADS": "1"} | env).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(distributed, "num_accelerators", lambda: num_devices)
+    monkeypatch.setattr(distributed, "start_on_cpu", lambda *_: None)
+    monkeypatch.setattr(distributed, "make_fsdp_plugin", lambda *_, **__: None)
+
+    def start(**_):
+        raise InterruptedError  # the other processes are not there
+
+    monkeypatch.setattr(distributed, "Accelerator", start)
+    with pytest.raises(InterruptedError):
+        make_accelerator(TrainArgs())
+    assert found == threads
 
 
 def test_upstream_still_drops_the_rng_in_recomputation():

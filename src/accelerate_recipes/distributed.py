@@ -232,7 +232,9 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     timeout = timedelta(seconds=args.ddp_timeout)
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
-        start_on_cpu(use_fsdp, timeout, num_cores)
+        start_on_cpu(use_fsdp, timeout)
+    if not num_devices or (use_fsdp and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"):
+        use_cores(num_cores)
     accelerator = Accelerator(
         fsdp_plugin=make_fsdp_plugin(args, on_cpu=not num_devices) if use_fsdp else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
@@ -250,7 +252,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     return accelerator
 
 
-def start_on_cpu(use_fsdp: bool, timeout: timedelta, num_cores: int) -> None:
+def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
     """Start the process group on gloo, so that the launcher's processes become one world.
 
     Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU
@@ -265,10 +267,15 @@ def start_on_cpu(use_fsdp: bool, timeout: timedelta, num_cores: int) -> None:
     PartialState(cpu=True, timeout=timeout)
     if use_fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    # The launchers set OMP_NUM_THREADS=1 for the workers unless the user set it: 1 is therefore no choice.
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    if local_world > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, num_cores // local_world))
+
+
+def use_cores(num_cores: int) -> None:
+    """Divide the cores over the processes of this machine: for all computation on a CPU, or for offload's optimizer.
+
+    The launchers set OMP_NUM_THREADS=1, for one process too, unless the user set it: 1 is therefore no choice.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelPlugin:
