@@ -1,4 +1,5 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -6,12 +7,20 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture(scope="module")
-def forks(request, tmp_path_factory):
-    """Runs the module's SCRIPT in forked ranks, which have imported the module's IMPORTS."""
-    from helpers import Forks  # what it imports reads the variable above
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory):
+    from helpers import IMPORTS, TRL, ForkServer  # what it imports reads the variable above
 
-    imports = getattr(request.module, "IMPORTS", ())
-    server = Forks(request.module.SCRIPT, tmp_path_factory.mktemp("forks"), imports)
+    server = ForkServer(tmp_path_factory.mktemp("forks"), (*IMPORTS, *TRL))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def forks(request, fork_server):
+    """Runs the module's SCRIPT, or another `script`, in forked ranks."""
+
+    def run(*args, script=request.module.SCRIPT, **options) -> int:
+        return fork_server.run(*args, script=script, **options)
+
+    return SimpleNamespace(run=run)

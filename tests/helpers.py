@@ -76,14 +76,23 @@ def losses(output_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
 
 
-class Forks:
-    """Runs a recipe in forked ranks, under any shipped config; see tests/children/fork_server.py.
+# What runs would wait for: others' modules only. Ours each run imports anew, so that none passes for want of an import
+# that another made.
+IMPORTS = (
+    "accelerate", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.pyplot", "peft", "psutil",
+    "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict",
+    "torch.profiler._cupti_monitor", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
+    "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
+    "transformers.models.mixtral.modeling_mixtral", "transformers.models.t5.modeling_t5", "transformers.optimization",
+    "transformers.trainer_pt_utils", "xxhash",
+)  # fmt: skip
+TRL = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 
-    `imports` are modules that a run of it would wait for, besides those of the toy.
-    """
 
-    def __init__(self, script: Path, tmp_path: Path, imports: Sequence[str] = ()):
-        self.script = str(script)
+class ForkServer:
+    """A process that has imported `imports`, whose forks are the ranks of runs; see tests/children/fork_server.py."""
+
+    def __init__(self, tmp_path: Path, imports: Sequence[str] = IMPORTS):
         self.process = subprocess.Popen(
             [sys.executable, str(CHILDREN / "fork_server.py"), *imports],
             cwd=ROOT,
@@ -97,7 +106,7 @@ class Forks:
         self,
         out: Path,
         *args: object,
-        script: Path | None = None,
+        script: Path,
         config: str = "fsdp_full",
         num_processes: int = 2,
         flags: Sequence[str] = (),
@@ -105,7 +114,7 @@ class Forks:
     ) -> int:
         """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all.
 
-        `script` defaults to the server's own; `flags` are for the launcher.
+        `script` is the recipe, `config` any shipped config; `flags` are for the launcher.
         """
         config_flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
         launched = launch_environment([*config_flags, "--num_processes", str(num_processes), *flags, "recipe.py"])
@@ -114,7 +123,7 @@ class Forks:
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         world_size = int(launched["WORLD_SIZE"])
         job = {
-            "script": str(script or self.script),
+            "script": str(script),
             "world_size": world_size,
             "env": {name: str(value) for name, value in (launched | env).items()},
             "argv": ["--output_dir", str(out), *map(str, args)],

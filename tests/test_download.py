@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import CHILDREN, CONFIGS, ROOT, Forks, environment, read_metrics
+from helpers import CHILDREN, CONFIGS, ROOT, ForkServer, environment, read_metrics
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 
@@ -187,7 +187,7 @@ def test_fetches_what_the_run_reads(server, commands, home):
 
 def test_runs_without_network(server, home, monkeypatch):
     """Both recipes, with the Hub's address set, of which nothing is asked; and another model after an `--update`."""
-    forks = Forks(ROOT / CHESS[0], home)
+    forks = ForkServer(home)
     asked = len(server.requests)
     try:
         for command, more in (
@@ -195,11 +195,10 @@ def test_runs_without_network(server, home, monkeypatch):
             (C4, ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1,
                   "--num_validation_rows", 4, "--max_length", 64]),
         ):  # fmt: skip
-            forks.script = str(ROOT / command[0])
             out = home / Path(command[0]).stem
             batch = ["--total_batch_size", 4, "--per_device_eval_batch_size", 2]
             batch += ["--data_cache_dir", home / "data"] if command is CHESS else []
-            code = forks.run(out, *command[1:], *more, *batch, HF_ENDPOINT=server.url)
+            code = forks.run(out, *command[1:], *more, *batch, script=ROOT / command[0], HF_ENDPOINT=server.url)
             assert code == 0, out.with_suffix(".log").read_text()[-4000:]
             assert read_metrics(out)[-1]["step"] == 2 and (out / "export/model.safetensors").is_file()
         assert len(server.requests) == asked
@@ -210,8 +209,7 @@ def test_runs_without_network(server, home, monkeypatch):
         lost = hub.folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
         link = os.readlink(lost)
         lost.unlink()
-        forks.script = str(ROOT / CHESS[0])
-        assert forks.run(home / "missing", *CHESS[1:]) == 2
+        assert forks.run(home / "missing", *CHESS[1:], script=ROOT / CHESS[0]) == 2
         lost.symlink_to(link)
     finally:
         forks.close()

@@ -137,7 +137,7 @@ def test_one_node(jobs, chess_run):
 def test_time_limit(jobs, tmp_path):
     """Two minutes for a run that needs more: saved, requeued, resumed, with the losses of a run that had the time."""
     out, run = tmp_path / "out", [*TOY, "--max_steps", 125, "--save_steps", 0]
-    job = jobs.submit(out, [*FP32, *run], "--time=2", "--signal=B:USR1@30", TOY_PACE="0.2")
+    job = jobs.submit(out, [*FP32, *run], "--time=2", "--signal=B:USR1@30", TOY_PACE="0.4")
     launch_ok(tmp_path, "fsdp_full", *run, "--output_dir", tmp_path / "reference")
     jobs.completed(job)
     *stopped, last = attempts(out)

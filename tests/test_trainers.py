@@ -27,7 +27,6 @@ from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.preflight import preflight
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
-IMPORTS = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
 ENGINE = CHILDREN / "chess_engine.py"
 STOCKFISH = shutil.which("stockfish", path=os.environ["PATH"] + ":/usr/games")

@@ -1,7 +1,7 @@
 """Runs recipes many times without importing the libraries again: a launch costs ten seconds, a fork none.
 
-Its arguments are modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv", "log",
-"seconds"}. Its ranks are forked into a process group of their own, so that a fault may kill them all. As under a
+Its arguments are the modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv",
+"log", "seconds"}. Its ranks are forked into a process group of their own, so that a fault may kill them all. As under a
 launcher, those left when one fails get SIGTERM, and what is not over after `seconds` is killed. The answer is a line with
 the exit code of the first that failed (128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that
 asks for anything beyond this machine ends with 99.
@@ -14,11 +14,7 @@ import signal
 import socket
 import sys
 
-import faults
-import toy  # noqa: F401  what it imports is what a run would wait for
 from forked import run_and_exit
-
-from accelerate_recipes import distributed, recipe
 
 HERE = {None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()}
 
@@ -44,6 +40,10 @@ def rank_process(rank: int, job: dict) -> int:
 
     def run() -> None:
         sys.addaudithook(refuse_network)
+        import faults
+
+        from accelerate_recipes import distributed, recipe
+
         faults.arm()
         if "FOUR_BITS_ON_CPU" in os.environ:  # which a recipe refuses, and bitsandbytes can do
             distributed.lever_problems = lambda *_: []

@@ -39,6 +39,7 @@ LENGTH = 32
 class Args(TrainArgs):
     num_train_epochs: float = 2.0
     total_batch_size: int = 8
+    per_device_train_batch_size: int = 2
     learning_rate: float = 1e-2
     warmup_steps: float = 2
     logging_steps: int = 1
