@@ -1,6 +1,8 @@
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
 # Tests touch no network, and libraries cache nothing outside the test's own folders.
@@ -24,3 +26,13 @@ def forks(request, fork_server):
         return fork_server.run(*args, script=script, **options)
 
     return SimpleNamespace(run=run)
+
+
+@pytest.fixture(scope="session")
+def games_file(tmp_path_factory) -> Path:
+    """The first 300 real games."""
+    from helpers import ROOT
+
+    file = tmp_path_factory.mktemp("games") / "games.parquet"
+    pq.write_table(pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 300), file)
+    return file

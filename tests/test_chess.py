@@ -26,15 +26,7 @@ LOG_LINE = re.compile(
 )
 
 
-@pytest.fixture(scope="session")
-def games_file(tmp_path_factory) -> Path:
-    """The first 300 real games."""
-    file = tmp_path_factory.mktemp("games") / "games.parquet"
-    pq.write_table(pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 300), file)
-    return file
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny(games_file, tmp_path_factory) -> list[str]:
     """Arguments of a run of seconds, with one cache of packed games for all."""
     preset = {
@@ -49,7 +41,7 @@ def tiny(games_file, tmp_path_factory) -> list[str]:
     return ["--config", str(file)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """Output of a whole run on 2 ranks."""
     tmp_path = tmp_path_factory.mktemp("undisturbed")
@@ -78,14 +70,19 @@ def running(tiny: list[str], tmp_path: Path, step: int) -> Iterator[subprocess.P
         process.wait()
 
 
-@pytest.fixture(scope="session")
-def killed(tiny, tmp_path_factory) -> Path:
-    """Output of the run, ended by SIGKILL of the launcher and its ranks after step 12."""
-    tmp_path = tmp_path_factory.mktemp("killed")
-    with running(tiny, tmp_path, step=12) as process:
-        assert process.poll() is None, "the run ended before it could be killed"
-    assert not (tmp_path / "out" / f"checkpoint-{STEPS}").exists()
-    return tmp_path / "out"
+# All ranks, by SIGKILL, when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
+AFTER_STEP_12 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 15, "rank": 0, "everyone": True})
+}
+
+
+@pytest.fixture(scope="module")
+def killed(forks, tiny, tmp_path_factory) -> Path:
+    """Output of the run, all of whose ranks were ended by SIGKILL after step 12."""
+    out = tmp_path_factory.mktemp("killed") / "out"
+    assert forks.run(out, *tiny, **AFTER_STEP_12) == -9, out.with_suffix(".log").read_text()[-3000:]
+    assert max(losses(out)) == 12
+    return out
 
 
 def test_it_says_what_it_does(undisturbed):
@@ -147,25 +144,26 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, tiny):
     assert float(done.stdout) == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=1e-4)
 
 
-def test_killed_and_resumed_is_as_if_it_had_not_been(killed, undisturbed, tiny, tmp_path):
+def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undisturbed, tiny, tmp_path):
     """2 ranks -> 2 ranks, bit for bit; every step once in metrics.jsonl, the killed run's later ones dropped."""
     shutil.copytree(killed, tmp_path / "out")
-    done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
-    assert re.search(r"Resumed .*checkpoint-\d+ \(step \d+, saved by 2 x FSDP2 full shard\)", done.stdout)
+    done = run_forked(*tiny)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Resumed .*checkpoint-\d+ \(step \d+, saved by 2 x FSDP2 full shard\)", done.stderr)
     assert losses(tmp_path / "out") == losses(undisturbed[0])
     assert [r["step"] for r in read_metrics(tmp_path / "out")] == [r["step"] for r in read_metrics(undisturbed[0])]
     assert read_metrics(tmp_path / "out")[-1]["eval_loss"] == read_metrics(undisturbed[0])[-1]["eval_loss"]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_resumed_on_other_numbers_of_ranks(killed, undisturbed, tiny, tmp_path, world_size):
+def test_resumed_on_other_numbers_of_ranks(run_forked, killed, undisturbed, tiny, tmp_path, world_size):
     """2 -> 1 and 2 -> 4: the remaining 20 and more losses to 1e-5."""
     shutil.copytree(killed, tmp_path / "out")
     for later in (tmp_path / "out").glob("checkpoint-*"):
         if later.name != "checkpoint-10":
             shutil.rmtree(later)
-    flags = ("--num_processes", str(world_size))
-    launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out", flags=flags)
+    done = run_forked(*tiny, num_processes=world_size)
+    assert done.returncode == 0, done.stderr[-3000:]
     found, wanted = losses(tmp_path / "out"), losses(undisturbed[0])
     assert len(found) == STEPS
     assert found == pytest.approx(wanted, rel=1e-5)
@@ -175,7 +173,7 @@ def read_status(out: Path) -> dict:
     return json.loads((out / "status.json").read_text())
 
 
-def test_a_signal_to_one_rank_stops_all_with_everything_saved(undisturbed, tiny, tmp_path):
+def test_a_signal_to_one_rank_stops_all_with_everything_saved(run_forked, undisturbed, tiny, tmp_path):
     """SIGUSR1, twice: exit code 0, status.json says so, and the next run goes on bit for bit."""
     out = tmp_path / "out"
     with running(tiny, tmp_path, step=12) as process:
@@ -187,7 +185,7 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(undisturbed, tiny,
     assert status["state"] == "stopped" and status["reason"] == "SIGUSR1"
     assert 12 <= status["step"] < STEPS and status["checkpoint"] == str(out / f"checkpoint-{status['step']}")
     assert max(losses(out)) == status["step"]
-    launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", out)
+    assert run_forked(*tiny).returncode == 0
     assert losses(out) == losses(undisturbed[0])
     status = read_status(out)
     assert 0 < status.pop("longest_save_seconds") < 60
@@ -208,15 +206,12 @@ def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, tmp_pa
     assert read_metrics(out) == []
 
 
-def test_from_pretrained_under_bf16(undisturbed, tiny, tmp_path):
+def test_from_pretrained_under_bf16(run_forked, undisturbed, tiny, tmp_path):
     """The export fine-tuned further as a pretrained model, in bf16: it starts where the other run ended."""
     out, _ = undisturbed
     pretrained = ["--model_name_or_path", out / "export", "--from_scratch", "false", "--max_steps", 3]
-    done = launch_ok(
-        tmp_path, "fsdp_full", CHESS, *tiny, *pretrained, "--output_dir", tmp_path / "out",
-        flags=("--mixed_precision", "bf16"),
-    )  # fmt: skip
-    assert "precision bf16" in done.stdout
+    done = run_forked(*tiny, *pretrained, flags=("--mixed_precision", "bf16"))
+    assert done.returncode == 0 and "precision bf16" in done.stderr, done.stderr[-3000:]
     start = read_metrics(tmp_path / "out")[0]["eval_loss"]
     assert start == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=5e-3)
     from safetensors import safe_open
@@ -225,7 +220,7 @@ def test_from_pretrained_under_bf16(undisturbed, tiny, tmp_path):
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_other_files_and_the_full_state_dict(games_file, tiny, tmp_path):
+def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_path):
     """PGN and jsonl, a bad game left out, no document mask, a tracker, and a checkpoint that loads as it is."""
     games = pq.read_table(games_file).column("Moves").to_pylist()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]]))
@@ -237,9 +232,8 @@ def test_other_files_and_the_full_state_dict(games_file, tiny, tmp_path):
         "--skip_bad_games",
         "--no_document_mask",
     ]
-    arguments += ["--max_steps", 2, "--report_to", "tensorboard", "--output_dir", tmp_path / "out"]
-    done = launch_ok(tmp_path, "fsdp_full_state_dict", CHESS, *tiny, *arguments)
-    assert "1 skipped" in done.stdout
+    done = run_forked(*tiny, *arguments, "--max_steps", 2, "--report_to", "tensorboard", config="fsdp_full_state_dict")
+    assert done.returncode == 0 and "1 skipped" in done.stderr, done.stderr[-3000:]
     assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
     from transformers import AutoModelForCausalLM
 
@@ -295,10 +289,10 @@ def run_alone(tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def run_forked(forks, tmp_path):
-    """Two forked ranks; all that they said is in `stderr`."""
+    """Forked ranks, two unless told otherwise; all that they said is in `stderr`."""
 
-    def run(*args: object, **env: str) -> subprocess.CompletedProcess:
-        code = forks.run(tmp_path / "out", *args, **env)
+    def run(*args: object, **options: object) -> subprocess.CompletedProcess:
+        code = forks.run(tmp_path / "out", *args, **options)
         return subprocess.CompletedProcess(args, code, "", (tmp_path / "out.log").read_text())
 
     return run

@@ -48,31 +48,60 @@ def test_there_are_commands():
     assert len(commands(elsewhere=False)) >= 4 and len(commands(elsewhere=True)) >= 4
 
 
-@pytest.mark.parametrize("command", commands(elsewhere=False))
-def test_command_runs(command, tmp_path, tmp_path_factory):
-    words = shlex.split(command, comments=True)
+HERE = commands(elsewhere=False)
+LAUNCHES = [command for command in HERE if command.startswith("accelerate launch ")]
+
+
+def shortened(words: list[str], tmp_path: Path, cache: Path) -> list[str]:
+    """A launch of a recipe for two steps of a small model, with its output in `tmp_path`."""
+    (recipe,) = set(words) & set(SHORT)
+    more = [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"]
+    more += ["--data_cache_dir", cache] if recipe != "recipes/c4.py" else []
+    return [*words, *map(str, more)]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("readme-cache")
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launch_runs(command, fork_server, games_file, cache, tmp_path):
+    """On a few games, with the environment that the launcher gives to its processes, which are forked."""
+    words = shortened(shlex.split(command), tmp_path, cache)
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    flags, arguments = words[2:script], words[script + 1 :]
+    if words[script] == "recipes/chess.py":
+        arguments += ["--train_files", games_file]
+    config = Path(flags[flags.index("--config_file") + 1]).stem
+    assert (
+        fork_server.run(tmp_path / "out", *arguments, script=ROOT / words[script], config=config, flags=flags) == 0
+    ), (tmp_path / "out.log").read_text()[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launch_runs_as_typed(command, cache, tmp_path):
+    words = shortened(shlex.split(command), tmp_path, cache)
+    run([sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]], ROOT, tmp_path)
+
+
+@pytest.mark.parametrize("command", [command for command in HERE if command not in LAUNCHES])
+def test_command_runs(command, tmp_path):
+    words, folder = shlex.split(command, comments=True), ROOT
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return  # the demo has a test of its own; this is `make test`
-    if words[0] == "accelerate":
-        cache = tmp_path_factory.getbasetemp() / "readme-cache"
-        (recipe,) = set(words) & set(SHORT)
-        words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]]
-        words += map(str, [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"])
-        words += ["--data_cache_dir", str(cache)] if recipe != "recipes/c4.py" else []
-    elif words[0] == "python":
+    if words[0] == "python":
         words[0] = sys.executable
     elif words[0] == "tar":  # test_download.py carries a cache with it
         (tmp_path / "hf/hub").mkdir(parents=True)
-        words = [word.replace("$HF_HOME", str(tmp_path / "hf")) for word in words]
-    done = subprocess.run(
-        words,
-        cwd=tmp_path if words[0] == "tar" else ROOT,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        words, folder = [word.replace("$HF_HOME", str(tmp_path / "hf")) for word in words], tmp_path
+    run(words, folder, tmp_path)
+
+
+def run(words: list[str], folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run(words, cwd=folder, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[:4000]
 
 
