@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
+from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.init import initialize
 from accelerate_recipes.optim import local, optimizer_fn
 
@@ -229,6 +230,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{os.environ.get('RANK', 0)}")
+    keep_cudnn_from_masks()
     timeout = timedelta(seconds=args.ddp_timeout)
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
