@@ -10,13 +10,16 @@ import re
 import shutil
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate import PartialState
 from helpers import CHILDREN, ROOT, launch_ok, losses, read_metrics
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import chess_rules, recipe
 from accelerate_recipes.args import ConfigError, parse
@@ -25,6 +28,7 @@ from accelerate_recipes.chess_pairs import is_worse
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.preflight import preflight
+from accelerate_recipes.trainers import trl_config
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
@@ -93,6 +97,22 @@ def arguments(chats) -> tuple:
         "--logging_steps", 1, "--total_batch_size", 8, "--learning_rate", 1e-2, "--async_save", "false",
         "--heldout_share", 0.1, "--per_device_eval_batch_size", 5,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, config_class", [("sft", SFTConfig), ("chess_dpo", DPOConfig), ("chess_grpo", GRPOConfig)]
+)
+def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch):
+    """Of a machine with four: transformers would count them all, and trl refuses more than one."""
+    args = recipe.load(ROOT / f"recipes/{name}.py").Args(model_name_or_path="x", output_dir=str(tmp_path / "out"))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    PartialState()
+    accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision="no", num_processes=1)
+    try:
+        assert trl_config(args, config_class, accelerator).n_gpu == 1
+    finally:
+        PartialState._reset_state()
 
 
 def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):

@@ -122,9 +122,13 @@ def trl_config(
     }
     values |= decided
     try:
-        return config_class(**values)
+        config = config_class(**values)
     except ValueError as error:
         raise ConfigError(f"trl's {config_class.__name__} refuses these arguments: {error}") from error
+    # transformers 5.23 counts all GPUs of the machine where it sees one process without torch.distributed, for
+    # DataParallel, which trl refuses.
+    config._n_gpu = min(config.n_gpu, 1)
+    return config
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
