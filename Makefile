@@ -5,25 +5,32 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-hub test-slurm test-image check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-slow test-demos test-hub test-slurm test-image check fix lock
+
+# More arguments for the recipe: make demo ARGS="--max_steps 100"
+ARGS =
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
-		recipes/chess.py --config recipes/configs/chess/laptop.yaml
+		recipes/chess.py --config recipes/configs/chess/laptop.yaml $(ARGS)
 
 demo-c4: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
-		recipes/c4.py --config recipes/configs/c4/laptop.yaml
+		recipes/c4.py --config recipes/configs/c4/laptop.yaml $(ARGS)
 
 demo-t5: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
-		recipes/t5.py --config recipes/configs/t5/laptop.yaml
+		recipes/t5.py --config recipes/configs/t5/laptop.yaml $(ARGS)
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow and not hub and not slurm and not image"
+	$(BIN)/python -m pytest -m "not slow and not demos and not hub and not slurm and not image"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
+
+# The demos to their end, 25 minutes: what the README says that they reach.
+test-demos: .venv/dev
+	$(BIN)/python -m pytest -m demos
 
 # Against olah, a Hub server from PyPI, in an environment of its own: it pins other versions.
 test-hub: .venv/dev

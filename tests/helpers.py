@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from accelerate_recipes.preflight import launch_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +104,12 @@ class ForkServer:
             text=True,
         )
 
-    def run(
+    def run(self, out: Path, *args: object, **options: object) -> int:
+        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all."""
+        self.start(out, *args, **options)
+        return self.wait()
+
+    def start(
         self,
         out: Path,
         *args: object,
@@ -111,26 +118,29 @@ class ForkServer:
         num_processes: int = 2,
         flags: Sequence[str] = (),
         **env: str,
-    ) -> int:
-        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all.
-
-        `script` is the recipe, `config` any shipped config; `flags` are for the launcher.
-        """
+    ) -> None:
+        """Start a run; `wait` must follow. `script` is the recipe, `config` any shipped one, `flags` the launcher's."""
         config_flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
         launched = launch_environment([*config_flags, "--num_processes", str(num_processes), *flags, "recipe.py"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        world_size = int(launched["WORLD_SIZE"])
         job = {
             "script": str(script),
-            "world_size": world_size,
+            "world_size": int(launched["WORLD_SIZE"]),
             "env": {name: str(value) for name, value in (launched | env).items()},
             "argv": ["--output_dir", str(out), *map(str, args)],
             "log": str(out.with_suffix(".log")),
             "seconds": 120,
         }
         print(json.dumps(job), file=self.process.stdin, flush=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Those of the run that was started, as far as they are there, in their order."""
+        groups = psutil.Process(self.process.pid).children()
+        return sorted((rank for group in groups for rank in group.children()), key=lambda rank: rank.pid)
+
+    def wait(self) -> int:
         return int(self.process.stdout.readline())
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """The chess recipe as a user runs it, at toy size: trained, killed, resumed, exported, loaded."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -8,15 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from faults import kill_run
-from helpers import CHILDREN, ROOT, environment, launch, launch_command, launch_ok, losses, read_metrics
+from helpers import CHILDREN, ROOT, environment, launch, launch_ok, losses, read_metrics
 
 CHESS = SCRIPT = ROOT / "recipes" / "chess.py"
 STEPS = 40
@@ -47,27 +43,6 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     tmp_path = tmp_path_factory.mktemp("undisturbed")
     done = launch_ok(tmp_path, "fsdp_full", CHESS, *tiny, "--output_dir", tmp_path / "out")
     return tmp_path / "out", done
-
-
-@contextlib.contextmanager
-def running(tiny: list[str], tmp_path: Path, step: int) -> Iterator[subprocess.Popen]:
-    """The same run in `tmp_path / "out"`, as soon as it has logged `step`; what is left of it at the end is killed."""
-    out, log = tmp_path / "out", tmp_path / "log"
-    command = launch_command("fsdp_full", CHESS, *tiny, "--output_dir", out)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(tmp_path), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + 200
-        while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < step:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.005)
-        yield process
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kill_run(psutil.Process(process.pid))
-        process.wait()
 
 
 # All ranks, by SIGKILL, when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
@@ -155,6 +130,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undistu
     assert read_metrics(tmp_path / "out")[-1]["eval_loss"] == read_metrics(undisturbed[0])[-1]["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_resumed_on_other_numbers_of_ranks(run_forked, killed, undisturbed, tiny, tmp_path, world_size):
     """2 -> 1 and 2 -> 4: the remaining 20 and more losses to 1e-5."""
@@ -173,14 +149,21 @@ def read_status(out: Path) -> dict:
     return json.loads((out / "status.json").read_text())
 
 
-def test_a_signal_to_one_rank_stops_all_with_everything_saved(run_forked, undisturbed, tiny, tmp_path):
+def test_a_signal_to_one_rank_stops_all_with_everything_saved(fork_server, run_forked, undisturbed, tiny, tmp_path):
     """SIGUSR1, twice: exit code 0, status.json says so, and the next run goes on bit for bit."""
     out = tmp_path / "out"
-    with running(tiny, tmp_path, step=12) as process:
-        second_rank = max(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    fork_server.start(out, *tiny, script=CHESS)
+    deadline = time.monotonic() + 100
+    try:
+        while not (out / "metrics.jsonl").exists() or max(losses(out), default=0) < 12:
+            assert time.monotonic() < deadline, (tmp_path / "out.log").read_text()[-3000:]
+            time.sleep(0.005)
+        _, second_rank = fork_server.ranks()
         second_rank.send_signal(signal.SIGUSR1)
         second_rank.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        code = fork_server.wait()
+    assert code == 0, (tmp_path / "out.log").read_text()[-3000:]
     status = read_status(out)
     assert status["state"] == "stopped" and status["reason"] == "SIGUSR1"
     assert 12 <= status["step"] < STEPS and status["checkpoint"] == str(out / f"checkpoint-{status['step']}")

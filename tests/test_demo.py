@@ -12,14 +12,14 @@ def run_target(target: str, tmp_path: Path, *args: object) -> subprocess.Complet
     """What the Makefile does for a target, with its output in `tmp_path / "out"`."""
     makefile = (ROOT / "Makefile").read_text()
     command = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
-    command = command.replace("$(BIN)", ".venv/bin").replace("\\\n", " ").split()
+    command = command.replace("$(BIN)", ".venv/bin").replace("$(ARGS)", "").replace("\\\n", " ").split()
     command += map(str, ["--output_dir", tmp_path / "out", *args])
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=2900)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.demos
 @pytest.mark.timeout(3000)
 def test_demo_reaches_what_it_says(tmp_path):
     """Held-out legal moves from about 0 to over 60 %, moves as played over 18 % and over the baseline."""
@@ -32,7 +32,7 @@ def test_demo_reaches_what_it_says(tmp_path):
     assert after["eval_next_move_accuracy"] > baseline > 0
 
 
-@pytest.mark.slow
+@pytest.mark.demos
 @pytest.mark.timeout(3000)
 def test_demo_c4_reaches_what_it_says(tmp_path):
     """Bits per byte of the validation pages from about 3.9 to under 2.2, and under gzip's."""
@@ -44,7 +44,7 @@ def test_demo_c4_reaches_what_it_says(tmp_path):
     assert before > 3.8 and after < 2.2 < gzip
 
 
-@pytest.mark.slow
+@pytest.mark.demos
 @pytest.mark.timeout(3000)
 def test_demo_t5_reaches_what_it_says(tmp_path):
     """chrF of held-out pairs at least 5 points above copying the source."""

@@ -63,7 +63,8 @@ def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
     assert json.loads((out / "status.json").read_text())["state"] == "stopped" and last_step(out) < 10
 
 
-@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):
     """All pods save, and end as failed, so that they are restarted; they go on from that step."""
     with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, launch_ok, losses, read_metrics
+from helpers import ROOT, losses, read_metrics
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -65,11 +65,10 @@ def run(forks, arguments, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(arguments, tmp_path_factory) -> tuple[Path, str]:
-    """A whole run on 2 ranks through the launcher, and what it printed."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = launch_ok(out.parent, "fsdp_full", T5, *arguments, "--eval_steps", 3, "--output_dir", out)
-    return out, done.stdout
+def undisturbed(run) -> tuple[Path, str]:
+    """A whole run on 2 ranks, and what it printed."""
+    out = run("--eval_steps", 3)
+    return out, out.with_suffix(".log").read_text()
 
 
 def trajectory(out: Path) -> list[tuple[float, float]]:
