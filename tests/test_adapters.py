@@ -308,18 +308,39 @@ def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
             assert step == pytest.approx(wanted, rel=1e-5)
 
 
-def test_resuming_in_another_model_is_refused(forks, arguments, run, base, tmp_path):
-    """Of the same name and shapes, with other weights: an export that was written anew, say."""
-    out = tmp_path / "out"
+def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
+    """To resume in, or to merge into: of the same name and shapes, one number of one weight changed. Not: other files."""
+    out, file = tmp_path / "out", base / "model.safetensors"
     shutil.copytree(run("fsdp2"), out)
-    args = ("--max_steps", LAST + 1)
-    weights = load_file(base / "model.safetensors")
+    last, marker = out / f"checkpoint-{LAST}", checkpoint.read_marker(out / f"checkpoint-{LAST}")
+    weights = load_file(file)
+    other = {name: tensor.clone() for name, tensor in weights.items()}
+    other["model.layers.2.mlp.down_proj.weight"][-1, -1] += 1e-6
     try:
-        make_base(base, seed=2)
-        assert forks.run(out, *arguments, *args) == 2
+        save_file(other, file, metadata={"format": "pt"})
+        assert forks.run(out, *arguments, "--max_steps", LAST + 1) == 2
+        with pytest.raises(ConfigError, match=r"checkpoint-10 holds adapters of .* has other weights"):
+            checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+        assert not list(tmp_path.glob("merged*"))
+        file.write_bytes(file.read_bytes()[:-4])
+        with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: "):
+            checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+        file.unlink()
+        for part in (0, 1):
+            names = sorted(weights)[part::2]
+            save_file({name: weights[name] for name in names}, base / f"{part}.safetensors", metadata={"format": "pt"})
+        index = {"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(sorted(weights))}}
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+        checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
     finally:
-        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+        for path in (*base.glob("[01].safetensors"), *base.glob("*.index.json")):
+            path.unlink()
+        save_file(weights, file, metadata={"format": "pt"})
     assert re.search(r"error: .*checkpoint-10 holds adapters of .* has other weights", log_of(out)), log_of(out)[-3000:]
+    marker["base_model"] = {"name": str(base), "revision": None, "fingerprint": "of a part"}
+    (last / checkpoint.MARKER).write_text(json.dumps(marker))
+    with pytest.warns(UserWarning, match=r"looked at a part of the model.s weights only: .* was not checked"):
+        checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
 
 
 @pytest.mark.parametrize("variant", [(), ("--use_dora", "--use_rslora")], ids=["lora", "dora"])

@@ -14,20 +14,24 @@ Low-Rank Adaptation, 2024.
 import math
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import xxhash
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
+from accelerate_recipes.distributed import on_first_rank
 from accelerate_recipes.init import seed_of
 
 NAME = "default"  # PEFT's, of a model's only adapter
@@ -38,7 +42,7 @@ class Adapter:
     """What a checkpoint of adapters says of itself."""
 
     config: LoraConfig
-    base: dict[str, str | None]  # name, revision and fingerprint of the model that it belongs to
+    base: dict[str, str | None]  # the model that it belongs to, as `base_of` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
@@ -113,8 +117,8 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
     )
-    base = {"name": args.base_model, "revision": config.revision, "fingerprint": fingerprint(model)}
-    model.adapter = Adapter(config, base)
+    is_real = not any(parameter.is_meta for parameter in model.parameters())  # else preflight's, or of another rank
+    model.adapter = Adapter(config, on_first_rank(lambda: base_of(config) if is_real else {}))
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -138,15 +142,25 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     return model
 
 
-def fingerprint(model: nn.Module) -> str | None:
-    """Of a sample of each weight, alike in fp32 and bf16; None in a process that has not read them."""
-    digest = xxhash.xxh3_128()
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            return None
-        sample = parameter.detach().flatten()[:1024].bfloat16().view(torch.int16)
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + sample.cpu().numpy().tobytes())
-    return digest.hexdigest()
+def base_of(config: LoraConfig) -> dict[str, str | None]:
+    """`name`, `revision` and `checksum` of the model that an adapter belongs to, from its files, all of which are read.
+
+    The checksum is of each weight, by its name, shape, dtype and bytes: it does not change with the number of files. Of a
+    model on the Hub it is taken too, since a commit says nothing of what became of the files here.
+
+    Raises:
+        ConfigError: if the model is not here, or cannot be read.
+    """
+
+    def described(weight: tuple[str, torch.Tensor]) -> str:
+        name, tensor = weight
+        content = xxhash.xxh3_128_hexdigest(tensor.flatten().view(torch.uint8).numpy())
+        return f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}\n"
+
+    with ThreadPoolExecutor() as threads:
+        weights = "".join(threads.map(described, sorted(base_tensors(config).items())))
+    checksum = xxhash.xxh3_128_hexdigest(weights.encode())
+    return {"name": config.base_model_name_or_path, "revision": config.revision, "checksum": checksum}
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -158,7 +172,7 @@ def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
     """The weights of the model that an adapter belongs to, from its files, which are mapped and not read.
 
     Raises:
-        ConfigError: if it is not here.
+        ConfigError: if it is not here, or cannot be read.
     """
     name, revision = config.base_model_name_or_path, config.revision
     place = hub.repository("model", name) / "snapshots" / revision if revision else Path(name)
@@ -167,10 +181,13 @@ def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
         raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
     tensors = {}
     for file in hub.shards(place / found) if found.endswith(".index.json") else [found]:
-        if file.endswith(".safetensors"):
-            tensors |= load_file(place / file)
-        else:
-            tensors |= torch.load(place / file, map_location="cpu", mmap=True, weights_only=True)
+        try:
+            if file.endswith(".safetensors"):
+                tensors |= load_file(place / file)
+            else:
+                tensors |= torch.load(place / file, map_location="cpu", mmap=True, weights_only=True)
+        except (SafetensorError, RuntimeError, OSError, UnpicklingError) as error:
+            raise ConfigError(f"{place / file} cannot be read: {error}") from error
     return tensors
 
 

@@ -467,17 +467,23 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
-    """Whether the adapters of a checkpoint belong to this model.
+    """Whether the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
 
     Raises:
         ConfigError: if they were trained in another, by its weights, whatever its name.
     """
     before = marker.get("base_model")  # of a whole model there is none, and the names tell
-    if before and before["fingerprint"] != base["fingerprint"]:
+    if before and "checksum" not in before:
+        warnings.warn(
+            f"{checkpoint} was saved by a version that looked at a part of the model's weights only: that {base['name']} is "
+            f"the model which its adapters were trained in, {before['name']}, was not checked",
+            stacklevel=2,
+        )
+    elif before and before["checksum"] != base["checksum"]:
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
         raise ConfigError(
-            f"{checkpoint} holds adapters of {was}; {now} has other weights. Resume with the model they were trained in, "
-            "or give another --output_dir"
+            f"{checkpoint} holds adapters of {was}; {now} has other weights now. Bring those back that the adapters were trained "
+            "in; or train anew, in another --output_dir"
         )
 
 
@@ -613,6 +619,8 @@ def export(
         )
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
+    if merge_adapter:
+        check_base(checkpoint, marker, adapters.base_of(LoraConfig.from_pretrained(checkpoint)))
     unfinished = out.with_name(f"{out.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -621,8 +629,9 @@ def export(
         left_out.add("adapter_config.json" if merge_adapter else "config.json")
     for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
-        if is_artifact and "model.safetensors" not in name:
-            shutil.copy(checkpoint / name, unfinished)
+        if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
+            (unfinished / name).parent.mkdir(exist_ok=True)
+            shutil.copy(checkpoint / name, unfinished / name)
     if merge_adapter:
         (unfinished / "adapter").mkdir()
         shutil.copy(checkpoint / "adapter_config.json", unfinished / "adapter")
