@@ -50,7 +50,7 @@ class Args(GamesArgs, TrainerArgs, DPOConfig):
     precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training: then it is let go.")
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
-        "num_train_positions", "reject",
+        "num_train_positions", "reject", "max_length",
     }  # fmt: skip
     ranges = (
         TrainerArgs.ranges

@@ -10,10 +10,13 @@ A row is `messages` (the model's chat template), `prompt` and `completion` (the 
 Every argument of trl's SFTConfig that is about data and loss is one here: --packing, --assistant_only_loss, ...
 """
 
+import itertools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -25,10 +28,12 @@ from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.pairs import falls_under
 from accelerate_recipes.recipe import Requirements, run
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
+TEMPLATES = (".jinja", ".j2")  # what trl takes for a chat template by itself; by any other name, for a model's folder
 
 
 @dataclass
@@ -38,11 +43,17 @@ class Args(TrainerArgs, SFTConfig):
     dataset_config: str = arg("", "Its configuration, where it has several.")
     train_split: str = arg("train", "Its split to train on.")
     train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .jsonl, .parquet or .csv."})
-    heldout_share: float = arg(0.05, "Share of the rows to evaluate on.", above=0, below=1)
+    heldout_share: float = arg(
+        0.05,
+        "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or what the user asks first.",
+        above=0,
+        below=1,
+    )
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | {
-        "dataset_name", "dataset_config", "train_split", "train_files", "heldout_share", "max_length", "packing",
-        "packing_strategy", "train_sampling_strategy",
+        "dataset_name", "dataset_config", "train_split", "train_files", "heldout_share", "dataset_text_field",
+        "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode", "packing", "packing_strategy",
+        "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
     }  # fmt: skip
 
     ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
@@ -54,16 +65,25 @@ class Args(TrainerArgs, SFTConfig):
         found += self.file_problems("train_files", hub.BUILDERS)
         if len({Path(file).suffix for file in self.train_files}) > 1:
             found.append("--train_files must all be of one kind")
+        if self.chat_template_path and not self.template_model:
+            found += self.file_problems("chat_template_path", TEMPLATES)
         return found
 
     @property
     def dataset(self) -> hub.Dataset:
         return hub.Dataset(self.dataset_name, config=self.dataset_config, splits=(self.train_split,))
 
+    @property
+    def template_model(self) -> str:
+        """Name or folder of the model whose chat template --chat_template_path takes; empty: it is a file, or none."""
+        path = self.chat_template_path or ""
+        return "" if path.endswith(TEMPLATES) or Path(path).is_file() else path
+
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.model_name_or_path] if args.model_name_or_path else [],
+        tokenizers=[args.template_model] if args.template_model else [],
         datasets=[args.dataset] if args.dataset_name else [],
     )
 
@@ -71,8 +91,10 @@ def requirements(args: Args) -> Requirements:
 def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
     """Rows to train on and rows to evaluate on, as `train` and `test`.
 
+    What begins alike (see `beginning`), apart from case and white space, lies on one side, in whatever order rows come.
+
     Raises:
-        ConfigError: for columns that trl cannot use, and for conversations without a chat template.
+        ConfigError: for columns that trl cannot use, for conversations without a chat template, and where a side is empty.
     """
     if args.train_files:
         kind = hub.BUILDERS[Path(args.train_files[0]).suffix]
@@ -87,7 +109,26 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
         )
     if columns == {"messages"} and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(f"{args.model_name_or_path} has no chat template for `messages`; give --chat_template_path")
-    return rows.select_columns(sorted(columns)).train_test_split(args.heldout_share, seed=args.seed)
+    rows = rows.select_columns(sorted(columns))
+    share = args.heldout_share
+    heldout = rows.map(lambda row: {"heldout": falls_under(beginning(row), share)}, remove_columns=rows.column_names)
+    heldout = np.array(heldout["heldout"][:])
+    sides = {name: rows.select(np.flatnonzero(chosen)) for name, chosen in (("train", ~heldout), ("test", heldout))}
+    for name, side in sides.items():
+        if not len(side):
+            raise ConfigError(
+                f"of {len(rows):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that begin alike "
+                f"lie on one side; change --heldout_share {share}, or give more rows"
+            )
+    return datasets.DatasetDict(sides)
+
+
+def beginning(row: dict) -> str:
+    """What of a row the model is asked: the messages up to the first answer, the prompt, or, of a text, all of it."""
+    (asked,) = (row[name] for name in sorted(row) if name != "completion")
+    if "messages" in row:
+        asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", asked)) or asked
+    return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
 
 
 class HeldOutRows(torch.utils.data.Dataset):
@@ -125,7 +166,9 @@ def main(args: Args) -> None:
 
     # Model and trainer
     resumed_from = agree_on_resume(accelerator, args)
-    config = trl_config(args, SFTConfig, accelerator)
+    # The model whose template is taken at its commit, too: trl would ask the Hub.
+    template = str(hub.folder("model", args.template_model)) if args.template_model else args.chat_template_path
+    config = trl_config(args, SFTConfig, accelerator, chat_template_path=template)
     trainer = Trainer(
         args,
         config,
@@ -136,6 +179,11 @@ def main(args: Args) -> None:
         train_dataset=rows["train"],
         eval_dataset=rows["test"],
     )
+    if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
+        raise ConfigError(
+            f"{resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
+            "another --output_dir"
+        )
     accelerator.on_main_process(print)(
         f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "
         f"{len(trainer.train_dataset):,} sequences of at most {args.max_length} tokens"

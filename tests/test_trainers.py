@@ -18,12 +18,13 @@ import torch
 from accelerate import PartialState
 from helpers import CHILDREN, ROOT, losses, read_metrics
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import chess_rules, recipe
-from accelerate_recipes.args import ConfigError, parse
-from accelerate_recipes.checkpoint import complete_checkpoints
+from accelerate_recipes.args import ConfigError, parse, resolve
+from accelerate_recipes.checkpoint import changed_arguments, complete_checkpoints
 from accelerate_recipes.chess_pairs import is_worse
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
@@ -82,6 +83,7 @@ def chats(tmp_path_factory) -> Path:
     tokenizer = new_bpe_tokenizer([text for pair in pairs for text in pair.values()], 400)
     tokenizer.chat_template = TEMPLATE
     save_base(folder / "base", tokenizer)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": f"Tools. {TEMPLATE}"}
     save_base(folder / "base_with_dropout", tokenizer, attention_dropout=0.1)
     with (folder / "chats.jsonl").open("w") as file:
         for pair in pairs:
@@ -140,6 +142,8 @@ def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
         ]
     before, after = evaluations(tmp_path / "one")
     assert evaluations(tmp_path / "two") == pytest.approx([before, after], rel=1e-5) and after < before - 0.1
+    for tensor in load_file(tmp_path / "two/export/adapter_model.safetensors").values():
+        assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
 
 
 @pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
@@ -169,21 +173,64 @@ def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapt
     assert json.loads((out / "status.json").read_text())["state"] == "finished"
 
     export = out / "export"
-    model = AutoModelForCausalLM.from_pretrained(export)
+    model, tokenizer = (kind.from_pretrained(export) for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model.config.use_cache, "trl's settings for training are not the model's"
-    assert loss_of(model, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    assert tokenizer.chat_template == {"default": TEMPLATE, "tool_use": f"Tools. {TEMPLATE}"}
+    assert loss_of(model, tokenizer, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
     if adapters:
         plain = AutoModelForCausalLM.from_pretrained(chats / "base_with_dropout")
-        assert loss_of(plain, chats, out) == pytest.approx(evaluations(out)[0], rel=1e-5)
+        assert loss_of(plain, tokenizer, out) == pytest.approx(evaluations(out)[0], rel=1e-5)
         with_adapter = PeftModel.from_pretrained(plain, export / "adapter")
-        assert loss_of(with_adapter, chats, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+        assert loss_of(with_adapter, tokenizer, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
 
 
-def loss_of(model: torch.nn.Module, chats: Path, out: Path) -> float:
-    """Of a model in one process, in nats per token, on the rows that the run held out."""
+@pytest.fixture(scope="module")
+def plain_base(chats) -> Path:
+    """Without a chat template, and with a token that may end a turn; beside it a tokenizer with one and more tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(chats / "base")
+    tokenizer.chat_template = None
+    tokenizer.add_tokens(["<|end|>"])
+    folder = save_base(chats / "plain", tokenizer)
+    other = AutoTokenizer.from_pretrained(chats / "base")
+    other.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|stop|>"], "eos_token": "<|stop|>"})
+    other.chat_template = TEMPLATE.replace("</s>", "<|stop|>").replace("<s>", "<|user|>")
+    other.save_pretrained(chats / "other")
+    (chats / "chat.jinja").write_text(TEMPLATE.replace("</s>", "<|end|>"))
+    return folder
+
+
+@pytest.mark.parametrize("source", ["chat.jinja", "other"])
+def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_path, source):
+    """Template, end token and the rows that the embedding gets for new tokens: after a resume too, as they were trained."""
+    args = (*arguments, "--model_name_or_path", plain_base, "--chat_template_path", chats / source)
+    args += ("--per_device_train_batch_size", 2)
+    if source == "chat.jinja":
+        args += ("--eos_token", "<|end|>")
+    out = tmp_path / "out"
+    assert forks.run(out, *args, **STOP_AFTER_STEP_3) == 0, log_of(out)[-3000:]
+    assert forks.run(out, *args) == 0 and "Resumed" in log_of(out), log_of(out)[-3000:]
+    tokenizer, model = (kind.from_pretrained(out / "export") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    wanted = chats / source if source == "chat.jinja" else chats / source / "chat_template.jinja"
+    assert tokenizer.chat_template == wanted.read_text()
+    assert tokenizer.eos_token == ("<|end|>" if source == "chat.jinja" else "<|stop|>")
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    ends = model.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
+    assert model.config.use_cache and model.config.vocab_size == model.get_input_embeddings().num_embeddings
+    assert loss_of(model, tokenizer, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    if source == "other":  # adapters would be of another model than the one they were trained in
+        refused, said = (tmp_path / "lora", "--use_peft"), "error: --chat_template_path"
+    else:
+        (chats / source).write_text(TEMPLATE.replace("</s>", " <|end|>"))
+        refused, said = (out, "--max_steps", STEPS + 1), "checkpoint-6 was trained with another chat template"
+    assert forks.run(refused[0], *args, *refused[1:], config="single") == 2
+    assert said in log_of(refused[0]), log_of(refused[0])[-3000:]
+
+
+def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path) -> float:
+    """Loss of a model in one process, in nats per token, on the rows that the run held out."""
     module = recipe.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
-    tokenizer = AutoTokenizer.from_pretrained(chats / "base")
     loss_sum, num_targets = 0.0, 0
     for row in module.load_rows(args, tokenizer)["test"]:
         ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
@@ -341,7 +388,7 @@ def test_all_problems_at_once(monkeypatch):
         preflight(
             ["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", "--gradient_checkpointing", "true", "--bf16",
              "--save_strategy", "no", "--pakcing", "true", "--use_peft", "--lora_r", "0", "--total_batch_size", "7",
-             "--packing_strategy", "bfd", "--train_files", "no.jsonl"]
+             "--packing_strategy", "bfd", "--train_files", "no.jsonl", "--chat_template_path", "no.jinja"]
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
@@ -349,7 +396,7 @@ def test_all_problems_at_once(monkeypatch):
         "--bf16 (on the command line) is not an argument of the recipe: set `mixed_precision: bf16` in",
         "--save_steps, --eval_steps and --logging_steps say when", "unknown argument 'pakcing' on the command line; did "
         "you mean 'packing'?", "--lora_r is 0", "--total_batch_size 7 is not a multiple", "no.jsonl: no such file",
-        "--model_name_or_path is missing",
+        "--chat_template_path no.jinja: no such file", "--model_name_or_path is missing",
     ):  # fmt: skip
         assert problem in said, said
     with pytest.raises(ConfigError) as caught:
@@ -368,11 +415,71 @@ def test_all_problems_at_once(monkeypatch):
         assert problem in said, said
 
 
+def test_held_out_by_hash(chats, tmp_path):
+    """Rows that begin alike lie on one side: in any order, whatever else there is; where a side is empty, that is said."""
+    module, tokenizer = recipe.load(SFT), AutoTokenizer.from_pretrained(chats / "base")
+    formats = {
+        "text": lambda i, copy: {"text": f"Text {i}".upper() if copy else f" Text  {i}\n"},
+        "prompt": lambda i, copy: {"prompt": f"Question {i}", "completion": f"{copy}"},
+        "chat": lambda i, copy: {
+            "messages": [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": f"Question {i}"},
+                {"role": "assistant", "content": f"Answer {copy}"},
+            ]
+        },
+        "greeting": lambda i, copy: {"messages": [{"role": "assistant", "content": f"Good morning {i}"}]},
+    }
+
+    def sides(name: str, rows: list[dict]) -> tuple[list[str], list[str]]:
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        argv = ("--model_name_or_path", str(chats / "base"), "--train_files", str(file), "--heldout_share", "0.3")
+        split = module.load_rows(parse(module.Args, argv, world_size=1), tokenizer)
+        return tuple([module.beginning(row) for row in split[side]] for side in ("train", "test"))
+
+    for name, row in formats.items():
+        train, test = sides(name, [row(i, copy) for copy in range(3) for i in range(100)])
+        same = {" ".join(text.casefold().split()) for text in test}
+        assert not same & {" ".join(text.casefold().split()) for text in train}, name
+        assert 15 <= len(same) <= 45 and len(test) == 3 * len(same), name
+        again = sides(f"{name}-reversed", [row(i, 0) for i in reversed(range(-5, 100))])[1]
+        assert same <= {" ".join(text.casefold().split()) for text in again}
+        with pytest.raises(ConfigError, match=r"of 3 rows none is left to (train|evaluate) on: rows that begin alike"):
+            sides(f"{name}-one", [row(1, copy) for copy in range(3)])
+
+
+def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
+    """What decides which rows a step trains on, and what is in them."""
+    for script, args, changes in (
+        (DPO, chess, {"max_length": "20", "train_sampling_strategy": "sequential"}),
+        (GRPO, chess, {"max_prompt_length": "20", "train_sampling_strategy": "sequential"}),
+        (SFT, (*arguments, "--model_name_or_path", chats / "base"),
+         {"dataset_text_field": "story", "chat_template_path": "no/model", "eos_token": "</s>", "truncation_mode": "keep_end",
+          "shuffle_dataset": "true", "max_length": "20", "train_sampling_strategy": "sequential",
+          "assistant_only_loss": "true"}),
+    ):  # fmt: skip
+        module = recipe.load(script)
+        argv = [str(arg) for arg in args]
+        parse(module.Args, argv, world_size=1).save(tmp_path / "args.yaml")
+        changed = [part for name, value in changes.items() for part in (f"--{name}", value)]
+        with pytest.raises(ConfigError) as caught:
+            changed_arguments(tmp_path, parse(module.Args, [*argv, *changed], world_size=1))
+        assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
+
+
 def test_too_few_rows(forks, arguments, chats, tmp_path):
     out = tmp_path / "out"
     size = ("--total_batch_size", 200, "--per_device_train_batch_size", 100)
     assert forks.run(out, *arguments, *size, "--model_name_or_path", chats / "base") == 2
-    assert "error: the training data have 108 rows, which fill no batch on 2 processes" in log_of(out)
+    assert re.search("error: the training data have 1[01][0-9] rows, which fill no batch on 2 processes", log_of(out))
+
+
+def test_what_trl_refuses_is_one_message(forks, arguments, chats, tmp_path):
+    args = (*arguments, "--model_name_or_path", chats / "base", "--eos_token", "<|nothing|>")
+    assert forks.run(tmp_path / "out", *args, config="single") == 2
+    said = r"\nerror: trl's trainer refuses this run: The specified `eos_token` \('<\|nothing\|>'\) is not found"
+    assert re.search(said, log_of(tmp_path / "out")), log_of(tmp_path / "out")[-3000:]
 
 
 def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
@@ -380,6 +487,10 @@ def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
     args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]
     said, _ = preflight(["accelerate_configs/fsdp_full.yaml", "recipes/sft.py", *args])
     assert re.search(r"Ready: fsdp_full.yaml with 2 processes; 8 sequences a step(.|\n)*Parameters: [\d,]+;", said)
+    module = recipe.load(SFT)
+    for template, needed in (("other/model", ["other/model"]), ("a.jinja", [])):
+        named, _ = resolve(module.Args, [*args, "--chat_template_path", template], world_size=1)
+        assert module.requirements(named).tokenizers == needed, "downloaded beforehand"
     with pytest.raises(SystemExit):
         parse(recipe.load(SFT).Args, ["--help"])
     shown = capsys.readouterr().out

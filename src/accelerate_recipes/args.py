@@ -245,9 +245,9 @@ class TrainArgs:
         return found
 
     def file_problems(self, name: str, suffixes: Collection[str]) -> list[str]:
-        """Which of the files of an argument are not there, or of no kind that is read, one sentence each."""
-        found = []
-        for file in map(Path, getattr(self, name)):
+        """Which of the files, or the file, of an argument are not there, or of no kind that is read, one sentence each."""
+        found, files = [], getattr(self, name)
+        for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not set(map(Path, self.elsewhere)) & set(file.parents):
                 found.append(f"--{name} {file}: no such file")
             elif file.suffix not in suffixes:

@@ -25,11 +25,12 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed
+from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from accelerate_recipes import stop
-from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.adapters import adapter_of, add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
 from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
@@ -62,7 +63,7 @@ class TrainerArgs(TrainArgs):
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg("sdpa", "Kernel of the attention, as transformers names it.")
 
-    fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path"}
+    fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path", "train_sampling_strategy"}
     ranges = (
         dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
         | dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef"), Range(min=0))
@@ -158,12 +159,23 @@ class RecipeTrainer:
         self.recipe_args = args
         self.resumed_from = resumed_from
         self.accelerator = accelerator
-        # Copies: trl writes into the model's own, `use_cache: false` for one.
-        self.artifacts = copy.deepcopy([model.config, model.generation_config, tokenizer])
+        self.use_cache = model.config.use_cache  # which transformers' Trainer switches off, in the model's own settings
         self.num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl looks there
-        super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
+        num_embeddings = model.get_input_embeddings().num_embeddings
+        adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if adapter_of(model) else []
+        try:
+            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
+        except (ValueError, TemplateError) as error:  # the other of a chat template, or of rows that it does not take
+            raise ConfigError(f"trl's trainer refuses this run: {error}") from error
+        for parameter, data in adapter:
+            parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
+        if adapter and model.get_input_embeddings().num_embeddings != num_embeddings:
+            raise ConfigError(
+                f"--chat_template_path {args.chat_template_path} is a model, for whose tokens trl changes the rows of the "
+                "embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
+            )
         self.remove_callback(PrinterCallback)
 
     def _send_telemetry(self) -> None:
@@ -218,13 +230,16 @@ class RecipeTrainer:
                 f"the training data have {len(self.train_dataset)} rows, which fill no batch on {accelerator.num_processes} "
                 "processes; lower --per_device_train_batch_size and --total_batch_size, or give more data"
             )
+        # Only now: trl and transformers' Trainer change all three until here. What is trained is what is exported.
+        artifacts = copy.deepcopy([self.model.config, self.model.generation_config, self.processing_class])
+        artifacts[0].use_cache = self.use_cache
         model, self.optimizer = prepare(accelerator, self.model, args)
         self.lr_scheduler = make_scheduler(self.optimizer, args, max_steps)
         self.model_wrapped = model
         if self.is_fsdp_enabled:
             self.model = model
         self.checkpointer = Checkpointer(
-            accelerator, model, self.optimizer, self.lr_scheduler, args, self.artifacts, self.resumed_from
+            accelerator, model, self.optimizer, self.lr_scheduler, args, artifacts, self.resumed_from
         )
         step, self.log_file = begin(self.checkpointer, max_steps, self.evaluate_fn, flops_per_token=None)
         self._load_rng_state(self.resumed_from)
