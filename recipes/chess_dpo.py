@@ -25,7 +25,7 @@ from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_pairs import RULES, make_pairs
 from accelerate_recipes.chess_rules import PHASES
-from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator, on_first_of_machine_before_others, prepare
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
@@ -142,8 +142,7 @@ def main(args: Args) -> None:
     # Model and trainer
     model = make_model(args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
-    with accelerator.local_main_process_first():
-        pairs = load_pairs(file, args, positions, tokenizer, max_length)
+    pairs = on_first_of_machine_before_others(lambda: load_pairs(file, args, positions, tokenizer, max_length))
     config = trl_config(args, DPOConfig, accelerator, max_length=max_length)
     trainer = Trainer(args, config, accelerator, model, tokenizer, resumed_from, train_dataset=pairs)
     accelerator.on_main_process(print)(

@@ -17,7 +17,7 @@ from pathlib import Path
 import datasets
 from trl import GRPOConfig, GRPOTrainer
 
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
@@ -142,6 +142,8 @@ def main(args: Args) -> None:
         for position in datasets.load_from_disk(folder / "train")
         if len(prompt_of(tokenizer, position["prefix"])) <= room
     ]
+    if not positions:
+        raise ConfigError(f"no position is left: all come after more than {room} tokens; raise --max_prompt_length")
     decided = {
         "max_completion_length": next_moves.max_new_tokens,
         "reward_weights": args.reward_weights[: len(REWARDS) + bool(args.stockfish)],

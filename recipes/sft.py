@@ -25,11 +25,12 @@ from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
-from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.distributed import make_accelerator, on_first_of_machine_before_others
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.pairs import falls_under
 from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.rows import check_texts_or_messages, read_files, reading
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
@@ -94,13 +95,15 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
     What begins alike (see `beginning`), apart from case and white space, lies on one side, in whatever order rows come.
 
     Raises:
+        DataError: for files that cannot be read, and rows that hold no text or messages.
         ConfigError: for columns that trl cannot use, for conversations without a chat template, and where a side is empty.
     """
+    source = ", ".join(args.train_files) or args.dataset_name
     if args.train_files:
-        kind = hub.BUILDERS[Path(args.train_files[0]).suffix]
-        rows = datasets.load_dataset(kind, data_files=args.train_files, split="train")
+        rows = read_files(args.train_files)
     else:
-        rows = datasets.load_dataset(**hub.load_arguments(args.dataset), split=args.train_split)
+        with reading(source):
+            rows = datasets.load_dataset(**hub.load_arguments(args.dataset), split=args.train_split)
     columns = next((c for c in (*FORMATS, {args.dataset_text_field}) if c <= set(rows.column_names)), None)
     if columns is None:
         raise ConfigError(
@@ -109,6 +112,7 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
         )
     if columns == {"messages"} and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(f"{args.model_name_or_path} has no chat template for `messages`; give --chat_template_path")
+    check_texts_or_messages(rows, columns, source)
     rows = rows.select_columns(sorted(columns))
     share = args.heldout_share
     heldout = rows.map(lambda row: {"heldout": falls_under(beginning(row), share)}, remove_columns=rows.column_names)
@@ -161,8 +165,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    with accelerator.local_main_process_first():
-        rows = load_rows(args, tokenizer)
+    rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
     resumed_from = agree_on_resume(accelerator, args)

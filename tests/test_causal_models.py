@@ -132,7 +132,9 @@ def folder(request, tmp_path_factory):
 def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
     """Begin token, moves, end token; what is asked for in a position is what was trained on there."""
     tokenizer = load_tokenizer(str(folder))
-    rows = tokenize_games(Dataset.from_dict({"Moves": [GAME]}), tokenizer, 0.5, "games", tmp_path / "tokens.arrow")
+    rows = tokenize_games(
+        Dataset.from_dict({"Moves": [GAME], "defect": [""]}), tokenizer, 0.5, "games", tmp_path / "tokens.arrow"
+    )
     document = rows[0]["input_ids"]
     assert None not in document and len(document) > len(GAME) + 2
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -103,7 +103,13 @@ def test_split_is_by_game_whatever_the_order(games, tmp_path):
     tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
 
     def heldout(games: list[list[str]], name: str) -> set[str]:
-        rows = tokenize_games(Dataset.from_dict({"Moves": games}), tokenizer, 0.1, "games", tmp_path / f"{name}.arrow")
+        rows = tokenize_games(
+            Dataset.from_dict({"Moves": games, "defect": [""] * len(games)}),
+            tokenizer,
+            0.1,
+            "games",
+            tmp_path / f"{name}.arrow",
+        )
         return {" ".join(row["Moves"]) for row in rows if row["heldout"]}
 
     shuffled = random.Random(0).sample(games, len(games))

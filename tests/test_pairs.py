@@ -16,6 +16,7 @@ from accelerate_recipes.data import make_eval_loader, make_train_loader
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
 from accelerate_recipes.models import new_bpe_tokenizer
 from accelerate_recipes.pairs import Pairs, PairSource, falls_under, prepare_pairs
+from accelerate_recipes.shards import DataError
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
 TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("None", "NA")]
@@ -157,7 +158,7 @@ def test_several_right_targets(prepare, tmp_path):
 def test_mistakes_are_named(prepare, tmp_path, tokenizer):
     def problem(rows: list[dict], **settings) -> str:
         file = write_jsonl(tmp_path / "a.jsonl", rows)
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises((ConfigError, DataError)) as error:
             prepare(**{"train_files": [file]} | settings)
         assert not (tmp_path / "cache").exists(), "a build that failed leaves nothing"
         return str(error.value).replace(f"{tmp_path}/", "")
@@ -177,7 +178,7 @@ def test_mistakes_are_named(prepare, tmp_path, tokenizer):
     assert "row 4" in found and "row 5" not in found
     assert problem(bad, skip_bad_pairs=True) == "of 0 pairs of texts none is left for train"
     (tmp_path / "c.jsonl").write_text("no JSON\n")
-    assert "c.jsonl cannot be read: " in problem(rows, train_files=[tmp_path / "c.jsonl"])
+    assert "c.jsonl, line 1 is not JSON: " in problem(rows, train_files=[tmp_path / "c.jsonl"])
     (tmp_path / "no.jsonl").touch()
     (tmp_path / "no.csv").write_text("source,target\n")
     pq.write_table(pa.table({"source": pa.array([], pa.string()), "target": []}), tmp_path / "no.parquet")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -15,8 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes import chess_rules, hub
 from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.data import cached, pack_documents
+from accelerate_recipes.rows import read_files, reading
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
+GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
 VERSION = 2  # of what is prepared; raised when that changes, so that nobody finds it in an older form
 
 
@@ -92,20 +95,14 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
 
     def build(folder: Path) -> None:
         tmp = folder / "tmp"
-        parts, bad = [], []
+        parts = []
         for i, file in enumerate(args.game_files):
             games = load_games(file, tmp / f"source-{i}")
-            part = tokenize_games(games, tokenizer, args.heldout_share, file, tmp / f"tokens-{i}.arrow")
-            bad += [f"{file}, row {row}: {defect}" for row, defect in enumerate(part["defect"]) if defect]
-            parts.append(part)
-        if bad and not args.skip_bad_games:
-            more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
-            raise ConfigError(
-                error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5])
-            )
+            parts.append(tokenize_games(games, tokenizer, args.heldout_share, file, tmp / f"tokens-{i}.arrow"))
+        good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)
-        good, heldout = np.array(games["defect"]) == "", np.array(games["heldout"])
-        facts = {"games": len(games), "skipped": len(bad)}
+        heldout = np.array(games["heldout"])
+        facts = {"games": len(games), "skipped": int((~good).sum())}
         for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
             if not chosen.any():
                 raise ConfigError(
@@ -145,29 +142,31 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
 
     def build(folder: Path) -> None:
         parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(args.game_files)]
+        good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
         heldout = np.array([is_heldout(" ".join(moves), args.heldout_share) for moves in games])
         found = {}
         for name, chosen, number in (
-            ("train", ~heldout, num_train_positions),
-            ("heldout", heldout, args.num_positions),
+            ("train", good & ~heldout, num_train_positions),
+            ("heldout", good & heldout, args.num_positions),
         ):
             positions = chess_rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
-            good = [p for p in positions if chess_rules.is_legal(p["prefix"], p["move"])]
-            if len(good) < len(positions) and not args.skip_bad_games:
+            legal = [p for p in positions if chess_rules.is_legal(p["prefix"], p["move"])]
+            if len(legal) < len(positions) and not args.skip_bad_games:
                 raise ConfigError(
-                    f"{len(positions) - len(good)} of {len(positions)} positions come from games with illegal moves; "
+                    f"{len(positions) - len(legal)} of {len(positions)} positions come from games with illegal moves; "
                     "--skip_bad_games leaves them out"
                 )
-            if not good:
+            if not legal:
                 raise ConfigError(
                     f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
                 )
-            found[name] = good
+            found[name] = legal
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
-        baseline = chess_rules.most_frequent_followers(games[i] for i in np.flatnonzero(~heldout))
-        chess_rules.mark_seen(found["heldout"], (games[i] for i in np.flatnonzero(~heldout)))
+        train_games = np.flatnonzero(good & ~heldout)
+        baseline = chess_rules.most_frequent_followers(games[i] for i in train_games)
+        chess_rules.mark_seen(found["heldout"], (games[i] for i in train_games))
         (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
         shutil.rmtree(folder / "tmp")
 
@@ -189,17 +188,56 @@ def is_heldout(text: str, heldout_share: float) -> bool:
 
 
 def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
-    """Games of one file, with a column `Moves`."""
+    """Games of one file: `Moves`, a list of texts, and `defect`: why they are none, or not a game of normal chess, or "".
+
+    Raises:
+        DataError: for a file that cannot be read, or has no games.
+        ConfigError: for one without a column `Moves`.
+    """
     if file.endswith(".pgn"):
-        games = datasets.Dataset.from_generator(
-            chess_rules.read_pgn, gen_kwargs={"path": file}, cache_dir=str(cache_dir)
-        )
-    else:
-        kind = "parquet" if file.endswith(".parquet") else "json"
-        games = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=str(cache_dir))
-    if "Moves" not in games.column_names:
-        raise ConfigError(f"{file} has the columns {games.column_names}; chess needs `Moves`, a list of UCI moves")
-    return games.select_columns("Moves")
+        with reading(file):
+            if next(chess_rules.read_pgn(file), None) is None:
+                raise ValueError("it has 0 games")
+            return datasets.Dataset.from_generator(
+                chess_rules.read_pgn, features=GAMES, gen_kwargs={"path": file}, cache_dir=str(cache_dir)
+            )
+    rows = read_files([file], cache_dir)
+    if "Moves" not in rows.column_names:
+        raise ConfigError(f"{file} has the columns {rows.column_names}; chess needs `Moves`, a list of UCI moves")
+
+    def check(batch: list) -> dict[str, list]:
+        defects = [chess_rules.defect_of_moves(moves) for moves in batch]
+        games = [[] if defect else moves for moves, defect in zip(batch, defects, strict=True)]
+        return {"Moves": games, "defect": defects}
+
+    return rows.select_columns("Moves").map(
+        check, input_columns="Moves", batched=True, features=GAMES, num_proc=num_proc(len(rows)), desc="Reading games"
+    )
+
+
+def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray:
+    """Which of the games of all files have no defect, (number of games,) bool.
+
+    Raises:
+        ConfigError: naming those that have one, unless `args.skip_bad_games`.
+    """
+    defects = [part["defect"][:] for part in parts]
+    bad = [
+        f"{file}, row {row}: {defect}"
+        for file, part in zip(args.game_files, defects, strict=True)
+        for row, defect in enumerate(part)
+        if defect
+    ]
+    if bad and not args.skip_bad_games:
+        more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+        raise ConfigError(error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5]))
+    return np.array([not defect for part in defects for defect in part])
+
+
+def num_proc(num_games: int) -> int | None:
+    """Processes worth starting for so many games; None is this one."""
+    wanted = min(len(os.sched_getaffinity(0)), 1 + num_games // 5000)
+    return wanted if wanted > 1 else None
 
 
 def tokenize_games(
@@ -209,23 +247,24 @@ def tokenize_games(
     source: str,
     cache_file: Path,
 ) -> datasets.Dataset:
-    """Add `input_ids`, `defect` (why a game cannot be used, or "") and `heldout` (bool)."""
+    """Add `input_ids` and `heldout` (bool), and to `defect` why a game cannot be played."""
 
-    def tokenize(batch: list[list[str]]) -> dict[str, list]:
+    def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:
         texts = [" ".join(moves) for moves in batch]
         tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
         return {
             "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
-            "defect": [chess_rules.defect_of_game(moves) for moves in batch],
+            "defect": [
+                defect or chess_rules.defect_of_game(moves) for moves, defect in zip(batch, defects, strict=True)
+            ],
             "heldout": [is_heldout(text, heldout_share) for text in texts],
         }
 
-    num_proc = min(len(os.sched_getaffinity(0)), 1 + len(games) // 5000)
     return games.map(
         tokenize,
-        input_columns="Moves",
+        input_columns=["Moves", "defect"],
         batched=True,
-        num_proc=num_proc if num_proc > 1 else None,
+        num_proc=num_proc(len(games)),
         cache_file_name=str(cache_file),
         desc=f"Checking and tokenising {Path(source).name}",
     )

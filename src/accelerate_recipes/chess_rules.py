@@ -54,6 +54,13 @@ def all_uci_moves() -> list[str]:
     return sorted(moves)
 
 
+def defect_of_moves(moves: object) -> str:
+    """Why a value is no list of texts, or an empty string."""
+    if isinstance(moves, list) and all(isinstance(move, str) for move in moves):
+        return ""
+    return f"its Moves are no list of texts, but {moves!r:.80}"
+
+
 def defect_of_game(moves: list[str]) -> str:
     """What is wrong with a game, or an empty string."""
     if not moves:
@@ -82,11 +89,40 @@ def legal_part(moves: list[str]) -> list[str]:
     return moves
 
 
+class GameBuilder(chess.pgn.GameBuilder):
+    """Builds the game that was played, and logs nothing of what is wrong with it.
+
+    Variations are left out: behind one with an illegal move, python-chess 1.11 goes on from the variation's position.
+    """
+
+    def begin_variation(self) -> chess.pgn.SkipType:
+        return chess.pgn.SKIP
+
+    def end_variation(self) -> None:
+        pass
+
+    def handle_error(self, error: Exception) -> None:
+        self.game.errors.append(error)
+
+
 def read_pgn(path: str) -> Iterator[dict]:
-    """Games of a PGN file, as rows with `Moves` and `Result`."""
+    """Games of a PGN file, as rows with `Moves`, and `defect`: why it cannot be used, or an empty string."""
     with open(path, encoding="utf-8", errors="replace") as file:
-        while game := chess.pgn.read_game(file):
-            yield {"Moves": [move.uci() for move in game.mainline_moves()], "Result": game.headers["Result"]}
+        while game := chess.pgn.read_game(file, Visitor=GameBuilder):
+            moves = [move.uci() for move in game.mainline_moves()]
+            yield {"Moves": moves, "defect": defect_of_pgn(game, len(moves))}
+
+
+def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
+    """Why a game of which `num_moves` were read is not whole, or not normal chess; or an empty string."""
+    variant = game.headers.get("Variant", "Standard")
+    if variant.lower() not in ("standard", "from position", "chess", "normal"):
+        return f"it is {variant}, not normal chess"
+    if game.headers.get("FEN", chess.STARTING_FEN) != chess.STARTING_FEN:
+        return f"it begins from another position, {game.headers['FEN']}"
+    if game.errors:
+        return f"move {num_moves + 1} cannot be made: {game.errors[0]}"
+    return ""
 
 
 def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) -> list[dict]:

@@ -541,6 +541,25 @@ def on_first_rank(compute: Callable[[], T]) -> T:
     return result
 
 
+def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
+    """What `compute` returns, on every rank; the first of each machine fills the caches that the others then find.
+
+    What it raises on a rank is raised on every rank: to wait for one that failed would be an error of its own.
+    """
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    result = error = None
+    for turn in (True, False):
+        if is_first == turn:
+            try:
+                result = compute()
+            except Exception as raised:
+                error = raised
+        for raised in on_all_ranks(error):
+            if raised is not None:
+                raise raised
+    return result
+
+
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """In place, on the device, without waiting for it."""
     if dist.is_initialized():

@@ -1,6 +1,5 @@
 """Pairs of source and target texts for an encoder-decoder: from files or the Hub to padded batches."""
 
-import itertools
 import json
 import os
 import shutil
@@ -13,16 +12,15 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import xxhash
-from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.data import cached
 from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.rows import read_files, reading
 
 PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
@@ -76,6 +74,7 @@ def prepare_pairs(
     loss takes the first and metrics take all.
 
     Raises:
+        DataError: for a file that cannot be read, or has no rows.
         ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
     """
     sources = [(source, False) for source in train_sources] + [(source, True) for source in eval_sources]
@@ -133,22 +132,12 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
     """All rows of a source.
 
     Raises:
-        ConfigError: when it cannot be read.
+        DataError: when it cannot be read, or has none.
     """
-    try:
-        if source.split:
-            return datasets.load_dataset(
-                **hub.load_arguments(source.dataset), split=source.split, cache_dir=str(cache_dir)
-            )
-        if is_empty(source.name):
-            raise ValueError("it has 0 rows")
-        kind = hub.BUILDERS[Path(source.name).suffix]
-        # A text may well be "None" or "NA".
-        options = {"keep_default_na": False} if kind == "csv" else {}
-        return datasets.load_dataset(kind, data_files=source.name, split="train", cache_dir=str(cache_dir), **options)
-    except (ValueError, OSError, DatasetGenerationError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ConfigError(f"{source} cannot be read: {reason}") from error
+    if not source.split:
+        return read_files([source.name], cache_dir)
+    with reading(source):
+        return datasets.load_dataset(**hub.load_arguments(source.dataset), split=source.split, cache_dir=str(cache_dir))
 
 
 def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
@@ -158,15 +147,8 @@ def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
             rows = load_rows(source, Path(folder) / str(i))
             texts = read_columns(rows, source, 0.0, Path(folder) / f"{i}.arrow")
             for row in texts:
-                yield from (text for text in (row["source"], *row["references"]) if text)
-
-
-def is_empty(file: str) -> bool:
-    """Whether a local file has no rows; what datasets says of one would help nobody."""
-    if file.endswith(".parquet"):
-        return pq.read_metadata(file).num_rows == 0
-    with open(file, "rb") as lines:
-        return len(list(itertools.islice(lines, 2))) < (2 if file.endswith(".csv") else 1)  # a .csv has a header
+                if not row["defect"]:
+                    yield from (row["source"], *row["references"])
 
 
 def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
@@ -180,7 +162,9 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
     wanted = {source_column: types[source_column]}
     wanted[target_column] = types[target_column].value_type if several else types[target_column]
     for column, kind in wanted.items():
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+        # Of values of several types `datasets` keeps the JSON; which of them are no text is said row by row.
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType)
+        if not (is_text or pa.types.is_null(kind)):
             raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
     features = datasets.Features(
         {
@@ -194,11 +178,12 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
     def read(batch: dict[str, list]) -> dict[str, list]:
         sources = values(batch, source_column)
         references = [target if several else [target] for target in values(batch, target_column)]
+        defects = [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)]
         return {
-            "source": sources,
-            "references": references,
-            "defect": [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)],
-            "heldout": [falls_under(source or "", heldout_share) for source in sources],
+            "source": [None if defect else source for source, defect in zip(sources, defects, strict=True)],
+            "references": [None if defect else texts for texts, defect in zip(references, defects, strict=True)],
+            "defect": defects,
+            "heldout": [not d and falls_under(s, heldout_share) for s, d in zip(sources, defects, strict=True)],
         }
 
     top = sorted({column if column in rows.column_names else column.split(".")[0] for column in wanted})
@@ -229,16 +214,18 @@ def values(batch: dict[str, list], column: str) -> list:
     first, *rest = column.split(".")
     found = batch[first]
     for name in rest:
-        found = [None if value is None else value[name] for value in found]
+        found = [value.get(name) if isinstance(value, dict) else None for value in found]
     return found
 
 
 def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
     """Why a pair cannot be used, or ""."""
-    if not (source or "").strip():
-        return "its source is empty"
-    if not references or not all((text or "").strip() for text in references):
-        return "its target is empty"
+    for name, texts in (("source", [source]), ("target", references)):
+        for text in texts or [None]:
+            if not (text is None or isinstance(text, str)):  # a file of JSON may hold both
+                return f"its {name} is no text, but {text!r:.80}"
+            if not (text or "").strip():
+                return f"its {name} is empty"
     return ""
 
 

@@ -358,12 +358,16 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
     text = record[text_column]
     if not isinstance(text, str):
         raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
+    check_characters(text, f"{shard}, line {index + 1}: {text_column!r}")
+    return text
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raise DataError for half of a surrogate pair. JSON can write one, but neither UTF-8 nor tokens can be made of it."""
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, of which no tokens can be made
-        half = f"\\u{ord(text[error.start]):x}"
-        raise DataError(f"{shard}, line {index + 1}: {text_column!r} holds {half}, which is no character") from None
-    return text
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} holds \\u{ord(text[error.start]):x}, which is no character") from None
 
 
 def record_of(file: str, index: int, line: bytes) -> dict:

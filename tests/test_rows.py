@@ -1,0 +1,334 @@
+"""Files of rows that are not what they should be: one message with file and line or row, whatever is in them."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import datasets
+import hypothesis.strategies as st
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import ROOT
+from hypothesis import HealthCheck, given, settings
+
+from accelerate_recipes import chess_rules, distributed, recipe
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.chess_games import GamesArgs, load_games, prepare_games, prepare_positions
+from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.pairs import PairSource, load_rows, read_columns
+from accelerate_recipes.rows import read_files
+from accelerate_recipes.shards import DataError, Retry, read_documents, text_of
+
+GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
+MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
+UNREADABLE = [
+    ("a.jsonl", b"", "a.jsonl cannot be read: it has 0 rows"),
+    ("a.jsonl", b"\n \n\n", "a.jsonl cannot be read: it has 0 rows"),
+    ("a.pgn", b"", "a.pgn cannot be read: it has 0 games"),
+    ("a.parquet", b"", "a.parquet cannot be read: "),
+    ("a.parquet", b"PAR1 or not PAR1", "a.parquet cannot be read: "),
+    ("a.jsonl", GAME + b'\n{"Moves": ["e2e4"\n', "a.jsonl, line 3 is not JSON: "),
+    ("a.jsonl", GAME + b"\0\0\0\n", "a.jsonl, line 2 is not JSON: "),
+    ("a.jsonl", GAME + b'{"Moves": ["\xe9"]}\n', "a.jsonl, line 2 is not JSON: 'utf-8' codec can't decode"),
+    ("a.jsonl", GAME + b'{"Moves": ["\\udead"]}\n', r"a.jsonl, line 2 holds \udead, which is no character"),
+    ("a.jsonl", GAME + b"7\n", "a.jsonl, line 2 is no JSON object, but a int"),
+    ("a.jsonl", b"7\n", "a.jsonl, line 1 is no JSON object, but a int"),
+    ("a.jsonl", b'{"moves": []}\n', "a.jsonl has the columns ['moves']; chess needs `Moves`"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", UNREADABLE)
+def test_files_that_cannot_be_read(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((ConfigError, DataError)) as error:
+        load_games(str(tmp_path / name), tmp_path / "cache")
+    assert str(error.value).startswith(f"{tmp_path}/{message}")
+
+
+def write_parquet(file, **columns) -> None:
+    pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
+
+
+def test_parquet_without_rows_damaged_or_not_of_text(tmp_path):
+    file = tmp_path / "a.parquet"
+
+    def problem() -> str:
+        with pytest.raises(DataError) as error:
+            load_games(str(file), tmp_path / "cache")
+        return str(error.value).removeprefix(str(file))
+
+    write_parquet(file, Moves=pa.array([], pa.list_(pa.string())))
+    assert problem() == " cannot be read: it has 0 rows"
+    write_parquet(file, Moves=[["e2e4", "e7e5"]] * 5000)
+    content = bytearray(file.read_bytes())
+    content[4:40] = b"\xff" * 36
+    file.write_bytes(content)
+    assert problem().startswith(" cannot be read: ")
+    moves = pa.ListArray.from_arrays([0, 1, 2, 3], pa.array([b"e2e4", b"\xff", b"e2e4"], pa.binary()).view(pa.string()))
+    write_parquet(file, Moves=moves)
+    assert problem().startswith(", row 1 cannot be read: 'utf-8' codec can't decode byte 0xff")
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """What preparing games says of a file, and positions of the same."""
+    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+
+    def run(name: str, content: bytes, skip_bad_games: bool = False) -> list[str]:
+        file = tmp_path / name
+        file.write_bytes(content)
+        args = GamesArgs(
+            train_files=[str(file)], heldout_share=0.5, skip_bad_games=skip_bad_games, num_positions=3,
+            data_cache_dir=str(tmp_path / "cache"),
+        )  # fmt: skip
+        said = []
+        for preparing in (
+            lambda: prepare_games(tokenizer, args, max_length=8, seed=0),
+            lambda: prepare_positions(args, num_train_positions=3, seed=0),
+        ):
+            try:
+                preparing()
+                said.append("")
+            except ConfigError as error:
+                said.append(str(error).replace(f"{tmp_path}/", ""))
+        return said
+
+    return run
+
+
+VALUES = [
+    ("null", "None"),
+    ("5", "5"),
+    ('"e2e4 e7e5"', "'e2e4 e7e5'"),
+    ('["e2e4", null]', "['e2e4', None]"),
+    ('["e2e4", 7]', "['e2e4', 7]"),
+    ('[["e2e4"]]', "[['e2e4']]"),
+    ('{"a": 1}', "{'a': 1}"),
+]
+
+
+@pytest.mark.parametrize("value, shown", VALUES)
+@pytest.mark.parametrize("alone", [False, True])
+def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
+    """Whether the whole column is of that type, or one row of it."""
+    bad = b'{"Moves": %s}\n' % value.encode()
+    said = prepare("a.jsonl", bad * 3 if alone else GAME + bad)
+    row = 0 if alone else 1
+    for message in said:
+        assert "--skip_bad_games leaves them out" in message
+        assert f"- a.jsonl, row {row}: its Moves are no list of texts, but {shown}" in message
+
+
+def games_of_two_moves() -> bytes:
+    """Enough for both sides of the split."""
+    moves = [("e2e4", second) for second in ("e7e5", "c7c5", "e7e6", "c7c6", "d7d5", "g8f6", "g7g6", "b8c6")]
+    return b"".join(b'{"Moves": %s}\n' % json.dumps(game).encode() for game in moves)
+
+
+def test_bad_games_are_left_out_on_demand(prepare, tmp_path):
+    bad = b"".join(b'{"Moves": %s}\n' % value.encode() for value, _ in VALUES)
+    assert prepare("a.jsonl", games_of_two_moves() + bad, skip_bad_games=True) == ["", ""]
+    (facts,) = (
+        json.loads(file.read_text())
+        for file in (tmp_path / "cache").glob("*/facts.json")
+        if "games" in file.read_text()
+    )
+    assert facts["skipped"] == len(VALUES) and facts["train"] + facts["heldout"] == 8
+
+
+PGN = {
+    "an illegal move": ("", "1. e4 e5 2. Ke3 Nf6", "move 3 cannot be made: illegal san: 'Ke3'"),
+    "an ambiguous move": ("", "1. Nf3 e5 2. Nc3 d6 3. Nd4 Nf6 4. Nb5", "move 7 cannot be made: ambiguous san: 'Nb5'"),
+    "another start": ('[SetUp "1"]\n[FEN "8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"]\n', "1. e4", "it begins from another position, 8/8/8"),
+    "from position": ('[Variant "From Position"]\n[FEN "4k3/8/8/8/8/8/4P3/4K3 w - - 0 1"]\n', "1. e4", "it begins from another position"),
+    "a variant": ('[Variant "Atomic"]\n', "1. e4 d5 2. exd5", "it is Atomic, not normal chess"),
+    "an unknown variant": ('[Variant "My Own"]\n', "1. e4", "it is My Own, not normal chess"),
+    "960": ('[Variant "Chess960"]\n[FEN "nrkbbqrn/pppppppp/8/8/8/8/PPPPPPPP/NRKBBQRN w KQkq - 0 1"]\n', "1. e4", "it is Chess960"),
+    "a null move": ("", "1. e4 -- 2. d4", "move 2, '0000', is illegal after e2e4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PGN)
+def test_pgn_games_that_are_not_whole_or_not_normal_chess(case, prepare, capfd, caplog):
+    headers, moves, defect = PGN[case]
+    good = '[Event "good"]\n\n1. e4 e5 2. Nf3 (2. Ke3 a6) 2... Nc6 1-0\n\n'  # a broken variation is no matter
+    pgn = f'{good}[Event "bad"]\n{headers}\n{moves} 1-0\n\n'.encode()
+    of_games, of_positions = prepare("a.pgn", pgn)
+    assert f"\n  - a.pgn, row 1: {defect}" in of_games and "row 0" not in of_games
+    if case != "a null move":  # a position is taken from elsewhere
+        assert of_positions == of_games
+    assert "while parsing" not in caplog.text + capfd.readouterr().err
+
+
+def test_pgn_of_normal_chess(tmp_path):
+    """With what lichess and chess.com write into it, a mark of bytes at its start, and lines that end as in DOS."""
+    start = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+    headers = ['[Variant "Standard"]', f'[Variant "From Position"]\n[SetUp "1"]\n[FEN "{start}"]', '[SetUp "0"]']
+    games = [f'[Event "?"]\n{header}\n\n1. f3 {{ [%clk 0:03:00] }} e5 2. g4 $4 Qh4# 0-1\n\n' for header in headers]
+    (tmp_path / "a.pgn").write_bytes(b"\xef\xbb\xbf" + "".join(games).replace("\n", "\r\n").encode())
+    rows = load_games(str(tmp_path / "a.pgn"), tmp_path / "cache")
+    assert rows[:] == {"Moves": [MATE] * 3, "defect": [""] * 3}
+
+
+def test_pairs_of_mixed_types(tmp_path):
+    """Each with its row, and the good ones as they are."""
+    rows = [
+        {"s": "a", "t": "b"},
+        {"s": 5, "t": "b"},
+        {"s": "a", "t": ["b"]},
+        {"s": {"x": 1}, "t": None},
+        {"s": "c", "t": "d"},
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = PairSource(str(file), "s", "t")
+    texts = read_columns(load_rows(source, tmp_path / "cache"), source, 0.0, tmp_path / "texts.arrow")
+    assert texts["defect"][:] == [
+        "", "its source is no text, but 5", "its target is no text, but ['b']", "its source is no text, but {'x': 1}", "",
+    ]  # fmt: skip
+    assert (texts["source"][0], texts["references"][4]) == ("a", ["d"])
+
+
+SFT = [
+    (b"", " cannot be read: it has 0 rows"),
+    (b'{"text": "a"}\n{"text": \n', ", line 2 is not JSON: "),
+    (b'{"text": "a"}\n{"text": null}\n{"text": null}\n', ", row 1: 'text' is null, as in 2 of 3 rows"),
+    (b'{"text": 5}\n{"text": 6}\n', ": 'text' holds int64, not texts or messages"),
+    (b'{"text": 5}\n{"text": "a"}\n', ": 'text' holds extension<arrow.json>, not texts or messages"),
+    (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ", row 1: 'completion' is null, as in 1 of 2 rows"),
+]
+
+
+@pytest.mark.parametrize("content, message", SFT)
+def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    args = SimpleNamespace(
+        train_files=[str(file)], dataset_name="", dataset_text_field="text", chat_template_path=None, heldout_share=0.5, seed=0
+    )  # fmt: skip
+    sft = recipe.load(ROOT / "recipes/sft.py")
+    with pytest.raises(DataError) as error:
+        sft.load_rows(args, SimpleNamespace(chat_template=None))
+    assert str(error.value).startswith(f"{file}{message}")
+    file.write_bytes(b'{"text": "a"}\n')
+    with pytest.raises(ConfigError, match="of 1 rows none is left to"):
+        sft.load_rows(args, SimpleNamespace(chat_template=None))
+
+
+def test_what_a_rank_cannot_read_ends_all(monkeypatch):
+    """The first of a machine tells the others, which have not begun."""
+    read = []
+
+    def on_rank(local_rank: int, others: list) -> None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setattr(distributed, "on_all_ranks", lambda error: [error, *others])
+        distributed.on_first_of_machine_before_others(lambda: read.append(local_rank) or json.loads(str(local_rank)))
+
+    on_rank(0, [None])
+    on_rank(1, [None])
+    assert read == [0, 1]
+    with pytest.raises(DataError, match="broken"):
+        on_rank(1, [DataError("broken")])
+    assert read == [0, 1]
+    monkeypatch.setattr(json, "loads", lambda text: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        on_rank(0, [None])
+
+
+# Whatever is in a file.
+
+MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(MANY, max_examples=10)  # datasets takes some 50 ms for a file
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["e2e4", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["Moves", "text", "s"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+LINE = st.builds(lambda v: json.dumps(v).encode(), VALUE) | st.binary(max_size=12) | st.just(GAME.strip())
+LINES = st.lists(
+    st.builds(lambda v: json.dumps({"Moves": v, "text": v, "s": v, "t": "x"}).encode(), VALUE) | LINE, max_size=5
+).map(b"\n".join)
+
+
+def only_our_errors(read) -> None:
+    try:
+        read()
+    except (ConfigError, DataError) as error:
+        assert str(error)
+
+
+@MANY
+@given(content=LINES | st.binary(max_size=60))
+def test_any_shard_of_lines(content, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+
+    def read() -> None:
+        for document in read_documents(str(file), "text", 0, 1, Retry(tries=1), lambda: None):
+            text_of(str(file), *document, "text").encode()
+
+    only_our_errors(read)
+
+
+@FEW
+@given(content=LINES)
+def test_any_file_of_games_and_pairs(content, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    source = PairSource(str(file), "s", "t")
+    cache = tmp_path / str(time.monotonic_ns())
+
+    def read_games() -> None:
+        for game in load_games(str(file), cache):
+            assert game["defect"] or all(isinstance(move, str) for move in game["Moves"])
+
+    def read_pairs() -> None:
+        for pair in read_columns(load_rows(source, cache), source, 0.5, tmp_path / "texts.arrow"):
+            assert pair["defect"] or (pair["source"].strip() and all(text.strip() for text in pair["references"]))
+
+    only_our_errors(read_games)
+    (tmp_path / "texts.arrow").unlink(missing_ok=True)
+    only_our_errors(read_pairs)
+
+
+@MANY
+@given(
+    content=st.lists(
+        st.sampled_from(
+            [
+                '[Event "x"]\n',
+                '[FEN "8/8 w"]\n',
+                '[Variant "x"]\n',
+                "1. e4 ",
+                "e5 ",
+                "Ke3 ",
+                "(",
+                ")",
+                "{",
+                "}",
+                "\n\n",
+                "1-0\n\n",
+                "--",
+                "\0",
+                "é",
+            ]
+        )
+    ).map("".join)
+)
+def test_any_pgn(content, tmp_path):
+    file = tmp_path / "a.pgn"
+    file.write_text(content)
+    for game in chess_rules.read_pgn(str(file)):
+        assert game["defect"] or chess_rules.legal_part(game["Moves"]) == game["Moves"] or "0000" in game["Moves"]
+
+
+def test_rows_of_csv_are_as_they_are_written(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nNA\nnull\n")
+    assert read_files([str(tmp_path / "a.csv")], tmp_path / "cache")["text"][:] == ["NA", "null"]
+    (tmp_path / "a.csv").write_text("text,b\n1,2\n1,2,3\n")
+    with pytest.raises(DataError, match=r"a.csv cannot be read: .*line 3"):
+        read_files([str(tmp_path / "a.csv")], tmp_path / "cache")
