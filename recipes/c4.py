@@ -14,6 +14,7 @@ a fixed number of rows of the validation split: loss, perplexity and bits per by
 
 import gzip
 import math
+import sys
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -123,6 +124,14 @@ def make_model(args: Args) -> PreTrainedModel:
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
+def with_units(loss: float, bytes_per_token: float) -> dict[str, float]:
+    """The loss, in nats per token; what it means per text, whatever the tokenizer; and e to its power."""
+    # A token at the start of a row or document is no target: it is taken to cost what the others do.
+    bits_per_byte = loss / math.log(2) / bytes_per_token
+    perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
 def main(args: Args) -> None:
     resumable = find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
@@ -192,9 +201,7 @@ def main(args: Args) -> None:
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(accelerator, model, validation_loader, loss_fn, count_next_tokens)
-        # A token at the start of a row or document is no target: it is taken to cost what the others do.
-        bits_per_byte = loss / math.log(2) / validation.bytes_per_token
-        return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits_per_byte}
+        return with_units(loss, validation.bytes_per_token)
 
     checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import shutil
 from functools import cache
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, launch_ok, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accelerate_recipes import recipe
 
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12
@@ -191,3 +194,13 @@ def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
     assert {step: loss for step, loss in losses(tmp_path / "out").items() if step <= 2} == pytest.approx(
         first, rel=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    "loss, perplexity", [(2.0, math.e**2), (709.5, math.exp(709.5)), (710.0, math.inf), (math.nan, math.nan)]
+)
+def test_a_loss_of_any_size_has_its_units(loss, perplexity):
+    """A run that diverged says so, and is saved: e to the power of 710 is no float."""
+    found = recipe.load(C4).with_units(loss, bytes_per_token=4.0)
+    assert found["perplexity"] == pytest.approx(perplexity, nan_ok=True)
+    assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) / 4, nan_ok=True)

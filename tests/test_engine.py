@@ -1,4 +1,9 @@
-"""The step's arithmetic against transformers.Trainer, and what happens when it is not finite."""
+"""The step's arithmetic against transformers.Trainer, what is logged of it, and what happens when it is not finite."""
+
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,10 +12,11 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
+from accelerate_recipes import metrics, stop
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import PackedRows, StepOrder, make_train_loader
 from accelerate_recipes.distributed import prepare
-from accelerate_recipes.engine import NonFiniteError, evaluate_loss, train_step
+from accelerate_recipes.engine import NonFiniteError, evaluate_loss, train, train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
@@ -86,6 +92,54 @@ def trainer_losses(tmp_path) -> list[float]:
 
 def test_five_losses_are_those_of_trainer(tmp_path):
     assert our_losses() == pytest.approx(trainer_losses(tmp_path), rel=1e-5)
+
+
+def records_of_a_run(tmp_path, logging_steps: int) -> list[dict]:
+    """What `train` logs of its steps, with a checkpointer that saves nothing."""
+    args = replace(ARGS, output_dir=str(tmp_path / str(logging_steps)), logging_steps=logging_steps)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepare(accelerator, make_model(), args)
+    checkpointer = SimpleNamespace(
+        accelerator=accelerator, args=args, resumed_from=None, newest=None, data_states=[],
+        resume=lambda: 0, save=lambda step, data_state: None, wait=lambda: None,
+    )  # fmt: skip
+    records = train(
+        accelerator, model, optimizer, make_scheduler(optimizer, args, args.max_steps),
+        make_train_loader(make_rows(), args, 0, 1), args,
+        total_steps=args.max_steps, loss_fn=next_token_loss, count_fn=count_next_tokens,
+        evaluate_fn=lambda step: {"loss": 0.0}, checkpointer=checkpointer, flops_per_token=1e6,
+    )  # fmt: skip
+    return [record for record in records if "loss" in record]
+
+
+def test_every_target_counts_in_the_log(tmp_path, monkeypatch, capsys):
+    """Steps with unequal numbers of targets: mean loss, tokens/s and MFU of one step, and of several."""
+    monkeypatch.setattr(stop, "listen", lambda output_dir: None)
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
+    batches = itertools.islice(make_train_loader(make_rows(), ARGS, 0, 1), 2 * ARGS.max_steps)
+    micro = [count_next_tokens(batch).item() for batch in batches]
+    counts = np.add(micro[::2], micro[1::2])
+    assert len(set(counts)) > 2, "the steps must differ"
+    steps = records_of_a_run(tmp_path, logging_steps=1)
+    step_losses = np.array([record["loss"] for record in steps])
+    capsys.readouterr()
+    windows = records_of_a_run(tmp_path, logging_steps=2)
+    assert [record["step"] for record in windows] == [2, 4, 5]
+
+    for records in (steps, windows):
+        first = 0
+        for record in records:
+            of = slice(first, record["step"])
+            assert record["loss"] == pytest.approx(np.average(step_losses[of], weights=counts[of]), rel=1e-6)
+            samples = ARGS.total_batch_size * len(counts[of])
+            targets = record["tokens_per_second"] / record["samples_per_second"] * samples
+            assert targets == pytest.approx(counts[of].sum(), rel=1e-9)
+            assert record["mfu"] == pytest.approx(1e6 * record["tokens_per_second"] / 1e9, rel=1e-9)
+            first = record["step"]
+    of_two = np.average(step_losses[:2], weights=counts[:2])
+    assert of_two != pytest.approx(step_losses[:2].mean(), rel=1e-6), "a mean of means would pass"
+    lines = re.findall(r"Loss: (\S+), .* (\d+) tokens/sec, .*MFU: (\S+),", capsys.readouterr().out)
+    assert lines == [(f"{r['loss']:.5f}", f"{r['tokens_per_second']:.0f}", f"{r['mfu']:.3f}") for r in windows]
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])

@@ -1,6 +1,8 @@
 """One owner of an output directory: a living one is respected, a dead one followed."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -71,7 +73,7 @@ def test_the_same_job_follows_itself_at_once(tmp_path, monkeypatch):
     (tmp_path / "lock.json").write_text(json.dumps(OTHER))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(lock, "touched", lambda file: pytest.fail("it need not wait"))
+    monkeypatch.setattr(lock.time, "monotonic", lambda: pytest.fail("it need not wait"))
     lock.take(tmp_path)
     assert owner_of(tmp_path)["restarts"] == 1
 
@@ -92,3 +94,66 @@ def test_a_run_that_left_nothing_leaves_no_folder(tmp_path):
     lock.take(tmp_path / "out")
     lock.release()
     assert not (tmp_path / "out").exists()
+
+
+def dead() -> dict:
+    """An owner on this host whose process is gone."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return OTHER | {"host": socket.gethostname(), "process": process.pid}
+
+
+def test_one_of_several_takes_a_dead_owners_place(tmp_path):
+    """Forked processes, which begin each of 40 trials together."""
+    folders, takers = [tmp_path / str(i) for i in range(40)], 4
+    for folder in folders:
+        folder.mkdir()
+        (folder / "lock.json").write_text(json.dumps(dead()))
+    barrier = multiprocessing.get_context("fork").Barrier(takers)
+    lock.HEARTBEAT = 0.02
+
+    def take_all(taker: int) -> None:
+        for folder in folders:
+            barrier.wait(timeout=30)
+            with contextlib.suppress(ConfigError):
+                lock.take(folder)
+                (folder / f"won-{taker}").touch()
+            barrier.wait(timeout=30)
+            lock.release()
+
+    processes = [multiprocessing.get_context("fork").Process(target=take_all, args=(i,)) for i in range(takers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0] * takers
+    assert [len(list(folder.glob("won-*"))) for folder in folders] == [1] * len(folders)
+
+
+@pytest.mark.parametrize("content", [json.dumps(OTHER), ""], ids=["whole", "not yet written"])
+def test_who_looked_too_early_does_not_remove_a_newer_lock(tmp_path, monkeypatch, content):
+    """Between the look of one taker and its removal of the dead owner's lock, another takes it."""
+    file, faster = tmp_path / "lock.json", OTHER | {"host": "faster", "run": "faster"}
+    file.write_text(content)
+    os.utime(file, (0, 0))
+    looks = []
+
+    def look(path, me):
+        looks.append(path)
+        if len(looks) == 1:
+            file.write_text(json.dumps(faster) if content else "")
+            return None
+        return lock.read(path) or faster
+
+    monkeypatch.setattr(lock, "living_owner", look)
+    assert lock.acquire(file, OTHER | {"run": "slower"}) == faster
+    assert file.read_text() == (json.dumps(faster) if content else "")
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
+
+
+def test_a_taker_that_died_while_taking_over_is_followed(tmp_path):
+    for name in ("lock.json", "lock-takeover.json"):
+        (tmp_path / name).write_text(json.dumps(dead()))
+    lock.take(tmp_path)
+    assert owner_of(tmp_path)["process"] == os.getpid()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]

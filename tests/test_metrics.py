@@ -32,6 +32,7 @@ def test_flops_per_token():
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", 311.9),
         ("NVIDIA A10G", 70.0),
         ("NVIDIA L40S", 362.05),

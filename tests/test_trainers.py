@@ -124,9 +124,12 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
         out = tmp_path / name
         size = ("--per_device_train_batch_size", batch, "--model_name_or_path", chats / "base")
         assert forks.run(out, *arguments, *size, config=config) == 0, log_of(out)[-3000:]
-        norms = [record["grad_norm"] for record in read_metrics(out) if "loss" in record]
-        found[name] = [*losses(out).values(), *norms, *evaluations(out)]
-    assert len(found["one"]) == 2 * STEPS + 2
+        steps = [record for record in read_metrics(out) if "loss" in record]
+        norms = [record["grad_norm"] for record in steps]
+        targets = [record["tokens_per_second"] / record["samples_per_second"] for record in steps]  # of a row
+        assert all(5 < count < 64 for count in targets) and len(set(targets)) == STEPS
+        found[name] = [*losses(out).values(), *norms, *targets, *evaluations(out)]
+    assert len(found["one"]) == 3 * STEPS + 2
     assert found["ddp"] == pytest.approx(found["one"], rel=1e-5)
     assert found["fsdp2"] == pytest.approx(found["one"], rel=1e-5)
     before, after = evaluations(tmp_path / "fsdp2")

@@ -84,7 +84,8 @@ def train_step(
     """
     # One collective for all that the ranks must agree on: number of targets, a wish to save, and one to stop.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
-    wishes = torch.tensor([int(wants_save), int(stop.requested() is not None)], device=accelerator.device)
+    wishes = torch.tensor([int(wants_save), int(stop.requested() is not None)])
+    wishes = wishes.to(accelerator.device, non_blocking=True)  # torch.tensor(..., device=) would wait for the device
     num_targets, *num_wishes = sum_over_ranks(torch.cat([num_targets[None], wishes]))
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
     scale = accelerator.num_processes / num_targets.clamp(min=1)

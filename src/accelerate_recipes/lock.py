@@ -39,21 +39,42 @@ def take(output_dir: Path) -> None:
         **attempt(),
     }
     output_dir.mkdir(parents=True, exist_ok=True)
+    if other := acquire(file, owner):
+        raise ConfigError(
+            f"{output_dir} is in use by process {other['process']} on {other['host']}"
+            f"{' (job ' + other['job'] + ')' if other['job'] else ''}, which is alive; stop it, or give another "
+            "--output_dir"
+        )
+    _mine = file, owner
+    threading.Thread(target=_keep, args=_mine, daemon=True, name="lock").start()
+
+
+def acquire(file: Path, owner: dict) -> dict | None:
+    """Create `file` with `owner` in it, in place of a dead owner's if there is one.
+
+    Several may find the same owner dead. Only one of them is to remove its file, and none the file that another has
+    created meanwhile: so each first acquires a second file, in the same way, and looks again. (Not flock, which some
+    cluster filesystems lack, or keep to one machine.)
+
+    Returns:
+        The living owner, if it is another.
+    """
     while True:
         try:
             with file.open("x") as opened:
                 json.dump(owner, opened, indent=1)
-            break
+            return None
         except FileExistsError:
+            found = read(file), touched(file)
+            if found[1] is None:  # given free meanwhile
+                continue
             if other := living_owner(file, owner):
-                raise ConfigError(
-                    f"{output_dir} is in use by process {other['process']} on {other['host']}"
-                    f"{' (job ' + other['job'] + ')' if other['job'] else ''}, which is alive; stop it, or give another "
-                    "--output_dir"
-                ) from None
-            file.unlink(missing_ok=True)
-    _mine = file, owner
-    threading.Thread(target=_keep, args=_mine, daemon=True, name="lock").start()
+                return other
+        takeover = file.with_name(f"{file.stem}-takeover.json")
+        if acquire(takeover, owner) is None:
+            if (read(file), touched(file)) == found:
+                file.unlink(missing_ok=True)
+            takeover.unlink(missing_ok=True)
 
 
 def is_taken() -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "GH200": 989.4,
+    "H200 NVL": 835.5,
     "H200": 989.4,
     "H100 NVL": 835.5,
     "H100 PCIe": 756.0,
