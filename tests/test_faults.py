@@ -194,6 +194,36 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     assert status["state"] == "crashed" and "rank 1" in status["reason"], status
 
 
+@pytest.mark.parametrize("step", [0, 5])
+def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
+    """Rank 1 alone finds them, before training or in step 5: that is no crash, which would be tried again."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, TOY_BAD_DATA=step) == 2
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "bad.jsonl, row 17: no text")
+    assert log.read_text().count("error: bad.jsonl, row 17: no text") == 1
+    assert not (out / "lock.json").exists()
+
+
+# To each process of the run: both ranks, and the workers that load their data. The shell that does it is one of them.
+SIGTERM_TO_ALL = {
+    "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
+    "command": "trap '' TERM; for rank in $(pgrep -P $(ps -o ppid= -p $PPID)); do pkill -TERM -P $rank; kill -TERM $rank; done",
+}  # fmt: skip
+
+
+def test_sigterm_to_all_processes_saves(forks, undisturbed, tmp_path):
+    """As scancel, a preemption or the end of a pod: the workers go on until the ranks have saved."""
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    args = (*DROPOUT, "--dataloader_num_workers", 2, "--full_determinism")
+    assert forks.run(out, *args, TOY_FAULT=json.dumps(SIGTERM_TO_ALL)) == 0, log.read_text()[-3000:]
+    status = json.loads((out / "status.json").read_text())
+    assert "| deterministic algorithms |" in log.read_text()
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM") and status["step"] in (5, 6)
+    assert forks.run(out, *args) == 0, log.read_text()[-3000:]
+    assert losses(out) == undisturbed
+
+
 def test_a_metric_that_the_evaluation_does_not_give(forks, tmp_path):
     out, log = tmp_path / "out", tmp_path / "out.log"
     assert forks.run(out, "--metric_for_best_model", "accuracy", "--eval_steps", 3) == 2

@@ -47,12 +47,15 @@ IN_STEP_5 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True})
 }
 
-# One rank gets the signal when it would log step 3.
+# One rank and its worker get the signal when it would log step 3. The shell that does it is one of them.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
-        {"event": "open", "path": "/out/metrics.jsonl", "count": 4, "rank": 0, "command": "kill -USR1 $PPID"}
+        {
+            "event": "open", "path": "/out/metrics.jsonl", "count": 4, "rank": 0,
+            "command": "trap '' TERM; pkill -TERM -P $PPID; kill -TERM $PPID",
+        }
     )
-}
+}  # fmt: skip
 
 
 def log_of(out: Path) -> str:
@@ -159,9 +162,9 @@ def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapt
         folder.parent.mkdir()
     if adapters:
         assert forks.run(whole, *args) == 0, log_of(whole)[-3000:]
-        assert forks.run(out, *args, **STOP_AFTER_STEP_3) == 0, log_of(out)[-3000:]
+        assert forks.run(out, *args, "--dataloader_num_workers", 1, **STOP_AFTER_STEP_3) == 0, log_of(out)[-3000:]
         status = json.loads((out / "status.json").read_text())
-        assert (status["state"], status["step"], status["reason"]) == ("stopped", 4, "SIGUSR1")
+        assert (status["state"], status["step"], status["reason"]) == ("stopped", 4, "SIGTERM")
     else:
         assert forks.run(whole, *args) == 0, log_of(whole)[-3000:]
         assert re.search(

@@ -101,6 +101,7 @@ class TrainArgs:
         "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
     )
     seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", min=0)
+    full_determinism: bool = arg(False, "On GPUs: the same bits from the same run, by slower algorithms.")
     num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
     max_steps: int = arg(-1, "Optimizer steps; -1: as --num_train_epochs gives.", min=-1)
     total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.", min=1)

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.parent import start_worker
 
 LENGTH_WINDOW = 50  # global batches whose rows are sorted by length together: enough to pad little, few enough to mix
 
@@ -296,6 +297,7 @@ def make_train_loader(
         batch_sampler=order,
         collate_fn=collate_fn,
         num_workers=args.dataloader_num_workers,
+        worker_init_fn=start_worker,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
     )

@@ -231,6 +231,8 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{os.environ.get('RANK', 0)}")
     keep_cudnn_from_masks()
+    if args.full_determinism:
+        make_deterministic()
     timeout = timedelta(seconds=args.ddp_timeout)
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
@@ -252,6 +254,18 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         )
     set_seed(args.seed)
     return accelerator
+
+
+def make_deterministic() -> None:
+    """Choose algorithms that add in one order, before anything is on a GPU; what has none is an error when it is called.
+
+    As transformers' enable_full_determinism, without CUDA_LAUNCH_BLOCKING: that orders kernels that one stream orders
+    already. Source: "Reproducibility" in the notes of the PyTorch documentation.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers, for the flash-attn package
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
@@ -481,6 +495,8 @@ def report_strategy(
     if layers:
         where = " from inputs kept on the CPU" if any(isinstance(m, OffloadWrapper) for m in model.modules()) else ""
         parts.append(f"activations of {sum(map(recomputes, layers))} of {len(layers)} layers recomputed{where}")
+    if torch.are_deterministic_algorithms_enabled():
+        parts.append("deterministic algorithms")
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
     if trained < total:

@@ -17,14 +17,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-from accelerate_recipes import stop
+from accelerate_recipes import stop, watch
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer, SaveError
 from accelerate_recipes.distributed import accumulate, max_over_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.status import update_status
 from accelerate_recipes.stop import Stopped
-from accelerate_recipes.watch import Watch
 
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
@@ -149,51 +148,49 @@ def train(
     accumulation_steps = args.accumulation_steps(accelerator.num_processes)
     window = Window()
     model.train()
-    with Watch(output_dir) as watch:
-        last_save = time.perf_counter()
-        step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
-        while step < total_steps:
-            watch.expect(f"step {step + 1}", step_timeout)
-            start = time.perf_counter()
-            batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
-            data_seconds = time.perf_counter() - start
-            # The first rank's clock counts.
-            save_by_time = accelerator.is_main_process and 0 < 60 * args.save_minutes < start - last_save
-            try:
-                done = train_step(
-                    accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time
-                )
-            except NonFiniteError as error:
-                with contextlib.suppress(SaveError):
-                    checkpointer.wait()
-                file = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
-                raise NonFiniteError(
-                    f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
-                    f"Last good checkpoint: {checkpointer.newest or 'none yet'}",
-                    error.micro_losses,
-                ) from None
-            lr = scheduler.get_last_lr()[0]
-            scheduler.step()
-            step += 1
-            seconds = time.perf_counter() - start
-            stop.step_took(seconds)
-            window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
-            if step_timeout == args.ddp_timeout:
-                step_timeout = max(args.step_timeout, 4 * seconds)
-            log.progress.update()
+    last_save = time.perf_counter()
+    step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
+    while step < total_steps:
+        watch.expect(f"step {step + 1}", step_timeout)
+        start = time.perf_counter()
+        batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
+        data_seconds = time.perf_counter() - start
+        # The first rank's clock counts.
+        save_by_time = accelerator.is_main_process and 0 < 60 * args.save_minutes < start - last_save
+        try:
+            done = train_step(
+                accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time
+            )
+        except NonFiniteError as error:
+            with contextlib.suppress(SaveError):
+                checkpointer.wait()
+            file = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
+            raise NonFiniteError(
+                f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
+                f"Last good checkpoint: {checkpointer.newest or 'none yet'}",
+                error.micro_losses,
+            ) from None
+        lr = scheduler.get_last_lr()[0]
+        scheduler.step()
+        step += 1
+        seconds = time.perf_counter() - start
+        stop.step_took(seconds)
+        window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
+        if step_timeout == args.ddp_timeout:
+            step_timeout = max(args.step_timeout, 4 * seconds)
+        log.progress.update()
 
-            watch.expect(f"what follows step {step}", args.ddp_timeout)
-            stopped = Stopped(stop.reason(accelerator)) if done.stop else None
-            if stopped or log_is_due(step, total_steps, args):
-                gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
-                parts = on_all_ranks(train_loader.counts())
-                counts = {name: sum(part[name] for part in parts) for name in parts[0]}
-                log.log_step(step, window, done.grad_norm.item(), lr, gib, counts)
-                window = Window()
-            if evaluate_and_save(
-                step, log, evaluate_fn, checkpointer, train_loader.state, save=done.save, stopped=stopped
-            ):
-                last_save = time.perf_counter()
+        watch.expect(f"what follows step {step}", args.ddp_timeout)
+        stopped = Stopped(stop.reason(accelerator)) if done.stop else None
+        if stopped or log_is_due(step, total_steps, args):
+            gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
+            parts = on_all_ranks(train_loader.counts())
+            counts = {name: sum(part[name] for part in parts) for name in parts[0]}
+            log.log_step(step, window, done.grad_norm.item(), lr, gib, counts)
+            window = Window()
+        if evaluate_and_save(step, log, evaluate_fn, checkpointer, train_loader.state, save=done.save, stopped=stopped):
+            last_save = time.perf_counter()
+    watch.expect("what follows training", float("inf"))
     log.progress.close()
     return log.records
 

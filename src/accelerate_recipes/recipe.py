@@ -4,32 +4,35 @@ A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`,
 `run(main, Args, requirements)`.
 """
 
+import contextlib
 import importlib.util
 import os
 import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import datasets
 import transformers
 import yaml
 from huggingface_hub import constants
 
-from accelerate_recipes import hub, lock
+from accelerate_recipes import hub, lock, parent, watch
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
 from accelerate_recipes.download import download
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
-from accelerate_recipes.status import is_wish_of_a_person, update_status
+from accelerate_recipes.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.stop import Stopped
-from accelerate_recipes.watch import LostRankError
 
 
 @dataclass
@@ -87,12 +90,15 @@ def run(
     if not sys.stderr.isatty():  # a job's log: plain lines
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    args, code = None, 0
+    parent.follow_launcher()
+    args, watched, code = None, None, 0
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     try:
         args = parse(args_class, other_problems=launch_problems)
-        if int(os.environ.get("RANK", 0)) == 0:
+        if rank == 0:
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
+        watched = watch.start(Path(args.output_dir), partial(fail, args))
         provide(requirements(args))
         main(args)
         end_with(args, state="finished")
@@ -101,27 +107,39 @@ def run(
         # What restarts by exit codes alone takes 0 for the end of the run: that is only what a person wanted.
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
-        if int(os.environ.get("RANK", 0)) == 0:
+        if rank == 0:
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
     except (ConfigError, DataError, NonFiniteError, SaveError) as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-            # The first process of the node has the same error. Were this one to exit first, the launcher would end
-            # the other before it has said so. It ends this one instead.
+        told = watched is not None and watched.tell_first_rank(str(error))
+        if told or local_rank != 0:
+            # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
+            # exit first, the launcher would end the other before it has said so. It ends this one instead.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(30)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        end_with(args, state="failed", reason=str(error))
-        sys.exit(2)
-    except LostRankError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        end_with(args, state="crashed", reason=str(error))
+        fail(args, str(error))
+    except (Exception, KeyboardInterrupt) as error:
+        if reason := watched.lost(error) if watched is not None else "":
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+        end_with(args, state="crashed", reason=reason)
         code = 1
-    except Exception as error:
-        end_with(args, state="crashed", reason=f"{type(error).__name__}: {error}")
-        raise
     finally:
         lock.release()
     leave(code)
+
+
+def fail(args: TrainArgs | None, reason: str) -> NoReturn:
+    """End by what the user must put right. On rank 0 in a thread of the watch, where another rank has found it."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    if args is not None and attempt()["job"] and int(os.environ.get("RANK", 0)) == 0:
+        # Before training too, a job's script is to know that more of the same would not help.
+        with contextlib.suppress(ConfigError, OSError):
+            lock.take(Path(args.output_dir))
+    end_with(args, state="failed", reason=reason)
+    lock.release()
+    leave(2)
 
 
 def provide(needed: Requirements) -> None:
@@ -145,17 +163,17 @@ def provide(needed: Requirements) -> None:
         raise ConfigError(error_list("This run cannot start", problems))
 
 
-def leave(code: int) -> None:
-    """End a launched process, whose work is done, without the interpreter's teardown.
+def leave(code: int) -> NoReturn:
+    """End this process, whose work is done, without the interpreter's teardown.
 
-    With torch 2.13 on gloo that aborts now and then ("terminate called without an active exception": a thread that
-    nobody joins), and the launcher takes the finished run for a failed one. And after a lost rank, a save in the
-    background would be waited for. Files are closed and trackers finished.
+    That waits for a save in the background, and, for ever, for a worker of a loader or a thread that does not end. With
+    torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that nobody
+    joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished.
     """
-    if "LOCAL_RANK" in os.environ:
+    with contextlib.suppress(OSError):  # a pipe that nobody reads any more
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+    os._exit(code)
 
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:

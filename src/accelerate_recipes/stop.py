@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from accelerate_recipes import parent
 from accelerate_recipes.distributed import on_all_ranks, sum_over_ranks
 from accelerate_recipes.status import read_status
 
@@ -32,13 +33,17 @@ class Stopped(Exception):
 
 
 def listen(output_dir: Path) -> None:
-    """Notice, from now on, a signal, the file `stop`, or the job's end. A second signal changes nothing."""
+    """Notice, from now on, a signal, the end of the launcher, the file `stop`, or the job's end.
+
+    A second signal changes nothing.
+    """
     global _file, _job_ends, _longest_save
     _file = output_dir / "stop"
     _job_ends = float(os.environ.get("JOB_END_TIME") or "inf")
     _longest_save = read_status(output_dir).get("longest_save_seconds", 0.0)
     for number in SIGNALS:
         signal.signal(number, _on_signal)
+    parent.follow(signal.SIGTERM)
 
 
 def _on_signal(number: int, frame) -> None:

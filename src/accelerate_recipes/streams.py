@@ -16,7 +16,6 @@ workers have prepared beyond. To resume, each stream decompresses one shard from
 
 import copy
 import os
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows, make_row
+from accelerate_recipes.parent import start_worker
 from accelerate_recipes.shards import DataError, Retry, read_documents, text_of
 
 NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
@@ -366,7 +366,7 @@ def start_workers(rounds: Rounds, num_workers: int, rounds_ahead: int) -> Iterat
                 batch_size=None,
                 num_workers=num_workers,
                 prefetch_factor=rounds_ahead if num_workers else None,
-                worker_init_fn=outlive_sigterm,
+                worker_init_fn=start_worker,
                 generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
             )
         )
@@ -375,14 +375,6 @@ def start_workers(rounds: Rounds, num_workers: int, rounds_ahead: int) -> Iterat
             del os.environ["TOKENIZERS_PARALLELISM"]
         elif before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def outlive_sigterm(worker: int) -> None:
-    """A scheduler that wants the node back sends SIGTERM to all processes; the last steps and the save need the workers.
-
-    They end when the loader tells them to, or when their parent is gone.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from accelerate_recipes import stop
+from accelerate_recipes import stop, watch
 from accelerate_recipes.adapters import adapter_of, add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
@@ -38,8 +39,8 @@ from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, 
 from accelerate_recipes.metrics import Window, peak_memory_gib
 from accelerate_recipes.models import load_model
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.parent import start_worker
 from accelerate_recipes.stop import Stopped
-from accelerate_recipes.watch import Watch
 
 # trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -113,6 +114,7 @@ def trl_config(
         "bf16": accelerator.mixed_precision == "bf16",
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
         "activation_checkpointing": False,  # trl has it on, beside the YAML's key
+        "full_determinism": False,  # make_accelerator has seen to it
         "dataloader_drop_last": True,  # else the last batch of an epoch is smaller than --total_batch_size
         "eval_strategy": "no",
         "save_strategy": "no",
@@ -192,6 +194,14 @@ class RecipeTrainer:
         # Whole gradients, kept until the last micro-batch, would cost every rank the memory of all of them.
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.is_fsdp_enabled
 
+    def _get_dataloader(self, *args: Any, **settings: Any):
+        loader = super()._get_dataloader(*args, **settings)
+        inner = loader.base_dataloader  # Accelerate's iterates over this one
+        inner.worker_init_fn = (
+            partial(start_worker, then=inner.worker_init_fn) if inner.worker_init_fn else start_worker
+        )
+        return loader
+
     def train(self) -> list[dict]:
         """Train to the end, from the checkpoint that is to be resumed if there is one.
 
@@ -207,8 +217,8 @@ class RecipeTrainer:
             self.recipe_args.save(self.output_dir / "args.yaml")
         stop.listen(self.output_dir)
         set_seed(self.recipe_args.seed, device_specific=True)
-        with Watch(self.output_dir) as self.watch:
-            super().train()
+        super().train()
+        watch.expect("what follows training", float("inf"))
         self.log_file.progress.close()
         return self.log_file.records
 
@@ -249,7 +259,7 @@ class RecipeTrainer:
         self.last_step, self.step_timeout = step, args.ddp_timeout  # the first step may compile
         self.last_save = self.step_start = time.perf_counter()
         self._open_window()
-        self.watch.expect(f"step {step + 1}", self.step_timeout)
+        watch.expect(f"step {step + 1}", self.step_timeout)
         return model, train_dataloader
 
     def _load_rng_state(self, checkpoint: Path | None) -> None:
@@ -298,7 +308,7 @@ class RecipeTrainer:
         stop.step_took(seconds)
         if self.step_timeout == args.ddp_timeout:
             self.step_timeout = max(args.step_timeout, 4 * seconds)
-        self.watch.expect(f"what follows step {step}", args.ddp_timeout)
+        watch.expect(f"what follows step {step}", args.ddp_timeout)
         overdue = self.accelerator.is_main_process and 0 < 60 * args.save_minutes < time.perf_counter() - self.last_save
         wishes = torch.tensor([int(overdue), int(stop.requested() is not None)], device=self.accelerator.device)
         save, must_stop = (n > 0 for n in sum_over_ranks(wishes).tolist())
@@ -310,7 +320,7 @@ class RecipeTrainer:
             step, self.log_file, self.evaluate_fn, self.checkpointer, dict, save=save, stopped=stopped
         ):
             self.last_save = time.perf_counter()
-        self.watch.expect(f"step {step + 1}", self.step_timeout)
+        watch.expect(f"step {step + 1}", self.step_timeout)
         self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:

@@ -1,8 +1,8 @@
-"""Who is missing: ends a run that hangs, and names the ranks that it waits for.
+"""Who is missing, and why: ends a run that hangs, names the ranks that it waits for, and tells rank 0 why one fails.
 
 A rank that dies or hangs leaves the others in a collective. gloo notices a lost connection, NCCL waits for a timeout;
 neither says whose fault it is. So a thread of each rank writes once a second, into the launcher's store, that the
-process lives and where it is.
+process lives and where it is; and looks whether a rank has said that it fails.
 """
 
 import faulthandler
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,57 +24,73 @@ SECONDS_TO_MISS = 4  # without a sign of life, of which one is due each second
 NO_STORE = "the first node (the launcher's store does not answer)"
 
 
-class LostRankError(RuntimeError):
-    """Another rank is gone, so nothing can be agreed on any more, and nothing saved."""
-
-
 class Watch:
-    """Around training, on every rank: `with Watch(output_dir) as watch: ... watch.expect("step 2", seconds)`.
+    """From the moment that the process group is up, on every rank, to the end of the process.
 
     What does not end within its seconds ends the process, with one message for all ranks: who is gone, and where the
-    others are. An error of a collective becomes a LostRankError if a rank is gone.
+    others are. `on_failure(reason)` is called on rank 0, in a thread, when another rank fails by what the user must put
+    right; it ends the process.
     """
 
-    def __init__(self, output_dir: Path):
+    def __init__(self, output_dir: Path, on_failure: Callable[[str], None]):
         self.output_dir = output_dir
+        self.on_failure = on_failure
         self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 0))
         self.expect("the start", float("inf"))
-        self.ended = threading.Event()
         self.gave_up = threading.Event()
-
-    def __enter__(self) -> "Watch":
-        if dist.is_initialized():
-            # A connection of its own: the main one is busy while another thread waits for a key.
-            # The launcher keeps the store when it restarts the ranks.
-            prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
-            self._give_sign(0)
+        self.store: dist.Store | None = None  # until there is a process group
+        self.connecting = threading.Lock()
+        if self.world_size:
             threading.Thread(target=self._run, daemon=True, name="watch").start()
-        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback) -> None:
+    def lost(self, error: BaseException) -> str:
+        """Which ranks are gone, if that is why a collective failed on this one; else empty. Takes a moment to know."""
         if self.gave_up.is_set():
             time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
+        self.seconds_left = float("inf")  # of a process that ends already
         gone = []
-        if dist.is_initialized() and kind and (kind is RuntimeError or issubclass(kind, dist.DistError)):
+        if self._connect() and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
             try:
                 before = self._signs()
                 time.sleep(SECONDS_TO_MISS)
                 gone = self._gone(before, self._signs())
             except dist.DistError:
                 gone = [NO_STORE]
-        self.ended.set()
-        if gone:
-            raise LostRankError(f"{', '.join(gone)}: gone during {self.doing} ({error})") from error
+        return f"{', '.join(gone)}: gone during {self.doing} ({error})" if gone else ""
+
+    def tell_first_rank(self, reason: str) -> bool:
+        """Say why this rank fails. False where rank 0 cannot hear it: it is this one, or there is no process group yet."""
+        if self.rank == 0 or not self._connect():
+            return False
+        self.seconds_left = float("inf")
+        try:
+            self.store.compare_set("failure", "", reason)
+        except dist.DistError:
+            return False
+        return True
 
     def expect(self, doing: str, seconds: float) -> None:
         """From now on this rank is `doing` something, for `seconds` at most."""
         self.doing, self.seconds, self.seconds_left = doing, seconds, seconds
 
+    def _connect(self) -> bool:
+        """Whether there is a process group yet, and so a store."""
+        with self.connecting:
+            if self.store is None and self.world_size and dist.is_initialized():
+                # A connection of its own: the main one is busy while another thread waits for a key.
+                # The launcher keeps the store when it restarts the ranks.
+                prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+                self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
+        return self.store is not None
+
     def _run(self) -> None:
+        while not self._connect():
+            time.sleep(0.2)
         before, beat = None, 0
         # Counts seconds of its own, not the clock's: a job that was suspended must not wake up to an error.
-        while not self.ended.wait(1):
+        while True:
+            time.sleep(1)
             beat += 1
             self.seconds_left -= 1
             try:
@@ -81,6 +98,8 @@ class Watch:
                 # The first to give up speaks for all: to a later one it would seem gone.
                 if self.store.check(["verdict"]):
                     self._end(self.store.get("verdict").decode())
+                if self.rank == 0 and self.store.check(["failure"]):
+                    self.on_failure(self.store.get("failure").decode())
                 if self.seconds_left > 0:
                     before = None
                 elif before is None:
@@ -99,16 +118,21 @@ class Watch:
         self.store.set(str(self.rank), json.dumps(sign))
 
     def _signs(self) -> dict[int, dict]:
-        """The last sign of life of each rank."""
-        ranks = range(dist.get_world_size())
-        return dict(zip(ranks, map(json.loads, self.store.multi_get([str(rank) for rank in ranks])), strict=True))
+        """The last sign of life of each rank that gave one."""
+        return {
+            rank: json.loads(self.store.get(str(rank)))
+            for rank in range(self.world_size)
+            if self.store.check([str(rank)])  # else `get` waits for it
+        }
 
     def _gone(self, before: dict[int, dict], now: dict[int, dict]) -> list[str]:
         """Ranks, with their hosts, that gave no sign of life between the two times."""
+        silent = {"host": "a host that is not known", "beat": None}
+        signs = {rank: (before.get(rank, silent), now.get(rank, silent)) for rank in range(self.world_size)}
         return [
-            f"rank {rank} (on {now[rank]['host']})"
-            for rank in now
-            if rank != self.rank and now[rank]["beat"] == before[rank]["beat"]
+            f"rank {rank} (on {last['host']})"
+            for rank, (first, last) in signs.items()
+            if rank != self.rank and first["beat"] == last["beat"]
         ]
 
     def _lateness(self) -> str:
@@ -132,3 +156,20 @@ class Watch:
             update_status(self.output_dir, state="crashed", reason=message)
         time.sleep(SECONDS_TO_MISS)  # the others still read from the store, which this process may keep
         os._exit(1)
+
+
+# Of this process. None until `start`.
+_watch: Watch | None = None
+
+
+def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
+    """Watch from when the process group is up."""
+    global _watch
+    _watch = Watch(output_dir, on_failure)
+    return _watch
+
+
+def expect(doing: str, seconds: float) -> None:
+    """From now on this rank is `doing` something, for `seconds` at most."""
+    if _watch is not None:
+        _watch.expect(doing, seconds)

@@ -1,8 +1,8 @@
 """The smallest whole recipe: `engine.train` on a tiny Llama, a second or two a run. For tests that kill and resume.
 
 Which rows each step trained on goes to <output_dir>/rows.jsonl. In the environment, TOY_FAULT is where it dies (see
-faults.py), TOY_FSIZE the size in bytes that no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_POISON
-a row whose loss is not a number, TOY_PACE the seconds that each batch takes longer.
+faults.py), TOY_FSIZE the size in bytes that no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_BAD_DATA
+one in which its data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_PACE the seconds that each batch takes longer.
 """
 
 import json
@@ -31,6 +31,7 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
 from accelerate_recipes.optim import WRAPPERS, make_scheduler
 from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.shards import DataError
 
 LENGTH = 32
 
@@ -93,6 +94,12 @@ def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
     resumed_from = agree_on_resume(accelerator, args)
+
+    def look_at_data(step: int) -> None:
+        if rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
+            raise DataError("bad.jsonl, row 17: no text")
+
+    look_at_data(0)
     rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
     model, tokenizer = make_model(args)
     artifacts = [model.config, model.generation_config, tokenizer]
@@ -110,6 +117,7 @@ def main(args: Args) -> None:
         with (Path(args.output_dir) / "rows.jsonl").open("a") as file:
             file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
+        look_at_data(step)
         if rank == 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
         time.sleep(float(os.environ.get("TOY_PACE", 0)))

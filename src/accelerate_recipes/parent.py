@@ -1,0 +1,92 @@
+"""No process outlives the one that it works for: a launcher, or the process whose data a worker loads.
+
+One that is killed by SIGKILL (out of memory, an impatient scheduler) can tell nobody. The kernel can: on Linux a process
+gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). To be exact: when the thread that
+started it is gone; launchers and loaders start their processes from the main thread.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+
+# Of this process: the launcher's id. None where there is none, or another than this process can know.
+_launcher: int | None = None
+
+
+def follow_launcher() -> None:
+    """End with the launcher, from now on: at once, until `stop.listen` asks for a signal that leaves time to save.
+
+    A launcher that is already gone, while this process was importing, ends it here.
+    """
+    global _launcher
+    # Set by torch's launcher, and by Accelerate's, which starts a single process itself.
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        return
+    parent = os.getppid()
+    # Not sys.argv, in which the path of a module stands for its name.
+    command = sys.orig_argv[-len(sys.argv) :]
+    started_by = command_of(parent)
+    if started_by[-len(command) :] == command:
+        _launcher = parent
+        follow(signal.SIGKILL)
+    # Whoever adopts orphans is in a session of its own. A Python program may be a launcher that has another command line.
+    elif parent and os.getsid(parent) != os.getsid(0) and not is_python(started_by):
+        leave()
+
+
+def follow(number: int) -> None:
+    """Get this signal when the launcher is gone; also if it is already."""
+    if _launcher is not None:
+        ask_kernel(number)
+        if os.getppid() != _launcher:
+            leave()
+
+
+def leave() -> None:
+    print("error: the launcher that started this process is gone", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def start_worker(worker: int, then: Callable[[int], None] = lambda worker: None) -> None:
+    """Initialise a worker process of a DataLoader: its `worker_init_fn`, around one that it has already.
+
+    A scheduler that wants the node back sends SIGTERM to all processes; the last steps and the save need the workers. They
+    end when the loader tells them to, or when their parent is gone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ask_kernel(signal.SIGKILL)
+    if not lives(multiprocessing.parent_process().pid):
+        os._exit(1)
+    then(worker)
+
+
+def ask_kernel(number: int) -> None:
+    """For a signal when the parent is gone."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number)):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_of(process: int) -> list[str]:
+    """Its arguments, the program first; empty where they cannot be read."""
+    try:
+        return psutil.Process(process).cmdline()
+    except psutil.Error:
+        return []
+
+
+def is_python(command: list[str]) -> bool:
+    return bool(command) and os.path.basename(command[0]).startswith("python")

@@ -1,0 +1,158 @@
+"""No process outlives the one that it works for."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import make_train_loader
+
+# Starts the command of its arguments, as a launcher does, in a session of its own or not.
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-u", *sys.argv[2:]], start_new_session=sys.argv[1] == "torch").wait()
+"""
+# Says its id, imports until told to go on, then waits at a rendezvous; or trains, and saves when it is told to end.
+PROCESS = """
+import os, signal, sys, time
+from accelerate_recipes import parent
+
+print(os.getpid(), flush=True)
+phase, go_on = sys.argv[1:]
+while phase == "importing" and not os.path.exists(go_on):
+    time.sleep(0.02)
+parent.follow_launcher()
+if phase == "training":
+    def save(*_):
+        open(go_on, "w").close()
+        os._exit(0)
+    signal.signal(signal.SIGTERM, save)
+    parent.follow(signal.SIGTERM)
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as slurm/submit.sh has it until then
+print("ready", flush=True)
+time.sleep(60)
+"""
+MARKS = {"torch": {"TORCHELASTIC_RUN_ID": "none"}, "accelerate": {"ACCELERATE_MIXED_PRECISION": "no"}}
+
+
+def ends(process: int, seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(PROCESS)
+    return path
+
+
+@pytest.mark.parametrize("launcher", MARKS)
+@pytest.mark.parametrize("phase", ["importing", "rendezvous", "training"])
+def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
+    """Before this process asked for the signal, after, and when there is something to save."""
+    go_on = tmp_path / "go_on"
+    command = [sys.executable, "-c", LAUNCHER, launcher, script, phase, go_on]
+    env = os.environ | MARKS[launcher]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as first:  # fmt: skip
+        process = int(first.stdout.readline())
+        try:
+            if phase != "importing":
+                assert first.stdout.readline() == "ready\n"
+            first.kill()
+            first.wait()
+            if phase == "importing":
+                assert not ends(process, 0.2)
+                go_on.touch()
+            assert ends(process)
+            assert ("the launcher that started this process is gone" in first.stderr.read()) == (phase == "importing")
+            assert go_on.exists() == (phase != "rendezvous")
+        finally:
+            if not ends(process, 0):
+                os.kill(process, signal.SIGKILL)
+
+
+OTHER_STARTS = {
+    "by hand": ([], {}),
+    "by a program that is no launcher": ([sys.executable, "-c", LAUNCHER, "alike"], {}),
+    "by a launcher with another command line": (
+        [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:] + ['rendezvous', 'x'], start_new_session=True).wait()"],
+        MARKS["torch"],
+    ),
+    "by a launcher through a shell": (
+        [sys.executable, "-c", LAUNCHER.replace('sys.executable, "-u"', '"bash", "-c", "\\"$@\\" rendezvous x; exit", "bash", sys.executable'), "torch"],
+        MARKS["torch"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command, env", OTHER_STARTS.values(), ids=OTHER_STARTS)
+def test_others_are_left_alone(script, command, env):
+    """Who was not started by a launcher, or not by one whose command line is known, is no orphan."""
+    if "Popen(sys.argv[1:]" in str(command):
+        command = [*command, sys.executable]
+    arguments = [script] if env else [script, "rendezvous", "x"]
+    command = [*command, *arguments] if command else [sys.executable, *arguments]
+    with subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:  # fmt: skip
+        process = int(first.stdout.readline())
+        try:
+            assert first.stdout.readline() == "ready\n"
+        finally:
+            os.kill(process, signal.SIGKILL)
+
+
+class Rows(torch.utils.data.Dataset):
+    """The last takes for ever."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> int:
+        if i == 7:
+            time.sleep(60)
+        return i
+
+
+def first_batches(connection) -> None:
+    """In a process of its own: sends its workers' ids, and the rows that come after SIGTERM to all of them."""
+    args = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
+    loader = make_train_loader(Rows(), args, 0, 1)
+    loader.batch_sampler = None
+    batches = iter(torch.utils.data.DataLoader(Rows(), num_workers=2, worker_init_fn=loader.worker_init_fn))
+    rows = [next(batches).item()]
+    workers = [process.pid for process in multiprocessing.active_children()]
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    time.sleep(0.2)
+    rows += [next(batches).item() for _ in range(6)]
+    connection.send((workers, rows))
+    time.sleep(60)
+
+
+def test_workers_live_as_long_as_their_process():
+    """SIGTERM, which a scheduler sends to every process, does not end them; the end of their process does, at once."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=first_batches, args=(there,))
+    process.start()
+    assert here.poll(30)
+    workers, rows = here.recv()
+    assert rows == list(range(7))
+    process.kill()
+    process.join()
+    assert [ends(worker) for worker in workers] == [True, True]

@@ -1,0 +1,65 @@
+"""How a recipe ends: by its exit code and status.json, and without the interpreter's teardown."""
+
+import json
+
+import pytest
+
+from accelerate_recipes import lock, parent, recipe
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.shards import DataError
+from accelerate_recipes.stop import Stopped
+
+
+class Left(BaseException):
+    """With an exit code."""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs a `main` in this process; returns the exit code and status.json."""
+
+    def leave(code: int):
+        raise Left(code)
+
+    monkeypatch.setattr(recipe, "leave", leave)
+    monkeypatch.setattr(parent, "follow_launcher", lambda: None)
+    monkeypatch.setattr("sys.argv", ["recipe.py", "--output_dir", str(tmp_path)])
+
+    def run_main(error: BaseException | None, takes_lock: bool = True) -> tuple[int, dict]:
+        def main(args: TrainArgs) -> None:
+            if takes_lock:
+                lock.take(tmp_path)
+            if error is not None:
+                raise error
+
+        with pytest.raises(Left) as left:
+            recipe.run(main, TrainArgs, lambda args: recipe.Requirements())
+        assert not (tmp_path / "lock.json").exists()
+        status = tmp_path / "status.json"
+        return left.value.args[0], json.loads(status.read_text()) if status.exists() else {}
+
+    return run_main
+
+
+@pytest.mark.parametrize(
+    "error, code, state, reason",
+    [
+        (None, 0, "finished", None),
+        (Stopped("SIGTERM"), 0, "stopped", "SIGTERM"),
+        (DataError("row 17"), 2, "failed", "row 17"),
+        (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
+        (KeyboardInterrupt(), 1, "crashed", "KeyboardInterrupt: "),
+    ],
+)
+def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
+    left, status = run(error)
+    assert (left, status["state"], status.get("reason")) == (code, state, reason)
+    assert ("Traceback" in capsys.readouterr().err) == (code == 1)
+
+
+def test_bad_data_before_training_end_a_job(run, monkeypatch):
+    """Whose script asks status.json. Others are told by the message alone: a run that never began leaves nothing."""
+    assert run(DataError("row 17"), takes_lock=False) == (2, {})
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    code, status = run(DataError("row 17"), takes_lock=False)
+    assert (code, status["state"], status["reason"], status["job"]) == (2, "failed", "row 17", "5")
