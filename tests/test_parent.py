@@ -1,5 +1,6 @@
 """No process outlives the one that it works for."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -12,14 +13,14 @@ import pytest
 import torch
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import make_train_loader
+from accelerate_recipes.data import StepOrder, make_train_loader
 
 # Starts the command of its arguments, as a launcher does, in a session of its own or not.
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-u", *sys.argv[2:]], start_new_session=sys.argv[1] == "torch").wait()
 """
-# Says its id, imports until told to go on, then waits at a rendezvous; or trains, and saves when it is told to end.
+# Says its id, imports until told to go on, then waits at a rendezvous, and forks; or trains, and saves when told to end.
 PROCESS = """
 import os, signal, sys, time
 from accelerate_recipes import parent
@@ -37,7 +38,9 @@ if phase == "training":
     parent.follow(signal.SIGTERM)
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as slurm/submit.sh has it until then
-print("ready", flush=True)
+forked = 0 if phase == "training" else os.fork()
+if forked or phase == "training":
+    print("ready", forked, flush=True)
 time.sleep(60)
 """
 MARKS = {"torch": {"TORCHELASTIC_RUN_ID": "none"}, "accelerate": {"ACCELERATE_MIXED_PRECISION": "no"}}
@@ -72,14 +75,15 @@ def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as first:  # fmt: skip
         process = int(first.stdout.readline())
         try:
+            forked = 0
             if phase != "importing":
-                assert first.stdout.readline() == "ready\n"
+                forked = first.stdout.readline().split()[1]
             first.kill()
             first.wait()
             if phase == "importing":
                 assert not ends(process, 0.2)
                 go_on.touch()
-            assert ends(process)
+            assert ends(process) and (phase != "rendezvous" or ends(int(forked)))
             assert ("the launcher that started this process is gone" in first.stderr.read()) == (phase == "importing")
             assert go_on.exists() == (phase != "rendezvous")
         finally:
@@ -111,35 +115,38 @@ def test_others_are_left_alone(script, command, env):
     with subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:  # fmt: skip
         process = int(first.stdout.readline())
         try:
-            assert first.stdout.readline() == "ready\n"
+            assert first.stdout.readline().startswith("ready")
         finally:
             os.kill(process, signal.SIGKILL)
 
 
 class Rows(torch.utils.data.Dataset):
-    """The last takes for ever."""
+    """Each worker's fourth takes for ever."""
+
+    seen = 0
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, i: int) -> int:
-        if i == 7:
+        self.seen += 1
+        if self.seen == 4:
             time.sleep(60)
         return i
 
 
-def first_batches(connection) -> None:
-    """In a process of its own: sends its workers' ids, and the rows that come after SIGTERM to all of them."""
-    args = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
-    loader = make_train_loader(Rows(), args, 0, 1)
-    loader.batch_sampler = None
-    batches = iter(torch.utils.data.DataLoader(Rows(), num_workers=2, worker_init_fn=loader.worker_init_fn))
+ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
+
+
+def first_rows(connection) -> None:
+    """In a process of its own: sends its workers' ids, and its rows, the second and later ones after SIGTERM to all workers."""
+    batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
     rows = [next(batches).item()]
     workers = [process.pid for process in multiprocessing.active_children()]
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
     time.sleep(0.2)
-    rows += [next(batches).item() for _ in range(6)]
+    rows += [next(batches).item() for _ in range(5)]
     connection.send((workers, rows))
     time.sleep(60)
 
@@ -148,11 +155,11 @@ def test_workers_live_as_long_as_their_process():
     """SIGTERM, which a scheduler sends to every process, does not end them; the end of their process does, at once."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=first_batches, args=(there,))
+    process = context.Process(target=first_rows, args=(there,))
     process.start()
     assert here.poll(30)
     workers, rows = here.recv()
-    assert rows == list(range(7))
+    assert [[row] for row in rows] == list(itertools.islice(StepOrder(8, ARGS, 0, 1), 6))
     process.kill()
     process.join()
-    assert [ends(worker) for worker in workers] == [True, True]
+    assert len(workers) == 2 and [ends(worker) for worker in workers] == [True, True]

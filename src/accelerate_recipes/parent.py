@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 
@@ -23,9 +24,11 @@ _launcher: int | None = None
 def follow_launcher() -> None:
     """End with the launcher, from now on: at once, until `stop.listen` asks for a signal that leaves time to save.
 
-    A launcher that is already gone, while this process was importing, ends it here.
+    A launcher that is already gone, while this process was importing, ends it here. What this process forks, such as the
+    workers that prepare data, ends with it.
     """
     global _launcher
+    os.register_at_fork(after_in_child=partial(ask_kernel, signal.SIGKILL))
     # Set by torch's launcher, and by Accelerate's, which starts a single process itself.
     if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         return
@@ -37,7 +40,7 @@ def follow_launcher() -> None:
         _launcher = parent
         follow(signal.SIGKILL)
     # Whoever adopts orphans is in a session of its own. A Python program may be a launcher that has another command line.
-    elif parent and os.getsid(parent) != os.getsid(0) and not is_python(started_by):
+    elif parent and not is_python(started_by) and os.getsid(parent) != os.getsid(0):
         leave()
 
 

@@ -99,6 +99,7 @@ class Watch:
                 if self.store.check(["verdict"]):
                     self._end(self.store.get("verdict").decode())
                 if self.rank == 0 and self.store.check(["failure"]):
+                    time.sleep(SECONDS_TO_MISS)  # this rank may have found the same, and then says it itself
                     self.on_failure(self.store.get("failure").decode())
                 if self.seconds_left > 0:
                     before = None
