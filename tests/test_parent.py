@@ -1,5 +1,6 @@
 """No process outlives the one that it works for."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from accelerate_recipes import parent
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import StepOrder, make_train_loader
 
@@ -87,7 +89,7 @@ def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
             assert ("the launcher that started this process is gone" in first.stderr.read()) == (phase == "importing")
             assert go_on.exists() == (phase != "rendezvous")
         finally:
-            if not ends(process, 0):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 
@@ -120,6 +122,16 @@ def test_others_are_left_alone(script, command, env):
             os.kill(process, signal.SIGKILL)
 
 
+def test_a_process_that_is_forked_while_its_own_dies(monkeypatch):
+    """Too late for the kernel's signal: it sees that another process has adopted it."""
+    monkeypatch.setattr(parent, "_process", 1)  # which did not fork this one
+    monkeypatch.setattr(parent, "ask_kernel", lambda number: None)
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    with pytest.raises(ZeroDivisionError):
+        monkeypatch.setattr(os, "_exit", lambda code: 1 / 0)
+        parent.follow_parent()
+
+
 class Rows(torch.utils.data.Dataset):
     """Each worker's fourth takes for ever."""
 
@@ -140,6 +152,7 @@ ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
 
 def first_rows(connection) -> None:
     """In a process of its own: sends its workers' ids, and its rows, the second and later ones after SIGTERM to all workers."""
+    parent.follow_launcher()
     batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
     rows = [next(batches).item()]
     workers = [process.pid for process in multiprocessing.active_children()]

@@ -9,9 +9,10 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
+
 from accelerate_recipes import stop
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.parent import lives
 from accelerate_recipes.status import attempt
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
@@ -90,7 +91,7 @@ def is_lost() -> bool:
 def living_owner(file: Path, me: dict) -> dict | None:
     """Who holds the lock, if that run still lives. Takes up to SILENCE seconds to know."""
     other = read(file)
-    if other is not None and other["host"] == me["host"] and not lives(other["process"]):
+    if other is not None and other["host"] == me["host"] and not process_lives(other["process"]):
         return None
     if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
         return None  # this job before it was requeued
@@ -102,6 +103,13 @@ def living_owner(file: Path, me: dict) -> dict | None:
         if touched(file) != first:
             return read(file)
     return None
+
+
+def process_lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read(file: Path) -> dict | None:

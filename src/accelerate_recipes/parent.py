@@ -6,29 +6,29 @@ started it is gone; launchers and loaders start their processes from the main th
 """
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
 
-# Of this process: the launcher's id. None where there is none, or another than this process can know.
+# Of this process: the launcher's id, None where there is none, or another than this process can know; and its own.
 _launcher: int | None = None
+_process: int | None = None
 
 
 def follow_launcher() -> None:
     """End with the launcher, from now on: at once, until `stop.listen` asks for a signal that leaves time to save.
 
-    A launcher that is already gone, while this process was importing, ends it here. What this process forks, such as the
-    workers that prepare data, ends with it.
+    A launcher that is already gone, while this process was importing, ends it here. What this process forks, workers that
+    prepare or load data, ends with it.
     """
-    global _launcher
-    os.register_at_fork(after_in_child=partial(ask_kernel, signal.SIGKILL))
+    global _launcher, _process
+    _process = os.getpid()
+    os.register_at_fork(after_in_child=follow_parent)
     # Set by torch's launcher, and by Accelerate's, which starts a single process itself.
     if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         return
@@ -57,16 +57,22 @@ def leave() -> None:
     os._exit(1)
 
 
+def follow_parent() -> None:
+    """End at once with the process that forked this one."""
+    global _process
+    parent, _process = _process, os.getpid()
+    ask_kernel(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def start_worker(worker: int, then: Callable[[int], None] = lambda worker: None) -> None:
-    """Initialise a worker process of a DataLoader: its `worker_init_fn`, around one that it has already.
+    """Make a worker of a DataLoader outlive SIGTERM: its `worker_init_fn`, before one that it has already.
 
     A scheduler that wants the node back sends SIGTERM to all processes; the last steps and the save need the workers. They
-    end when the loader tells them to, or when their parent is gone.
+    end when the loader tells them to, or with their process.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ask_kernel(signal.SIGKILL)
-    if not lives(multiprocessing.parent_process().pid):
-        os._exit(1)
     then(worker)
 
 
@@ -74,13 +80,6 @@ def ask_kernel(number: int) -> None:
     """For a signal when the parent is gone."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
-def lives(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def command_of(process: int) -> list[str]:
