@@ -1,12 +1,18 @@
 """On a GPU, the same arithmetic as on a CPU. One process: what needs several GPUs is not tested."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import CHILDREN, launch_ok, read_metrics
 from safetensors.torch import load_file
 from test_adapters import make_base
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from accelerate_recipes.attention import sdpa
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,28 +20,34 @@ pytestmark = [
 ]
 
 
-def steps(tmp_path, config: str, *flags: str, gpu: bool) -> dict:
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A GPU draws other weights than a CPU for a new model: what the two do is compared from a saved one."""
+    return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
+
+
+def steps(tmp_path, base: Path, config: str, *flags: str, gpu: bool) -> dict:
     out = tmp_path / f"{config}-{gpu}"
-    arguments = ("--output_dir", out, "--per_device_train_batch_size", 4)
+    arguments = ("--output_dir", out, "--per_device_train_batch_size", 4, "--model_name_or_path", base)
     flags = ("--num_processes", "1", *flags)
     launch_ok(tmp_path, config, CHILDREN / "steps.py", *arguments, flags=flags, gpu=gpu)
     return json.loads((out / "result.json").read_text())
 
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full", "fsdp_offload", "fsdp1_full"])
-def test_one_trajectory(tmp_path, config):
+def test_one_trajectory(tmp_path, base, config):
     """fp32, sharded or not, offloaded and clipped; and bit-exact resume."""
-    wanted, found = steps(tmp_path, "single", gpu=False), steps(tmp_path, config, gpu=True)
+    wanted, found = steps(tmp_path, base, "single", gpu=False), steps(tmp_path, base, config, gpu=True)
+    assert found["start"] == wanted["start"]
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert step == pytest.approx(reference, rel=1e-4)
     assert found["resumed"] == found["trajectory"][2:]
 
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full"])
-def test_4_bits(tmp_path, config):
+def test_4_bits(tmp_path, base, config):
     """QLoRA through the launcher: it learns, and a weight has half a byte."""
     pytest.importorskip("bitsandbytes")
-    base = make_base(tmp_path / "base", seed=1)
     args = (
         "--model_name_or_path",
         base,
@@ -55,8 +67,30 @@ def test_4_bits(tmp_path, config):
 
 
 @pytest.mark.parametrize("flags", [(), ("--dynamo_backend", "inductor")])
-def test_bf16(tmp_path, flags):
-    wanted = steps(tmp_path, "single", gpu=False)
-    found = steps(tmp_path, "fsdp_full", "--mixed_precision", "bf16", *flags, gpu=True)
+def test_bf16(tmp_path, base, flags):
+    wanted = steps(tmp_path, base, "single", gpu=False)
+    found = steps(tmp_path, base, "fsdp_full", "--mixed_precision", "bf16", *flags, gpu=True)
     for (loss, _), (reference, _) in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert loss == pytest.approx(reference, rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_upstream_still_gives_nan_where_attention_has_a_mask():
+    """When the last line fails, cuDNN is sound with a mask, and attention.keep_cudnn_from_masks is for generation only."""
+    length, width = 192, 64
+    torch.manual_seed(0)
+    query, key, value, output = torch.randn(4, 1, 1, length, width, device="cuda", dtype=torch.bfloat16).unbind()
+    query, key = 0.1 * query, 0.1 * key
+    query[..., 0], key[..., 0] = 1, -120 * math.sqrt(width)  # each logit is about -120
+    query.requires_grad_()
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()[None, None]
+
+    def gradient(attended: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(attended, query, output)[0]
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run
+    ours = gradient(sdpa(torch.nn.Identity(), query, key, value, mask)[0].transpose(1, 2))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert ours.isfinite().all()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert gradient(F.scaled_dot_product_attention(query, key, value, attn_mask=mask)).isnan().any()
