@@ -39,7 +39,7 @@ def checksums(model: nn.Module) -> dict[str, list[float]]:
     with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else contextlib.nullcontext():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            whole = whole.detach().double().flatten()
+            whole = whole.detach().cpu().double().flatten()
             found[WRAPPERS.sub("", name)] = [whole.sum().item(), (whole * torch.arange(len(whole))).sum().item()]
     return found
 
