@@ -29,7 +29,12 @@ from accelerate_recipes.distributed import make_accelerator, on_first_rank, prep
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.hub import Dataset
-from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.losses import (
+    check_document_mask,
+    count_next_tokens,
+    next_token_loss,
+    next_token_loss_without_logits,
+)
 from accelerate_recipes.metrics import flops_per_token, trained_share
 from accelerate_recipes.models import (
     Architecture,
@@ -188,6 +193,8 @@ def main(args: Args) -> None:
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), validation.rows.attended_length, trained_share(model))
     model, optimizer = prepare(accelerator, model, args)
+    if args.document_mask:
+        check_document_mask(model, accelerator.device)
     total_steps = args.max_steps
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.on_main_process(print)(

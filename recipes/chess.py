@@ -25,7 +25,7 @@ from accelerate_recipes.chess_games import GamesArgs, prepare_games
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
-from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token, trained_share
 from accelerate_recipes.models import check_length, load_model, load_tokenizer, new_llama, new_word_tokenizer
 from accelerate_recipes.next_moves import NextMoves
@@ -124,6 +124,8 @@ def main(args: Args) -> None:
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length, trained_share(model))
     model, optimizer = prepare(accelerator, model, args)
+    if args.document_mask:
+        check_document_mask(model, accelerator.device)
     total_steps = num_steps(args, len(train_rows))
     scheduler = make_scheduler(optimizer, args, total_steps)
     accelerator.on_main_process(print)(

@@ -14,9 +14,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
@@ -25,6 +27,7 @@ from accelerate_recipes import chess_rules
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.chess_games import tokenize_games
 from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import check_length, load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, longest_move, prompt_of
 
@@ -151,6 +154,10 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
         assert whole[: len(prompt)] == prompt and 0 < len(whole) - len(prompt) <= longest
 
 
+@pytest.mark.parametrize(
+    "folder", ["qwen", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama 2", "llama 3", "mistral"))],
+    indirect=True,
+)  # fmt: skip
 def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
     """On two ranks; games are longer than the positions of the model, in training and in evaluation."""
     games = tmp_path / "games.parquet"
@@ -192,6 +199,26 @@ def test_greedy_is_greedy_and_fits_the_positions(folder):
     assert generate() == found
     # More than all positions are asked for, as in a game against itself.
     assert generate_texts(accelerator, model, tokenizer, [prompts[0][:1]], 200, batch_size=1)
+
+
+def test_attention_stays_inside_a_game_or_it_is_an_error(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    check_document_mask(model, torch.device("cpu"))
+    assert model.training
+
+
+@pytest.mark.parametrize("crosses", ["opt", "falcon"])
+def test_models_whose_attention_crosses_games(crosses):
+    config = {
+        "opt": OPTConfig(
+            hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4
+        ),
+        "falcon": FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    }[crosses]
+    config.vocab_size = 64
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match=f"{crosses} models do not keep attention inside .* give --no_document_mask"):
+        check_document_mask(AutoModelForCausalLM.from_config(config), torch.device("cpu"))
 
 
 def test_a_tokenizer_without_an_end_token(tmp_path):

@@ -27,6 +27,7 @@ def test_demo_reaches_what_it_says(tmp_path):
     before, *_, after = (record for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     assert before["eval_legal_move_rate"] < 0.03
     assert after["eval_legal_move_rate"] > 0.60
+    assert 0.50 < after["eval_legal_move_rate_unseen"] < after["eval_legal_move_rate"], "openings recur in other games"
     assert after["eval_next_move_accuracy"] > 0.18
     baseline = float(re.search(r"moves as played: .*baseline ([\d.]+)%", done.stdout)[1]) / 100
     assert after["eval_next_move_accuracy"] > baseline > 0

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
+from accelerate_recipes.args import ConfigError
+
 IGNORE_INDEX = -100
 
 
@@ -62,6 +64,27 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     router = {"output_router_logits": True} if coefficient else {}
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **router)
     return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
+
+
+@torch.no_grad()
+def check_document_mask(model: nn.Module, device: torch.device) -> None:
+    """Raise ConfigError for a model that lets attention cross the documents of a packed row, as OPT and Falcon do.
+
+    Two rows differ in their first document alone; what is predicted in the second must not. All ranks call it.
+    """
+    tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
+    rows = {
+        "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
+        "position_ids": torch.arange(4, device=device).repeat(2, 2),
+    }
+    model.eval()
+    one, other = predict(model, rows)[0].logits[:, 4:].float()
+    model.train()
+    if (one - other).norm() > 0.01 * one.norm():
+        raise ConfigError(
+            f"{unwrapped(model).config.model_type} models do not keep attention inside a document of a packed row; give "
+            "--no_document_mask, or another model"
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
