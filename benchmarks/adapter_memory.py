@@ -1,8 +1,9 @@
 """What a process holds while it trains all of a model, LoRA adapters in it, or DoRA's: bytes of each kind, and the peak.
 
     python benchmarks/adapter_memory.py --config_file accelerate_configs/fsdp_full.yaml --out benchmarks/results/adapter_memory
+    python benchmarks/adapter_memory.py --mixture --out benchmarks/results/adapter_memory_mixture
 
-A Llama of the sizes below is written to a folder; for each way two processes load it as a recipe does, and take two
+A Llama of the sizes below, or a mixture of experts, is written to a folder; for each way two processes load it as a recipe does, and take two
 optimizer steps. Counted are this process's shards, after the second backward pass; the peak is above the imports and
 from the time that the model is sharded: resident set on a CPU, allocated tensors on a GPU.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 from machine import machine
+from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg, parse
@@ -27,15 +29,27 @@ from accelerate_recipes.distributed import make_accelerator, num_accelerators, p
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.optim import local
 from accelerate_recipes.recipe import leave
 
-WAYS = {"full": "", "LoRA": "--use_peft", "DoRA": "--use_peft --use_dora"}
-QLORA = {"QLoRA": "--use_peft --load_in_4bit"}  # on a GPU
+# Name: flags of the launcher, arguments.
+WAYS = {"full": ("", ""), "LoRA": ("", "--use_peft"), "DoRA": ("", "--use_peft --use_dora")}
+QLORA = {"QLoRA": ("", "--use_peft --load_in_4bit")}  # on a GPU
+RECOMPUTE, LORA = "--fsdp_activation_checkpointing true", "--use_peft --lora_dropout 0"
+ATTENTION = f"{LORA} --lora_target_modules q_proj k_proj v_proj o_proj"
+MIXTURE_WAYS = {
+    "LoRA, attention": ("", ATTENTION),
+    "LoRA, experts too": ("", LORA),
+    "LoRA, attention; layers recomputed": (RECOMPUTE, ATTENTION),
+    "LoRA, experts too; layers recomputed": (RECOMPUTE, LORA),
+}
 SIZES = {
     "vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_key_value_heads": 16,
+}  # fmt: skip
+MIXTURE_SIZES = SIZES | {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8,
 }  # fmt: skip
 MIB = 2**20
 
@@ -112,17 +126,21 @@ def main() -> None:
     parser.add_argument("--config_file", default="accelerate_configs/fsdp_full.yaml", help="The accelerate YAML.")
     parser.add_argument("--num_processes", type=int, default=2, help="Processes to launch.")
     parser.add_argument("--num_hidden_layers", type=int, default=SIZES["num_hidden_layers"], help="Of the model.")
+    parser.add_argument("--mixture", action="store_true", help="Of a Mixtral of eight experts a layer, by LoRA.")
     parser.add_argument("--out", type=Path, help="Write all numbers to OUT.json, and the table to OUT.md.")
     flags = parser.parse_args()
     ways = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = initialize(new_llama("sdpa", **SIZES | {"num_hidden_layers": flags.num_hidden_layers}), 0, "cpu")
+        sizes = (MIXTURE_SIZES if flags.mixture else SIZES) | {"num_hidden_layers": flags.num_hidden_layers}
+        config = MixtralConfig(**sizes) if flags.mixture else LlamaConfig(**sizes)
+        model = initialize(new_model(config, "sdpa"), 0, "cpu")
         model.save_pretrained(folder)
         num_parameters = model.num_parameters()
         del model
-        for way, arguments in (WAYS | (QLORA if num_accelerators() else {})).items():
+        chosen = MIXTURE_WAYS if flags.mixture else WAYS | (QLORA if num_accelerators() else {})
+        for way, (launcher_flags, arguments) in chosen.items():
             command = f"""{sys.executable} -m accelerate.commands.launch --config_file {flags.config_file}
-                --num_processes {flags.num_processes} --main_process_port 0 {__file__}
+                --num_processes {flags.num_processes} --main_process_port 0 {launcher_flags} {__file__}
                 --model_name_or_path {folder} --output_dir {folder} {arguments}"""
             subprocess.run(command.split(), check=True)
             files = [Path(folder, f"{rank}.json") for rank in range(flags.num_processes)]
@@ -132,8 +150,8 @@ def main() -> None:
         found = {"machine": machine(torch.device("cpu")), "num_parameters": num_parameters, "MiB_of_ranks": ways}
         flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         flags.out.with_suffix(".md").write_text(
-            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a Llama of {num_parameters:,} "
-            f"parameters; adapters of rank 16 in all linear layers. {flags.config_file}, precision bf16, on a "
+            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a {config.model_type} of {num_parameters:,} "
+            f"parameters; adapters of rank 16. {flags.config_file}, precision bf16, on a "
             f"{found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
             f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n"
         )

@@ -18,10 +18,17 @@ from helpers import CHILDREN, ROOT, read_metrics
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BitsAndBytesConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from accelerate_recipes import checkpoint
-from accelerate_recipes.adapters import add_adapters, base_tensors
+from accelerate_recipes.adapters import add_adapters, base_tensors, merged, peft_name, targets
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows
 from accelerate_recipes.init import initialize
@@ -47,6 +54,7 @@ STRATEGIES = {
     "full state dict": ("fsdp_full_state_dict", 2, 4, {}),
     "activation checkpointing": ("fsdp_full", 2, 4, CHECKPOINTING),
 }
+CHECKPOINTED = "activation checkpointing"
 SLOW = [
     "fsdp2, accumulation", "gradients and optimizer, accumulation", "no wrap", "every process reads the base",
     "activation checkpointing",
@@ -481,6 +489,119 @@ def test_t5(forks, tmp_path):
     assert forks.run(out, *args, *IN_4_BITS, **ON_CPU, **t5) == 0, log_of(out)[-3000:]
     before, after = evaluations(out)
     assert after < before - 0.1
+
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1,
+}  # fmt: skip
+QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES = {
+    # Without the loss that balances experts, which is of a forward pass's rows and not of a step's.
+    "mixtral": MixtralConfig(num_local_experts=4, router_aux_loss_coef=0.0, **SIZES),
+    "a layer of qwen2 is no mixture": Qwen2MoeConfig(
+        shared_expert_intermediate_size=24, mlp_only_layers=[0], **QWEN, **SIZES
+    ),
+    "qwen3": Qwen3MoeConfig(head_dim=8, **QWEN, **SIZES),
+}
+
+
+def make_mixture(folder: Path, name: str) -> Path:
+    """With files as on the Hub: a matrix of an expert is a tensor."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MIXTURES[name])
+    model.save_pretrained(folder)
+    assert any(".experts.3." in key for key in load_file(folder / "model.safetensors"))
+    return folder
+
+
+@pytest.mark.parametrize("name, in_parts", [*((name, True) for name in MIXTURES), ("mixtral", False)])
+def test_experts(tmp_path, name, in_parts):
+    """What is merged gives the loss of the model with adapters, and so does PEFT with the files that we write."""
+    base = make_mixture(tmp_path / "base", name)
+    if not in_parts:
+        state = AutoModelForCausalLM.from_pretrained(base).state_dict()
+        save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    settings = {"use_peft": True, "lora_dropout": 0.0, "lora_r": 3, "merge_adapter": True, "use_rslora": True}
+    args = toy.Args(model_name_or_path=str(base), **settings)
+    model = add_adapters(load_model(str(base), "sdpa"), args)
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for key, parameter in trained.items():
+            torch.nn.init.normal_(parameter, std=0.2 if "lora_B" in key else 0.1)
+    before, wanted = loss_of(AutoModelForCausalLM.from_pretrained(base)), loss_of(model)
+    assert abs(wanted - before) > 0.01
+    adapter = {key: parameter.detach() for key, parameter in trained.items()}
+
+    files = base_tensors(model.adapter.config)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(MIXTURES[name])
+    weight_named = merged(plain, files, adapter, model.adapter.config)
+    changed = {key: weight_named(key).contiguous() for key in files}
+    shutil.copytree(base, tmp_path / "merged")
+    save_file(changed, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
+    assert loss_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) == pytest.approx(wanted, rel=1e-5)
+    kept = {key for key in files if torch.equal(changed[key], files[key])}
+    assert not [key for key in kept if re.search(r"_proj(\.weight)?$|\.w[123]\.", key)], (
+        "all linear layers and experts have adapters"
+    )
+
+    model.adapter.config.save_pretrained(tmp_path / "adapter")
+    tensors = {peft_name(key): tensor for key, tensor in adapter.items()}
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    assert loss_of(loaded) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ddp", CHECKPOINTED))])
+def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
+    """Killed and resumed, too; what is exported, merged and not, gives the loss of the last evaluation."""
+    base = make_mixture(tmp_path / "base", "mixtral")
+    args = (*arguments[2:], "--model_name_or_path", base, "--merge_adapter", "--async_save", "false")
+    fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
+    found = []
+    for strategy in ("one process, accumulation", name):
+        config, num_processes, size, env = STRATEGIES[strategy]
+        out, run = tmp_path / strategy, {"config": config, "num_processes": num_processes}
+        sizes = ("--per_device_train_batch_size", size)
+        if strategy == name:
+            assert forks.run(out, *args, *sizes, TOY_FAULT=json.dumps(fault), **run, **env) == -9, log_of(out)[-3000:]
+        assert forks.run(out, *args, *sizes, **run, **env) == 0, log_of(out)[-3000:]
+        found.append(trajectory(out))
+    assert "(step 6, saved by 2 x" in log_of(out) and len(found[1]) == LAST
+    for step, wanted in zip(found[1], found[0], strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+    before, after = evaluations(out)
+    assert after < before - 0.1
+    assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(after, rel=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert loss_of(plain) == pytest.approx(before, rel=1e-5)
+    assert loss_of(PeftModel.from_pretrained(plain, out / "export/adapter")) == pytest.approx(after, rel=1e-5)
+
+
+def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
+    """With what PEFT's adapters of experts do not know; not so adapters in the other layers alone."""
+    base = str(make_mixture(tmp_path / "base", "mixtral"))
+    model = load_model(base, "sdpa")
+    args = {"model_name_or_path": base, "use_peft": True}
+    attention = ["q_proj", "v_proj"]
+    for setting, value in (("lora_dropout", 0.05), ("use_dora", True), ("load_in_4bit", True)):
+        found = toy.Args(**args | {"lora_dropout": 0.0} | {setting: value})
+        with pytest.raises(ConfigError, match=rf"experts .*without (--{setting}[^-]*); .*k_proj o_proj q_proj v_proj$"):
+            targets(model, found)
+        assert targets(model, replace(found, lora_target_modules=attention)) == {"target_modules": attention}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(ConfigError, match="without dynamo_backend in the accelerate YAML; change"):
+        targets(model, toy.Args(**args, lora_dropout=0.0))
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
+    few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))
+    assert few == {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    # Of this type PEFT takes down_proj and its like for names of experts, and leaves the layers of that name out.
+    config = Qwen3MoeConfig(head_dim=8, mlp_only_layers=[0], **QWEN, **SIZES)
+    with pytest.raises(
+        ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
+    ):
+        add_adapters(AutoModelForCausalLM.from_config(config), toy.Args(**args, lora_dropout=0.0))
 
 
 def test_continued_pretraining(forks, base, tmp_path):

@@ -11,11 +11,12 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu
 Low-Rank Adaptation, 2024.
 """
 
-import math
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 import xxhash
 from peft import LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
@@ -68,28 +70,56 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
     return {"dtype": dtype, "quantization_config": quantization}
 
 
-def target_modules(model: PreTrainedModel, args: TrainArgs) -> list[str]:
-    """Names, or their ends, of the linear layers that get an adapter.
+def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
+    """`target_modules` and `target_parameters` for PEFT: names, or their ends, of what gets an adapter.
 
-    The output layer never does: it may be the embedding too, and a loss without logits calls it in a way of its own.
+    The first are linear layers, the others weights of experts: a mixture keeps those of a layer in one parameter of three
+    dimensions. The output layer never is among them: it may be the embedding too, and a loss without logits calls it in a
+    way of its own.
 
     Raises:
-        ConfigError: for a name that is no such layer's.
+        ConfigError: for a name that is neither's, and for settings that PEFT's adapters of experts do not know.
     """
-    head = model.get_output_embeddings()
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    kinds = sorted({name.rpartition(".")[2] for name in layers})
+    layers, experts = candidates(model)
+    kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
     if not layers:
         raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
-    if args.lora_target_modules == [ALL_LINEAR]:
-        return kinds
-    unknown = [end for end in args.lora_target_modules if not any(f".{name}".endswith(f".{end}") for name in layers)]
-    if unknown:
+    ends = kinds if args.lora_target_modules == [ALL_LINEAR] else args.lora_target_modules
+    if unknown := [end for end in ends if not ending_with([end], [*layers, *experts])]:
         raise ConfigError(
             f"--lora_target_modules {' '.join(unknown)}: no linear layer inside {type(model).__name__} has that name; "
             f"there are {', '.join(kinds)}"
         )
-    return args.lora_target_modules
+    found = {"target_modules": [end for end in ends if ending_with([end], layers)]}
+    if of_experts := [end for end in ends if ending_with([end], experts)]:
+        found["target_parameters"] = of_experts
+        compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
+        settings = {"--lora_dropout above 0": args.lora_dropout, "--use_dora": args.use_dora}
+        settings |= {"--load_in_4bit": args.load_in_4bit, "dynamo_backend in the accelerate YAML": compiles}
+        if refused := [setting for setting, is_on in settings.items() if is_on]:
+            raise ConfigError(
+                f"--use_peft: {type(model).__name__} keeps the experts of a layer in one weight ({', '.join(of_experts)}), "
+                f"beside which adapters work without {' and '.join(refused)}; change that (--lora_dropout 0), or name other "
+                f"layers: --lora_target_modules {' '.join(kind for kind in kinds if kind not in of_experts)}"
+            )
+    return found
+
+
+def candidates(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names of the linear layers but the output layer, and of the parameters that hold a matrix of each expert."""
+    head, layers, experts = model.get_output_embeddings(), [], []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            layers.append(name)
+        elif not isinstance(module, nn.Conv1d):  # whose weight has three dimensions too
+            parameters = module.named_parameters(recurse=False)
+            experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
+    return layers, experts
+
+
+def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Those of the names that end with one of `ends`, which are whole parts of a name."""
+    return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
 def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
@@ -106,11 +136,15 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     """
     if not args.use_peft:
         return model
+    chosen = targets(model, args)
+    layers, experts = candidates(model)
+    wanted = {f"{name}.weight" for name in ending_with(chosen["target_modules"], layers)}
+    wanted |= set(ending_with(chosen.get("target_parameters", ()), experts))
     config = LoraConfig(
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
         base_model_name_or_path=args.base_model,
         revision=hub.pinned(args.base_model).get("revision"),
-        target_modules=target_modules(model, args),
+        **chosen,
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
@@ -122,6 +156,11 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if left_out := wanted - {weight_of(name, layer) for name, layer in layers.items()}:
+        raise ConfigError(
+            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, as older versions of transformers had "
+            "it, and would leave that layer out; name others by --lora_target_modules, such as experts.gate_up_proj"
+        )
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
             for parameter in layer.parameters():
@@ -133,12 +172,9 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
                 length = layer.get_base_layer().weight.data.float().norm(dim=1)
                 layer.lora_magnitude_vector[NAME].weight.data = length
     if args.merge_adapter:
-        lacking = {f"{name}.weight" for name in layers} - base_tensors(config).keys()
-        if lacking:
-            raise ConfigError(
-                f"--merge_adapter: there is no {min(lacking)} in the files of {args.base_model}, which name weights "
-                f"otherwise than {type(model).__name__} does; remove it"
-            )
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        names_in_files(plain, base_tensors(config), [weight_of(name, layer) for name, layer in layers.items()])
     return model
 
 
@@ -191,18 +227,79 @@ def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def merged(name: str, weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], config: LoraConfig) -> torch.Tensor:
-    """A weight with what the adapter adds to it, in fp32; as it is if that has nothing for it."""
-    layer = name.removesuffix(".weight")
-    if f"{layer}.lora_A.{NAME}.weight" not in adapter:
-        return weight
-    down, up = (adapter[f"{layer}.lora_{which}.{NAME}.weight"].float() for which in "AB")
-    scale = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-    whole = weight.float() + scale * (up @ down)
-    if config.use_dora:
-        length = adapter[f"{layer}.lora_magnitude_vector.{NAME}.weight"].float()
-        whole *= (length / whole.norm(dim=1)).unsqueeze(1)
-    return whole
+def weight_of(name: str, layer: LoraLayer) -> str:
+    """Name, in the model without adapters, of the weight that a layer of PEFT's adapts."""
+    name = name.replace(".base_layer", "")  # two parameters of one module: PEFT wraps it twice
+    return f"{name}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
+
+
+def names_in_files(
+    model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
+) -> dict[str, list[str]]:
+    """For each weight by its name in the model: its own in the files, or those of the parts that transformers joins in it.
+
+    `model` is on the meta device, without adapters.
+
+    Raises:
+        ConfigError: if the files have another.
+    """
+    found = {}
+    for name in weights:
+        of_model = {name: model.get_parameter(name)}
+        found[name] = list(of_model if name in base else revert_weight_conversion(model, of_model))
+    if lacking := {name for names in found.values() for name in names} - base.keys():
+        raise ConfigError(
+            f"--merge_adapter: there is no {min(lacking)} in the files of the model, which name weights otherwise than "
+            f"{type(model).__name__} does; remove it"
+        )
+    return found
+
+
+def merged(
+    model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
+) -> Callable[[str], torch.Tensor]:
+    """A function that gives a weight by its name in the files of `base`: with what its adapter adds, in fp32, if it has one.
+
+    `model`, on the meta device, is given adapters without values. Of what is computed, the function keeps that of two
+    weights of the model: of experts, whose parts lie side by side in files, those of a layer.
+    """
+    plain = copy.deepcopy(model)
+    inject_adapter_in_model(config, model, NAME)
+    layers = {weight_of(path, m): (path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)}
+    names = names_in_files(plain, base, layers)
+    weight_in = {name: weight for weight, parts in names.items() for name in parts}
+
+    @lru_cache(2)
+    def deltas(weight: str) -> dict[str, torch.Tensor]:
+        """By the names in the files: cutting and turning a weight commutes with adding to it."""
+        delta = delta_of(*layers[weight], adapter)
+        return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
+
+    def weight_named(name: str) -> torch.Tensor:
+        if name not in weight_in:
+            return base[name]
+        whole = base[name].float() + deltas(weight_in[name])[name]
+        if config.use_dora:
+            path, _ = layers[weight_in[name]]
+            length = adapter[f"{path}.lora_magnitude_vector.{NAME}.weight"].float()
+            whole *= (length / whole.norm(dim=1)).unsqueeze(1)
+        return whole
+
+    return weight_named
+
+
+def delta_of(path: str, layer: LoraLayer, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What an adapter adds to its weight, in fp32: (out, in), of experts (experts, out, in) as far as they are not transposed.
+
+    As `get_delta_weight` of PEFT's layers, which are without values here.
+    """
+    down, up = (adapter[f"{path}.lora_{which}.{NAME}.weight"].float() for which in "AB")
+    if not isinstance(layer, ParamWrapper):
+        return layer.scaling[NAME] * (up @ down)
+    down = down.reshape(layer.num_experts, -1, down.shape[1])
+    up = up.reshape(up.shape[0], -1, layer.num_experts)
+    order = "eio" if getattr(layer.get_base_layer(), "is_transposed", False) else "eoi"
+    return layer.scaling[NAME] * torch.einsum(f"ore,eri->{order}", up, down)
 
 
 def peft_name(name: str) -> str:

@@ -151,10 +151,12 @@ class TrainArgs:
     load_in_4bit: bool = arg(False, "QLoRA: hold the frozen model in 4 bits (NF4, by bitsandbytes). Needs a GPU.")
     lora_r: int = arg(16, "Rank of an adapter.", min=1, max=65536)
     lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.", min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter.", min=0, below=1)
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; beside experts 0.", min=0, below=1)
     lora_target_modules: list[str] = field(
         default_factory=lambda: [ALL_LINEAR],
-        metadata={"help": "Linear layers that get one, such as q_proj v_proj; all-linear: all but the output layer."},
+        metadata={
+            "help": "Layers that get one, such as q_proj v_proj; all-linear: all linear ones but the output layer, and all experts."
+        },
     )
     use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.")
     use_dora: bool = arg(False, "DoRA: train the length of each row of a weight apart from its direction.")

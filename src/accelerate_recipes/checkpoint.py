@@ -699,14 +699,12 @@ def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size
     """
     config, adapter = LoraConfig.from_pretrained(checkpoint), read_adapter(checkpoint)
     base = adapters.base_tensors(config)
-    _, tied = model_on_meta(checkpoint)
+    model, tied = model_on_meta(checkpoint)
     tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
+    weight_named = adapters.merged(model, base, adapter, config)
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            name: adapters.merged(name, base[name], adapter, config).to(tensor.dtype).contiguous()
-            for name, tensor in wanted.items()
-        }
+        return {name: weight_named(name).to(tensor.dtype).contiguous() for name, tensor in wanted.items()}
 
     write_shards(tensors, read, out, dtype, max_shard_size)
 
