@@ -138,8 +138,9 @@ def with_units(loss: float, bytes_per_token: float) -> dict[str, float]:
 
 
 def main(args: Args) -> None:
-    resumable = find_resume(args)  # refuses, before any work, what could not be continued
+    find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
@@ -155,8 +156,8 @@ def main(args: Args) -> None:
 
     if name := args.tokenizer_name or args.model_name_or_path:
         tokenizer = load_tokenizer(name)
-    elif resumable:
-        tokenizer = load_tokenizer(str(resumable))
+    elif resumed_from:
+        tokenizer = load_tokenizer(str(resumed_from))
     else:
         tokenizer = on_first_rank(
             lambda: new_bpe_tokenizer(
@@ -183,7 +184,6 @@ def main(args: Args) -> None:
     )  # fmt: skip
 
     # Model and optimizer
-    resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args)
     problems = vocabulary_problems(model.config, tokenizer)
     if args.max_length > (longest := max_positions(model.config)):

@@ -105,6 +105,7 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
 def main(args: Args) -> None:
     find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
@@ -119,7 +120,6 @@ def main(args: Args) -> None:
     )
 
     # Model and optimizer
-    resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args, tokenizer)
     artifacts = [model.config, model.generation_config, tokenizer]
     flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length, trained_share(model))

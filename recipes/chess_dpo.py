@@ -108,6 +108,7 @@ def load_pairs(
 def main(args: Args) -> None:
     find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -120,7 +121,6 @@ def main(args: Args) -> None:
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     # Pairs
-    resumed_from = agree_on_resume(accelerator, args)
     positions = datasets.load_from_disk(folder / "train")
     file = pair_file(args, folder)
     if not file.exists():

@@ -121,6 +121,7 @@ class Trainer(RecipeTrainer, GRPOTrainer):
 def main(args: Args) -> None:
     find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -133,7 +134,6 @@ def main(args: Args) -> None:
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     # Model and trainer
-    resumed_from = agree_on_resume(accelerator, args)
     model = make_model(args)
     room = max_positions(model.config) - next_moves.max_new_tokens
     room = min(room, args.max_prompt_length or room)

@@ -161,6 +161,7 @@ def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 def main(args: Args) -> None:
     find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
@@ -168,7 +169,6 @@ def main(args: Args) -> None:
     rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
-    resumed_from = agree_on_resume(accelerator, args)
     # The model whose template is taken at its commit, too: trl would ask the Hub.
     template = str(hub.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(args, SFTConfig, accelerator, chat_template_path=template)

@@ -185,15 +185,16 @@ def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
 
 
 def main(args: Args) -> None:
-    resumable = find_resume(args)  # refuses, before any work, what could not be continued
+    find_resume(args)  # refuses, before any work, what could not be continued
     accelerator = make_accelerator(args)
+    resumed_from = agree_on_resume(accelerator, args)
     rank, world_size = accelerator.process_index, accelerator.num_processes
 
     # Tokenizer and data
     if not args.from_scratch:
         tokenizer = load_tokenizer(args.model_name_or_path)
-    elif resumable:
-        tokenizer = load_tokenizer(str(resumable))
+    elif resumed_from:
+        tokenizer = load_tokenizer(str(resumed_from))
     else:
         tokenizer = on_first_rank(
             lambda: new_bpe_tokenizer(source_texts(args.train_sources), args.vocab_size, "$A </s>")
@@ -224,7 +225,6 @@ def main(args: Args) -> None:
     )
 
     # Model and optimizer
-    resumed_from = agree_on_resume(accelerator, args)
     model = make_model(
         args,
         vocab_size=len(tokenizer),

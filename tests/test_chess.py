@@ -254,6 +254,11 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def assert_failed_without_a_trace(out: Path) -> None:
+    """Nothing but what a job script reads, which then does not try again."""
+    assert [path.name for path in out.iterdir()] == ["status.json"] and read_status(out)["state"] == "failed"
+
+
 def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, tmp_path):
     games = pq.read_table(games_file).column("Moves").to_pylist()[:20]
     games[7] = [*games[7][:10], "a1a1"]
@@ -261,7 +266,8 @@ def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, 
     bad.write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in games))
     done = run_forked(*tiny, "--train_files", bad, "--data_cache_dir", tmp_path / "cache")
     assert_one_clear_error(done, f"{bad}, row 7: move 11, 'a1a1', is illegal after", "--skip_bad_games leaves them out")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
+    assert_failed_without_a_trace(tmp_path / "out")
+    assert not (tmp_path / "cache").exists()
 
 
 def run_alone(tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
@@ -286,7 +292,7 @@ def test_a_file_without_moves(games_file, tiny, tmp_path):
     pq.write_table(table, tmp_path / "other.parquet")
     done = run_alone(tmp_path, *tiny, "--train_files", tmp_path / "other.parquet")
     assert_one_clear_error(done, "has the columns ['moves', 'Result']; chess needs `Moves`")
-    assert not (tmp_path / "out").exists()
+    assert_failed_without_a_trace(tmp_path / "out")
 
 
 def test_a_model_that_is_not_here(run_forked, tiny, tmp_path):

@@ -51,6 +51,15 @@ def test_recipe(path):
     assert "recipes" not in imports(path)
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
+    """Before anything else it agrees on the checkpoint, which verifies it and makes the output directory its own."""
+    main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    assert [ast.unparse(statement) for statement in main.body[:3]] == [
+        "find_resume(args)", "accelerator = make_accelerator(args)", "resumed_from = agree_on_resume(accelerator, args)",
+    ]  # fmt: skip
+
+
 def test_python_chess_is_found_beside_a_recipe_of_its_name():
     """As when recipes/chess.py is the script: its folder comes first on the path."""
     code = "from accelerate_recipes import chess_rules; print(chess_rules.chess.Board().fen())"
