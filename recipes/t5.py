@@ -292,6 +292,9 @@ def main(args: Args) -> None:
     )
 
     # Result
+    last_predictions = predictions_dir / f"step-{total_steps}.jsonl"
+    if not on_first_rank(last_predictions.exists):  # the last evaluation was of a run with another --output_dir
+        evaluate_fn(total_steps)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
         before, *_, after = (record for record in records if "eval_loss" in record)
@@ -305,8 +308,7 @@ def main(args: Args) -> None:
         description = f"{start} on {facts['train']['pairs']:,} pairs of texts from {origin}."
         export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
 
-        lines = (predictions_dir / f"step-{total_steps}.jsonl").read_text().splitlines()
-        texts = [json.loads(line)["prediction"] for line in lines]
+        texts = [json.loads(line)["prediction"] for line in last_predictions.read_text().splitlines()]
         score = [
             metrics.compute(*([value] for value in row))[names[0]]
             for row in zip(texts, references, sources, strict=True)

@@ -2,20 +2,30 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
+import pickle
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import checkpoint, lock, recipe, stop
@@ -111,7 +121,16 @@ def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path)
     "damage, reason",
     [
         (lambda c: (c / "complete.json").unlink(), "has no complete.json: the save was interrupted"),
-        (lambda c: (c / "complete.json").write_text("{"), "is not JSON"),
+        (lambda c: (c / "complete.json").write_text("{"), r"complete\.json is damaged: Expecting property name"),
+        (lambda c: (c / "complete.json").write_text("[]"), "it does not list the files of a checkpoint"),
+        (
+            lambda c: (c / "complete.json").write_text((c / "complete.json").read_text().replace("20", "21", 1)),
+            "its checksum is",
+        ),
+        (
+            lambda c: (c / "args.yaml").write_text((c / "args.yaml").read_text().replace("seed: 42", "seed: 43")),
+            r"checksum of args\.yaml",
+        ),
         (lambda c: (c / "state/__0_0.distcp").unlink(), "state/__0_0.distcp is missing"),
         (lambda c: (c / "rng-0.pt").write_bytes(b"x"), "rng-0.pt has 1 bytes instead of"),
     ],
@@ -131,6 +150,54 @@ def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
 def contents(output_dir: Path) -> set[str]:
     """What a save may leave there."""
     return {path.name for path in output_dir.iterdir()} - {"metrics.jsonl", "status.json", "lock.json"}
+
+
+def test_no_bit_of_the_marker_can_change(make_run):
+    run = make_run()
+    older, newer = save(run, 10), save(run, 20)
+    content, whole = (newer / "complete.json").read_bytes(), checkpoint.read_marker(newer)
+    unseen = []
+    for i in range(0, len(content), 5):
+        (newer / "complete.json").write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
+        if defect(newer) is None and not whole.items() <= checkpoint.read_marker(newer).items():
+            unseen.append(i)
+    assert not unseen
+    with warnings.catch_warnings(record=True):
+        assert find_resume(run.args) == older
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
+    run = make_run()
+    older, newer = save(run, 10), save(run, 20)
+    read = checkpoint.checksum
+
+    def fail(file: Path) -> str:
+        if file == newer / "rng-0.pt":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file)
+
+    monkeypatch.setattr(checkpoint, "checksum", fail)
+    with pytest.warns(UserWarning, match=r"rng-0\.pt cannot be read: .*Input/output error"):
+        assert agree_on_resume(run.accelerator, run.args) == older
+
+
+def test_what_stands_in_the_way_is_set_aside(make_run):
+    """Damaged twice at one step; and a directory of another program, which saves under the same names."""
+    run = make_run()
+    older = save(run, 10)
+    for _ in range(2):
+        flip_a_byte(save(run, 20) / "state/__0_0.distcp")
+        with pytest.warns(UserWarning, match="the file is damaged"):
+            assert agree_on_resume(run.accelerator, run.args) == older
+    other = older.with_name("checkpoint-20")
+    other.mkdir()
+    (other / "pytorch_model.bin").write_text("mine")
+    with pytest.warns(UserWarning, match=r"skipping .*checkpoint-20: it has no complete\.json"):
+        assert agree_on_resume(run.accelerator, run.args) == older
+    assert defect(save(run, 20)) is None
+    names = {f"checkpoint-20{end}" for end in ("", ".damaged", ".damaged-2", ".damaged-3")}
+    assert contents(older.parent) == names | {"checkpoint-10"}
+    assert (older.with_name("checkpoint-20.damaged-3") / "pytorch_model.bin").read_text() == "mine"
 
 
 def flip_a_byte(file: Path) -> None:
@@ -181,6 +248,14 @@ def test_commands(make_run, run_cli, tmp_path):
     assert "step 20, saved by 1 x single process" in verified.stdout and "complete and unchanged" in verified.stdout
     flip_a_byte(older / "state/__0_0.distcp")
     assert run_cli("checkpoint", "verify", older).returncode == 1
+    refused = run_cli("export", older, tmp_path / "out")
+    assert refused.returncode == 1 and "the checksum of state/__0_0.distcp is" in refused.stderr
+    refused = run_cli("export", newer, newer.parent)
+    assert refused.returncode == 1 and "run is, holds or lies in the checkpoint" in refused.stderr
+    with files_limited_to(5000):
+        full = run_cli("export", newer, tmp_path / "out")
+    assert full.returncode == 1 and re.search("error: .*out could not be written: .*File too large", full.stderr)
+    assert not list(tmp_path.glob("out*"))
     (newer / "rng-0.pt").unlink()
     broken = run_cli("checkpoint", "verify", newer)
     assert broken.returncode == 1 and "rng-0.pt is missing" in broken.stderr
@@ -222,6 +297,92 @@ def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
     assert agree_on_resume(run.accelerator, run.args) == good == run.newest
     save(run, 20)
     assert contents(good.parent) == {"checkpoint-10", "checkpoint-20"}
+
+
+def large_tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f"word{i}": i for i in range(30_000)})))
+
+
+@pytest.mark.parametrize("where", ["tokenizer", "whole weights", "random state"])
+def test_a_full_disk_is_known_by_whatever_a_library_raises(make_run, monkeypatch, where):
+    run = make_run(async_save=False)
+    good = save(run, 10)
+    limit = files_limited_to(400_000)
+    if where == "tokenizer":  # which is larger than what is written before
+        run.artifacts = [large_tokenizer()]
+    elif where == "whole weights":
+        plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT"))
+        monkeypatch.setattr(run.accelerator.state, "fsdp_plugin", plugin, raising=False)
+        whole = checkpoint.write_safetensors
+        limit = contextlib.nullcontext()
+        monkeypatch.setattr(checkpoint, "write_safetensors", lambda *a, **b: limited(whole, 1000, *a, **b))
+    else:
+        limit = contextlib.nullcontext()
+        monkeypatch.setattr(torch, "save", partial(limited, torch.save, 1000))
+    with (
+        limit,
+        pytest.raises(SaveError, match=r"could not be written: rank 0: .*[Ff]ile too large.* good checkpoint: .*-10"),
+    ):
+        save(run, 20)
+    assert contents(good.parent) == {"checkpoint-10"}
+
+
+def limited(call, num_bytes: int, *args, **kwargs):
+    with files_limited_to(num_bytes):
+        return call(*args, **kwargs)
+
+
+def test_a_full_disk_is_one_message_from_beginning_to_end(make_run, capsys):
+    run = make_run()
+    output_dir = Path(run.args.output_dir)
+    (output_dir / "checkpoint-20.partial").mkdir()
+    with files_limited_to(0), pytest.raises(ConfigError, match=r"cannot be written to: .*-20\.partial may be removed"):
+        agree_on_resume(run.accelerator, run.args)
+    (output_dir / "lock.json").unlink()  # else it is watched for 15 seconds
+    lock.take(output_dir)
+    with files_limited_to(0):
+        recipe.end_with(run.args, state="failed")
+    assert "warning: status.json could not be written: [Errno 27] File too large" in capsys.readouterr().err
+
+
+def test_a_mistake_of_the_program_leaves_nothing_and_stays_one(make_run):
+    run = make_run()
+    run.artifacts = [SimpleNamespace(save_pretrained=lambda folder: {}["key"])]
+    with pytest.raises(KeyError):
+        save(run, 10)
+    assert contents(Path(run.args.output_dir)) == set()
+
+
+def test_leftovers_go_before_anything_is_written(make_run, monkeypatch):
+    """Of a run that was killed while it saved, or exported. What others left there stays."""
+    run = make_run()
+    output_dir = Path(run.args.output_dir)
+    save(run, 10)
+    export(output_dir / "checkpoint-10", output_dir / "export")
+    (output_dir / "export").rename(output_dir / "export.partial")
+    (output_dir / "checkpoint-20.partial/state").mkdir(parents=True)
+    (output_dir / "checkpoint-best.partial").mkdir()
+    assert {path.name for path in checkpoint.leftovers(output_dir)} == {"checkpoint-20.partial", "export.partial"}
+    agree_on_resume(run.accelerator, run.args)
+    assert contents(output_dir) == {"checkpoint-10", "checkpoint-best.partial"}
+
+
+def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run, monkeypatch):
+    run = make_run()
+    good = save(run, 10)
+    weight = run.model.model.norm.weight
+    for value in (float("nan"), float("-inf")):
+        with torch.no_grad():
+            weight[3] = value
+        with pytest.raises(SaveError, match=r"-20 is not saved: model\.norm\.weight holds NaN.*good checkpoint: .*-10"):
+            save(run, 20)
+    assert contents(good.parent) == {"checkpoint-10"}
+    monkeypatch.setattr(checkpoint, "broken_weight", lambda model: None)
+    broken = save(run, 20)
+    monkeypatch.undo()
+    monkeypatch.setattr(stop, "_asked_by", None)
+    with pytest.raises(ConfigError, match=r"-20 is of no use: model\.norm\.weight holds NaN"):
+        make_run(resumed_from=broken).resume()
 
 
 def test_too_little_room_is_known_before(make_run, monkeypatch):
@@ -278,6 +439,74 @@ def test_resume_restores_model_optimizer_and_schedule_but_not_hyperparameters(ma
     assert second.scheduler.get_last_lr() == [lr / 2 for lr in first.scheduler.get_last_lr()]
 
 
+def test_resume_takes_what_the_optimizer_is_told_from_the_command_line(make_run):
+    old = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "weight_decay": 0.3}
+    new = {"learning_rate": 5e-4, "adam_beta1": 0.7, "adam_beta2": 0.99, "adam_epsilon": 1e-7, "weight_decay": 0.2}
+    second = make_run(resumed_from=save(make_run(**old), 10), **new)
+    second.resume()
+    decayed, spared = second.optimizer.param_groups
+    for group in (decayed, spared):
+        assert group["betas"] == (0.7, 0.99) and group["eps"] == 1e-7 and group["initial_lr"] == 5e-4
+        assert group["lr"] == second.scheduler.get_last_lr()[0]
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
+
+
+class Payload:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, place):
+    run = make_run()
+    proof = tmp_path / "it ran"
+    if place == "metadata":
+        strange = save(run, 10)
+        metadata = pickle.loads((strange / "state/.metadata").read_bytes())
+        metadata.storage_meta.modules = [Payload(proof)]
+        (strange / "state/.metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        real = checkpoint.trained_state
+
+        def with_payload(model, optimizer):
+            weights, rest = real(model, optimizer)
+            rest["param_groups"][0]["betas"] = Payload(proof)
+            return weights, rest
+
+        run.args.async_save = False
+        monkeypatch.setattr(checkpoint, "trained_state", with_payload)
+        strange = save(run, 10)
+        monkeypatch.setattr(checkpoint, "trained_state", real)
+    assert not proof.exists()
+    for load in (make_run(resumed_from=strange).resume, lambda: export(strange, tmp_path / "export")):
+        with contextlib.suppress(ConfigError, dcp.CheckpointException):
+            load()
+        assert not proof.exists()
+    if place == "metadata":
+        with pytest.raises(ConfigError, match=r"state/\.metadata names \S+, which would run"):
+            export(strange, tmp_path / "export")
+
+
+def test_pinned_memory_is_not_rounded_up(monkeypatch):
+    """The setting is known to torch, and the others stay. Once torch does not round, this can go."""
+    header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
+    assert "size <= pinned_max_round_threshold()" in header.read_text()
+    given = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.6")
+    try:
+        for _ in range(2):
+            checkpoint.pin_what_is_asked_for()
+        wanted = "garbage_collection_threshold:0.6,pinned_max_round_threshold_mb:1"
+        assert torch._C._accelerator_getAllocatorSettings() == wanted
+    finally:
+        torch._C._accelerator_setAllocatorSettings(given)
+
+
 def test_a_checkpoint_of_another_model_is_refused(make_run):
     checkpoint = save(make_run(), 10)
     other = make_run(resumed_from=checkpoint, hidden_size=32)
@@ -313,6 +542,14 @@ def test_what_is_kept(make_run):
     run.args.save_total_limit = 1
     save(run, 90)
     assert contents(Path(run.args.output_dir)) == {"checkpoint-90"}
+    for step, loss in {100: float("nan"), 110: 0.5, 120: 0.6, 130: 0.7}.items():
+        with (Path(run.args.output_dir) / "metrics.jsonl").open("a") as file:
+            print(json.dumps({"step": step, "eval_loss": loss}), file=file)
+        if step == 130:
+            assert contents(Path(run.args.output_dir)) == {"checkpoint-110", "checkpoint-120"}, "NaN is not the best"
+            flip_a_byte(Path(run.args.output_dir) / "checkpoint-110/metrics.jsonl")
+        save(run, step)
+    assert contents(Path(run.args.output_dir)) == {"checkpoint-120", "checkpoint-130"}, "110 is damaged"
 
 
 def test_a_failing_removal_is_no_failing_save(make_run, monkeypatch):
@@ -352,6 +589,115 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
     args.resume_from_checkpoint = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="no such checkpoint"):
         find_resume(args)
+
+
+@pytest.mark.parametrize("begins_with", ["a path elsewhere", "a path here", "none"])
+def test_the_same_command_goes_on(make_run, tmp_path, begins_with):
+    """A requeued job, a pod that is started again: from what this command saved, the old beginning being gone too."""
+    run = make_run()
+    args = run.args
+    old = save(run, 10)
+    if begins_with != "a path here":
+        args.output_dir = str(tmp_path / "new")
+    args.resume_from_checkpoint = "none" if begins_with == "none" else str(old)
+    wanted = None if begins_with == "none" else old
+    assert agree_on_resume(run.accelerator, args) == wanted
+    (Path(args.output_dir) / "metrics.jsonl").touch()
+    newer, newest = save(run, 20), save(run, 30)
+    shutil.rmtree(old, ignore_errors=True)  # as retention does where it is here
+    assert agree_on_resume(run.accelerator, args) == find_resume(args) == newest
+    flip_a_byte(newest / "rng-0.pt")
+    with pytest.warns(UserWarning, match="the file is damaged"):
+        assert agree_on_resume(run.accelerator, args) == newer
+    args.learning_rate = 0.5  # another command
+    with pytest.raises(ConfigError, match=r"would overwrite .*checkpoint-20|no such checkpoint"):
+        find_resume(args)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_takes_no_place_but_an_exports(make_run, tmp_path, monkeypatch):
+    """Whatever else is there stays, to the byte, and what is wrong is said."""
+    run = make_run()
+    saved = save(run, 10)
+    mine = tmp_path / "mine"
+    (mine / "deep/empty").mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to(mine)
+    (tmp_path / "beside.partial").mkdir()
+    (tmp_path / "beside.partial/notes.txt").write_text("mine")
+    (tmp_path / "forged").mkdir()
+    forged = {"files": ["accelerate_recipes.json", "../mine/notes.txt", str(mine / "notes.txt")]}
+    (tmp_path / "forged/accelerate_recipes.json").write_text(json.dumps(forged))
+    (tmp_path / "not-ours").mkdir()
+    (tmp_path / "not-ours/accelerate_recipes.json").write_text("[]")
+    before = tree(tmp_path)
+    monkeypatch.chdir(saved)
+    for out, message in {
+        "..": "is, holds or lies in the checkpoint",
+        ".": "is, holds or lies in the checkpoint",
+        "state/out": "is, holds or lies in the checkpoint",
+        "../../run": "is, holds or lies in the checkpoint",
+        "/": "is, holds or lies in the checkpoint",
+        mine: "mine holds .*, which no export wrote",
+        tmp_path / "link": "mine holds .*, which no export wrote",
+        mine / "deep": "deep holds empty, which no export wrote",
+        mine / "notes.txt": r"notes\.txt is a file; an export needs a folder",
+        tmp_path / "beside": r"beside\.partial, where the export is written first, holds something else",
+        tmp_path / "not-ours": r"not-ours holds accelerate_recipes\.json",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            export(Path("."), Path(out))
+        assert tree(tmp_path) == before
+    export(saved, tmp_path / "forged")
+    assert (mine / "notes.txt").read_text() == "mine"
+
+    first = tmp_path / "new/first"
+    export(saved, first, max_shard_size=4000)
+    monkeypatch.chdir(first)
+    (mine / "notes.txt").unlink()
+    shutil.rmtree(mine / "deep")
+    export(saved, tmp_path / "link")  # to a folder that is empty now
+    assert (tmp_path / "link").is_symlink() and (mine / "config.json").is_file()
+    export(saved, Path("."))  # an earlier export, and the working directory
+    assert len(list(first.glob("*.safetensors"))) == 1, "nothing of the earlier one is left"
+    (first / "config.json").unlink()  # its removal was interrupted
+    export(saved, first)
+    assert {path.name for path in first.parent.iterdir()} == {"first"}
+    (first / "notes.txt").write_text("mine")
+    before = tree(first)
+    with pytest.raises(ConfigError, match=r"first holds notes\.txt, which no export wrote"):
+        export(saved, first)
+    assert tree(first) == before
+
+
+def test_an_export_that_could_not_be_written_is_known_before_training(make_run):
+    run = make_run()
+    folder = Path(run.args.output_dir) / "export"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"export holds notes\.txt, which no export wrote"):
+        agree_on_resume(run.accelerator, run.args)
+
+
+def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
+    """An earlier export, too: adapters need it, and who trained it."""
+    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: args.model_name_or_path))
+    run = make_run()
+    export(save(run, 10), Path(run.args.output_dir) / "export")
+    monkeypatch.setattr(
+        TrainArgs, "model_name_or_path", os.path.relpath(Path(run.args.output_dir) / "export"), raising=False
+    )
+    with pytest.raises(ConfigError, match="export is the model that the run begins with"):
+        find_resume(run.args)
+    saved = save(run, 20)
+    arguments = yaml.safe_load((saved / "args.yaml").read_text()) | {"model_name_or_path": str(tmp_path / "run/export")}
+    (saved / "args.yaml").write_text(yaml.safe_dump(arguments))
+    with pytest.raises(ConfigError, match="export is the model that the run begins with"):
+        export(saved, tmp_path / "run/export")
+    assert (tmp_path / "run/export/config.json").is_file()
 
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 4000])

@@ -93,8 +93,8 @@ def test_it_leaves_exactly(undisturbed):
         "export",
     }
     assert {path.name for path in (out / "export").iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json",
+        "README.md", "accelerate_recipes.json", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
     card = (out / "export/README.md").read_text()

@@ -93,8 +93,8 @@ def test_it_says_what_it_does(undisturbed):
     assert "from the best chrf to the worst" in printed
     assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (out / "export").iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json",
+        "README.md", "accelerate_recipes.json", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     card = (out / "export/README.md").read_text()
     assert "pairs.jsonl" in card and "chrf" in card
@@ -134,6 +134,18 @@ def test_one_trajectory(run, name):
     for step, wanted in zip(trajectory(found), trajectory(reference), strict=True):
         assert step == pytest.approx(wanted, rel=1e-5)
     assert predictions(found) == predictions(reference)
+
+
+def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path):
+    """With another output directory it exports, and shows the same texts; with fewer steps it says that they are over."""
+    whole, _ = undisturbed
+    args = (*arguments, "--eval_steps", 3, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS}")
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, *args) == 0, log.read_text()[-3000:]
+    assert predictions(out) == predictions(whole) and "from the best chrf to the worst" in log.read_text()
+    assert forks.run(tmp_path / "less", *args, "--max_steps", 3, config="single", num_processes=1) == 2
+    said = (tmp_path / "less.log").read_text()
+    assert "checkpoint-6 is further on than the 3 steps of this run" in said and "Traceback" not in said
 
 
 def test_activations_recomputed(forks, arguments, run, tmp_path):

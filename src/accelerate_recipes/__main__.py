@@ -123,12 +123,15 @@ def export(args: argparse.Namespace) -> None:
     from accelerate_recipes import checkpoint
     from accelerate_recipes.args import ConfigError
 
-    if reason := checkpoint.defect(args.checkpoint):
+    if reason := checkpoint.defect(args.checkpoint) or checkpoint.damage(args.checkpoint):
         raise ConfigError(f"{args.checkpoint}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
-    checkpoint.export(
-        args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, merge_adapter=args.merge_adapter
-    )
+    try:
+        checkpoint.export(
+            args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, merge_adapter=args.merge_adapter
+        )
+    except checkpoint.SaveError as error:
+        raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")
 
 

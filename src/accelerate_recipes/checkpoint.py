@@ -13,13 +13,15 @@
     complete.json        the marker, written last: step, world size, strategy, versions, size and checksum of every file
 
 It is written beside its name, as `checkpoint-<step>.partial`, and renamed when the marker is on the disk. What has
-no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning. Training stands
-still only while the state is copied; a thread writes the copy. docs/checkpoints.md says it for users.
+no marker, or not the files that the marker lists, is no checkpoint: it is skipped with a warning. Nothing is read from
+one before its checksum was verified. Training stands still only while the state is copied; a thread writes the copy.
+docs/checkpoints.md says it for users.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -31,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -58,7 +62,8 @@ from accelerate_recipes import adapters, lock, stop
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank, strategy_name
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.optim import WRAPPERS
+from accelerate_recipes.optim import WRAPPERS, local
+from accelerate_recipes.state_reader import StatePlanner, StateReader
 from accelerate_recipes.status import update_status
 
 # Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
@@ -66,6 +71,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 warnings.filterwarnings("ignore", "Please use DTensor instead and we are deprecating ShardedTensor")
 
 MARKER = "complete.json"
+EXPORT = "accelerate_recipes.json"  # in an export: its files, by which it is known when another is to take its place
+PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -85,34 +92,65 @@ def checksum(file: Path) -> str:
 
 
 def defect(checkpoint: Path) -> str | None:
-    """Why this directory is not a complete checkpoint, or None if it is one. Looks at names and sizes only."""
+    """Why this directory is not a complete checkpoint, or None if it is one.
+
+    Looks at names and sizes only, and at the content of what is read to choose a checkpoint: marker and arguments.
+    """
     try:
         marker = read_marker(checkpoint)
     except FileNotFoundError:
         return f"it has no {MARKER}: the save was interrupted"
-    except ValueError:
-        return f"its {MARKER} is not JSON"
+    except (OSError, ValueError) as error:
+        return f"its {MARKER} is damaged: {error}"
     for name, entry in marker["files"].items():
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
-    return None
+    return difference(checkpoint, "args.yaml", marker)
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     """Which file of a complete checkpoint changed since it was written, or None. Reads one part of the files."""
-    files = read_marker(checkpoint)["files"]
-    for name in sorted(files)[part::parts]:
+    marker = read_marker(checkpoint)
+    names = sorted(marker["files"])[part::parts]
+    return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
+
+
+def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
+    """How the content of a file differs from what was written, or None."""
+    try:
         found = checksum(checkpoint / name)
-        if found != files[name]["checksum"]:
-            return f"the checksum of {name} is {found} instead of {files[name]['checksum']}: the file is damaged"
-    return None
+    except OSError as error:  # what a disk cannot read any more
+        return f"{name} cannot be read: {error}"
+    wanted = marker["files"][name]["checksum"]
+    return None if found == wanted else f"the checksum of {name} is {found} instead of {wanted}: the file is damaged"
 
 
 def read_marker(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / MARKER).read_text())
+    """What the marker says.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: for one that was changed.
+    """
+    marker = json.loads((checkpoint / MARKER).read_text())
+    if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
+        raise ValueError("it does not list the files of a checkpoint")
+    found, written = checksum_of(marker), marker.pop("checksum", None)  # earlier versions wrote none
+    if written not in (None, found):
+        raise ValueError(f"its checksum is {found} instead of {written}")
+    return marker
+
+
+def write_marker(checkpoint: Path, marker: dict) -> None:
+    (checkpoint / MARKER).write_text(json.dumps(marker | {"checksum": checksum_of(marker)}, indent=1))
+
+
+def checksum_of(marker: dict) -> str:
+    content = {name: value for name, value in marker.items() if name != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
 
 def candidates(output_dir: Path) -> list[Path]:
@@ -133,15 +171,19 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find_resume(args: TrainArgs) -> Path | None:
-    """The checkpoint that `args.resume_from_checkpoint` means, or None for a fresh start; by names and sizes only.
+    """The checkpoint that the run begins with, or None for a fresh start; what it holds is not verified yet.
+
+    `args.resume_from_checkpoint` says which. Where this very command has saved since it began, its newest: a command
+    that is given again goes on.
 
     Raises:
         ConfigError: for a path that is no complete checkpoint, a checkpoint of other data or batches, and an
-            output directory whose checkpoints the run would collide with.
+            output directory whose checkpoints or files the run would collide with.
     """
     output_dir = Path(args.output_dir)
+    check_replaceable(output_dir / "export", args.base_model)
     present = complete_checkpoints(output_dir)
-    if args.resume_from_checkpoint == "latest":
+    if args.resume_from_checkpoint == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
     elif args.resume_from_checkpoint == "none":
         chosen = None
@@ -160,22 +202,23 @@ def find_resume(args: TrainArgs) -> Path | None:
             "give another --output_dir, or latest, or move that checkpoint away"
         )
     if chosen:
-        changed_arguments(chosen, args)
+        check_arguments(chosen, args)
     return chosen
 
 
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     """`find_resume` as rank 0 sees it, with the checksums verified, each rank reading its share of the files.
 
-    From here on the output directory is this run's. A damaged checkpoint is set aside as `<name>.damaged`, and the
-    next older one taken.
+    From here on the output directory is this run's, and what killed runs left unfinished there is removed. A damaged
+    checkpoint is set aside as `<name>.damaged`, and the next older one taken.
 
     Raises:
         ConfigError: as `find_resume`, where the checkpoint that was asked for by its path is damaged, and where
             another run uses the output directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    on_first_rank(lambda: lock.take(Path(args.output_dir)))
+    output_dir = Path(args.output_dir)
+    on_first_rank(lambda: make_own(output_dir))
     while True:
         chosen = on_first_rank(lambda: find_resume(args))
         if chosen is None:
@@ -194,36 +237,76 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
                         f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}"
                     )
             return chosen
-        if args.resume_from_checkpoint != "latest":
+        if chosen == Path(args.resume_from_checkpoint):
             raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
         if rank == 0:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
-            chosen.rename(chosen.with_name(f"{chosen.name}.damaged"))
-        accelerator.wait_for_everyone()
+        on_first_rank(partial(set_aside, chosen))
+
+
+def make_own(output_dir: Path) -> None:
+    """Take the output directory, and remove what killed runs left unfinished there.
+
+    Raises:
+        ConfigError: if another run has it, or it cannot be written to.
+    """
+    try:
+        lock.take(output_dir)
+    except OSError as error:
+        names = ", ".join(map(str, leftovers(output_dir)))
+        room = f"make room: {names} may be removed" if names else "make room, or give another"
+        raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
+    remove_leftovers(output_dir)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename what is no whole checkpoint, so that a new one can have its name."""
+    names = (f"{checkpoint.name}.damaged{suffix}" for suffix in chain([""], (f"-{i}" for i in count(2))))
+    checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not os.path.lexists(path)))
+
+
+def leftovers(output_dir: Path) -> list[Path]:
+    """What killed runs left unfinished in their output directory; it is of no use."""
+    found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
+    unfinished = unfinished_export(output_dir / "export")
+    return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    for leftover in leftovers(output_dir):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
-    """Arguments that differ from the checkpoint's, as name: (before, now).
+    """Arguments that differ from the checkpoint's, as name: (before, now)."""
+    saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    return {
+        name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
+    }
+
+
+def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
+    """Whether a checkpoint can be continued with these arguments.
 
     Raises:
         ConfigError: where a difference would change the model, or the order of the data under way.
     """
-    saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
-    changed = {
-        name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
-    }
     fatal = [
         f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
-        for name, (before, now) in changed.items()
+        for name, (before, now) in changed_arguments(checkpoint, args).items()
         if name in args.fixed_on_resume
     ]
     if fatal:
         raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
-    return changed
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; the older ones are intact."""
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether a file could not be written: the tokenizers library has no name for that."""
+    return isinstance(error, OSError | SafetensorError) or type(error) is Exception
 
 
 class HostCopy(BlockingAsyncStager):
@@ -235,8 +318,22 @@ class HostCopy(BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         if self.state_dict_cache is None:
-            self.state_dict_cache = _create_cpu_state_dict(state_dict, pin_memory=torch.cuda.is_available())
+            is_pinned = torch.cuda.is_available()
+            if is_pinned:
+                pin_what_is_asked_for()
+            self.state_dict_cache = _create_cpu_state_dict(state_dict, pin_memory=is_pinned)
         return _copy_state_dict(state_dict, self.state_dict_cache)
+
+
+def pin_what_is_asked_for() -> None:
+    """Pin host memory of the size that is asked for, from 1 MiB on.
+
+    torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more for a model of
+    7B parameters. To set one setting sets the others back, so those of PYTORCH_ALLOC_CONF are given again.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if PIN_EXACTLY not in settings:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, PIN_EXACTLY])))
 
 
 @dataclass
@@ -284,14 +381,19 @@ class Checkpointer:
         one before is waited for first.
 
         Raises:
-            SaveError: on all ranks, if one cannot write, now or in the background before. Older checkpoints are as
-                they were, nothing is left half done.
+            SaveError: on all ranks, if one cannot write, now or in the background before, and for weights that are not
+                finite. Older checkpoints are as they were, nothing is left half done.
         """
         self.wait()
         start = time.perf_counter()
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         unfinished = final.with_name(f"{final.name}.partial")
-        data_states = on_all_ranks(data_state, self.group)
+        data_states, broken = zip(*on_all_ranks((data_state, broken_weight(self.model)), self.group), strict=True)
+        if name := next(filter(None, broken), None):
+            raise SaveError(
+                f"{final.name} is not saved: {name} holds NaN or infinity; lower --learning_rate, or look at what the last "
+                f"steps logged. Last good checkpoint: {self.newest or 'none yet'}"
+            )
         with self._all_or_none(unfinished):
             if self.accelerator.is_main_process:
                 self._make_room(unfinished, final)
@@ -344,19 +446,24 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _all_or_none(self, unfinished: Path) -> Iterator[None]:
-        """Around a part of a save: if a rank fails in it, all raise SaveError, and what was written is removed."""
-        problems = {}
+        """Around a part of a save: if a rank fails in it, all raise SaveError, and what was written is removed.
+
+        A rank that fails by a mistake of the program raises that.
+        """
+        problems, failure = {}, None
         try:
             yield
         except dcp.CheckpointException as error:  # holds those of all ranks, each with its traceback
             problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        except OSError as error:
-            problems = {self.accelerator.process_index: str(error)}
+        except Exception as error:  # whatever it is: the others must not wait, and what was written must not stay
+            problems, failure = {self.accelerator.process_index: str(error)}, error
         found = on_all_ranks(problems, self.group)
         problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
             if self.accelerator.is_main_process and not lock.is_lost():  # else it is the other run's
                 shutil.rmtree(unfinished, ignore_errors=True)
+            if failure is not None and not is_of_the_disk(failure):
+                raise failure
             raise SaveError(
                 f"{unfinished.with_suffix('')} could not be written: "
                 f"{', '.join(f'rank {rank}: {problem}' for rank, problem in sorted(problems.items()))}. "
@@ -366,9 +473,10 @@ class Checkpointer:
     def _make_room(self, unfinished: Path, final: Path) -> None:
         if lock.is_lost():
             raise OSError(f"another run has taken over {final.parent}")
-        assert not final.exists() or defect(final), f"{final} is complete"  # find_resume refuses such a run
-        for leftover in [final, *final.parent.glob("checkpoint-*.partial")]:
-            shutil.rmtree(leftover, ignore_errors=True)
+        if final.exists():
+            assert defect(final), f"{final} is complete"  # find_resume refuses such a run
+            set_aside(final)  # damaged, or another program's: what is unfinished here has another name
+        remove_leftovers(final.parent)
         if self.newest is not None and self.newest.is_dir():
             needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
             free = shutil.disk_usage(final.parent).free
@@ -408,7 +516,7 @@ class Checkpointer:
             },
             "files": files,
         }
-        (unfinished / MARKER).write_text(json.dumps(marker, indent=1))
+        write_marker(unfinished, marker)
         fsync(unfinished / MARKER)
         fsync(unfinished)
         unfinished.rename(final)
@@ -430,11 +538,15 @@ class Checkpointer:
         model_state, optimizer_state = trained_state(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         check_shapes(checkpoint, model_state)
-        dcp.load(state, checkpoint_id=checkpoint / "state")
+        dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=self.adapter is None),  # what is frozen is not among it
         )  # fmt: skip
+        if name := next(filter(None, on_all_ranks(broken_weight(self.model))), None):
+            raise ConfigError(
+                f"{checkpoint} is of no use: {name} holds NaN or infinity; move it away, and an older is taken"
+            )
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
@@ -466,6 +578,16 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
     return model_state, optimizer_state
 
 
+def broken_weight(model: nn.Module) -> str | None:
+    """Name of a trained weight of which this rank holds a part that is not finite, or None."""
+    held = {name: local(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    held = {name: tensor for name, tensor in held.items() if tensor.numel()}
+    # A maximum, in which NaN stays, takes no memory: a mask of all elements would.
+    largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
+    are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
+    return next((WRAPPERS.sub("", name) for name, good in zip(held, are_finite, strict=True) if not good), None)
+
+
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
     """Whether the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
 
@@ -493,7 +615,7 @@ def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None
     Raises:
         ConfigError: naming the first parameter that differs, with both shapes.
     """
-    saved = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+    saved = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
     there = {name.removeprefix("model."): tuple(e.size) for name, e in saved.items() if name.startswith("model.")}
     here = {name: tuple(tensor.size()) for name, tensor in model_state.items()}
     for name in sorted(there.keys() | here.keys()):
@@ -534,8 +656,11 @@ def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
 
 
 def score(checkpoint: Path, args: TrainArgs) -> float | None:
-    """How good `metric_for_best_model` was at the checkpoint's step, greater being better; None: not measured."""
-    if not args.metric_for_best_model:
+    """How good `metric_for_best_model` was at the checkpoint's step, greater being better.
+
+    None: it was not measured, or is not finite, or the file that says it is damaged.
+    """
+    if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
         return None
     key = f"eval_{args.metric_for_best_model}"
     records = map(json.loads, (checkpoint / "metrics.jsonl").read_text().splitlines())
@@ -543,7 +668,9 @@ def score(checkpoint: Path, args: TrainArgs) -> float | None:
     greater_is_better = args.greater_is_better
     if greater_is_better is None:
         greater_is_better = not args.metric_for_best_model.endswith("loss")
-    return (values[-1] if greater_is_better else -values[-1]) if values else None
+    if not values or not math.isfinite(values[-1]):
+        return None
+    return values[-1] if greater_is_better else -values[-1]
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
@@ -607,12 +734,24 @@ def export(
 
     Of adapters it is a folder for PEFT; or with `merge_adapter` the whole model, of which each weight is read from the
     files of the one that they belong to, and the adapters themselves in `adapter/`.
+
+    `out` may be an earlier export, whose place the new one takes when it is whole.
+
+    Raises:
+        ConfigError: for an `out` that holds anything else, and what these settings cannot make of the checkpoint.
+        SaveError: where it cannot be written; nothing is left half done.
     """
+    checkpoint, out = checkpoint.resolve(), out.resolve()
+    if checkpoint in (out, *out.parents) or out in checkpoint.parents:
+        raise ConfigError(f"{out} is, holds or lies in the checkpoint {checkpoint}; give another folder")
+    arguments = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    base = arguments.get("model_name_or_path", "")
+    check_replaceable(out, base)
     marker = read_marker(checkpoint)
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
-    if merge_adapter and yaml.safe_load((checkpoint / "args.yaml").read_text()).get("load_in_4bit"):
+    if merge_adapter and arguments.get("load_in_4bit"):
         raise ConfigError(
             f"{checkpoint} holds adapters of a model in 4 bits: they do not fit its unrounded weights; PEFT loads them "
             "beside a model in 4 bits"
@@ -621,33 +760,112 @@ def export(
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     if merge_adapter:
         check_base(checkpoint, marker, adapters.base_of(LoraConfig.from_pretrained(checkpoint)))
-    unfinished = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    unfinished = unfinished_export(out)
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        list_files(unfinished)
+        write_export(checkpoint, marker, unfinished, description, dtype, max_shard_size, merge_adapter)
+        list_files(unfinished)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_of_the_disk(error):
+            raise SaveError(f"{out} could not be written: {error}") from None
+        raise
+    check_replaceable(out, base)  # again: writing took its time
+    try:
+        remove_export(out)
+        unfinished.rename(out)
+    except OSError as error:
+        raise SaveError(f"{unfinished} is whole, but cannot take its place: {error}; move it by hand") from None
+
+
+def write_export(
+    checkpoint: Path,
+    marker: dict,
+    out: Path,
+    description: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    merge_adapter: bool,
+) -> None:
+    """Fill the folder of an export; see `export`."""
+    is_adapter = marker.get("base_model") is not None
     left_out = {"data.json"}
     if is_adapter:  # each would make `from_pretrained` take the folder for the other
         left_out.add("adapter_config.json" if merge_adapter else "config.json")
     for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
-            (unfinished / name).parent.mkdir(exist_ok=True)
-            shutil.copy(checkpoint / name, unfinished / name)
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copy(checkpoint / name, out / name)
     if merge_adapter:
-        (unfinished / "adapter").mkdir()
-        shutil.copy(checkpoint / "adapter_config.json", unfinished / "adapter")
+        (out / "adapter").mkdir()
+        shutil.copy(checkpoint / "adapter_config.json", out / "adapter")
     if is_adapter:
-        write_adapter(checkpoint, unfinished / "adapter" if merge_adapter else unfinished)
+        write_adapter(checkpoint, out / "adapter" if merge_adapter else out)
     if merge_adapter or not is_adapter:
         if dtype is None:
             dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
         write = write_merged if merge_adapter else write_safetensors
-        write(checkpoint, unfinished, dtype, max_shard_size)
-        config = json.loads((unfinished / "config.json").read_text())
+        write(checkpoint, out, dtype, max_shard_size)
+        config = json.loads((out / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (unfinished / "README.md").write_text(model_card(checkpoint, description))
-    shutil.rmtree(out, ignore_errors=True)
-    unfinished.rename(out)
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "README.md").write_text(model_card(checkpoint, description))
+
+
+def unfinished_export(out: Path) -> Path:
+    """Where an export is written before it takes its place."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def list_files(export: Path) -> None:
+    """Write down what is in an export: no more than that is removed when another takes its place."""
+    names = [str(path.relative_to(export)) for path in export.rglob("*")]
+    (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n")
+
+
+def listed_files(folder: Path) -> set[str]:
+    """What an export has written into a folder; empty where none has."""
+    try:
+        return set(json.loads((folder / EXPORT).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def check_replaceable(out: Path, base_model: str) -> None:
+    """Whether an export can be written there: into a new or empty folder, or in place of an earlier export.
+
+    Raises:
+        ConfigError: where something else would be removed, or the model that the run began with.
+    """
+    if base_model and Path(base_model).resolve() == out.resolve():
+        raise ConfigError(f"{out} is the model that the run begins with; the export needs another folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; an export needs a folder")
+    listed = listed_files(out)
+    other = next((path for path in out.rglob("*") if str(path.relative_to(out)) not in listed), None)
+    if other:
+        raise ConfigError(f"{out} holds {other.name}, which no export wrote; move that away, or give another folder")
+    unfinished = unfinished_export(out)
+    if (
+        unfinished.exists()
+        and not (unfinished / EXPORT).exists()
+        and (unfinished.is_file() or any(unfinished.iterdir()))
+    ):
+        raise ConfigError(f"{unfinished}, where the export is written first, holds something else; move that away")
+
+
+def remove_export(out: Path) -> None:
+    """Remove what is listed and there, the list last: a removal that is interrupted can be finished."""
+    listed = listed_files(out)
+    for path in sorted(out.rglob("*"), reverse=True):  # files before their folder
+        if str(path.relative_to(out)) in listed - {EXPORT}:
+            path.rmdir() if path.is_dir() else path.unlink()
+    (out / EXPORT).unlink(missing_ok=True)
+    if out.exists():
+        out.rmdir()
 
 
 def model_card(checkpoint: Path, description: str) -> str:
@@ -721,7 +939,7 @@ def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Of the model in `checkpoint/state`, by their names in it; on the meta device."""
-    metadata = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+    metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
     return {
         key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for key, entry in metadata.items()
@@ -733,7 +951,7 @@ def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, t
     """Tensors of the model in `checkpoint/state`, like those that are `wanted`."""
     # In the dtype to be written: the reader converts as it copies, without a second buffer.
     tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
-    dcp.load(tensors, checkpoint_id=checkpoint / "state", no_dist=True)
+    dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
     return {name: tensors[f"model.{name}"] for name in wanted}
 
 

@@ -7,6 +7,7 @@ depend on how the batch was divided. The clock is the completed optimizer step.
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 
 from accelerate_recipes import stop, watch
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer, SaveError
+from accelerate_recipes.checkpoint import Checkpointer, SaveError, complete_checkpoints, step_of
 from accelerate_recipes.distributed import accumulate, max_over_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.status import update_status
@@ -164,10 +165,10 @@ def train(
         except NonFiniteError as error:
             with contextlib.suppress(SaveError):
                 checkpointer.wait()
-            file = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
+            file, good = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
             raise NonFiniteError(
                 f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
-                f"Last good checkpoint: {checkpointer.newest or 'none yet'}",
+                f"Last good checkpoint: {good or 'none yet'}",
                 error.micro_losses,
             ) from None
         lr = scheduler.get_last_lr()[0]
@@ -207,10 +208,17 @@ def begin(
         The step to go on from, and the log with the records of earlier parts of the run.
 
     Raises:
-        ConfigError: if --metric_for_best_model is not among what the evaluation gives.
+        ConfigError: for a checkpoint behind the last step, and if --metric_for_best_model is not among what the
+            evaluation gives.
     """
     accelerator, args = checkpointer.accelerator, checkpointer.args
     output_dir = Path(args.output_dir)
+    checkpoint = checkpointer.resumed_from
+    if checkpoint and step_of(checkpoint) > total_steps:
+        raise ConfigError(
+            f"{checkpoint} is further on than the {total_steps} steps of this run; give as many steps or more, or begin "
+            "anew in another --output_dir"
+        )
     step = checkpointer.resume()
     log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
     log.restore(checkpointer.resumed_from)
@@ -278,17 +286,23 @@ def dump_non_finite(
     batches: Sequence[Batch],
     error: NonFiniteError,
     newest: Path | None,
-) -> Path:
-    """Write which rows the step after `step` had, and the loss of each micro-batch, to non_finite.json."""
+) -> tuple[Path, Path | None]:
+    """Write which rows the step after `step` had, and the loss of each micro-batch, to non_finite.json.
+
+    Returns:
+        The file, and the last good checkpoint: one whose weights give no micro-batch a finite loss is not good.
+    """
     rows = [batch["row"].tolist() for batch in batches]
     ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
+    if newest and step_of(newest) == step and not any(math.isfinite(e["loss_sum"]) for rank in ranks for e in rank):
+        newest = next((path for path in reversed(complete_checkpoints(output_dir)) if step_of(path) < step), None)
     file = output_dir / "non_finite.json"
     if accelerator.is_main_process:
         found = {"step": step + 1, "found": str(error), "last_good_step": step, "checkpoint": str(newest or "")}
         # JSON has no NaN; written as text, any reader takes it.
         micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
         file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
-    return file
+    return file, newest
 
 
 def log_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:

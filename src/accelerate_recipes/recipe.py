@@ -179,7 +179,10 @@ def leave(code: int) -> NoReturn:
 def end_with(args: TrainArgs | None, **changes: str) -> None:
     """Say in status.json how the run ended, if it came as far as to own its output directory."""
     if lock.is_taken() and not lock.is_lost():
-        update_status(Path(args.output_dir), **changes)
+        try:
+            update_status(Path(args.output_dir), **changes)
+        except OSError as error:  # a full disk must not hide how the run ended
+            print(f"warning: status.json could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def load(path: str | Path) -> ModuleType:

@@ -1,0 +1,54 @@
+"""Reading a checkpoint's `state/` without running what is in it. By itself torch 2.13 unpickles parts of it."""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from accelerate_recipes.args import ConfigError
+
+# What `.metadata` consists of, besides dtypes.
+IN_METADATA = {
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )),
+}  # fmt: skip
+
+
+class StateReader(dcp.FileSystemReader):
+    """Refuses a `.metadata` that names anything but what it consists of: torch calls what is named there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            MetadataUnpickler(file).load()
+        return super().read_metadata(*args, **kwargs)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Raises ConfigError for a name that does not belong in a `.metadata`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in IN_METADATA:
+            raise ConfigError(
+                f"the checkpoint's state/.metadata names {module}.{name}, which would run: that is no checkpoint of this "
+                "project; do not load it"
+            )
+        return super().find_class(module, name)
+
+
+class StatePlanner(dcp.DefaultLoadPlanner):
+    """Takes only plain values for what is no tensor, such as the betas: torch unpickles whatever is there."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        element = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], element)
