@@ -40,6 +40,7 @@ from accelerate_recipes.checkpoint import (
     find_resume,
 )
 from accelerate_recipes.distributed import prepare
+from accelerate_recipes.engine import NonFiniteError, dump_non_finite
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.status import read_status
@@ -383,6 +384,21 @@ def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run
     monkeypatch.setattr(stop, "_asked_by", None)
     with pytest.raises(ConfigError, match=r"-20 is of no use: model\.norm\.weight holds NaN"):
         make_run(resumed_from=broken).resume()
+
+
+def test_a_checkpoint_whose_weights_give_no_finite_loss_is_not_good(make_run):
+    run = make_run()
+    older, newest = save(run, 10), save(run, 20)
+
+    def last_good(step: int, *micro_losses: float) -> Path | None:
+        batches = [{"row": torch.tensor([3])}] * len(micro_losses)
+        error = NonFiniteError("", list(micro_losses))
+        return dump_non_finite(run.accelerator, newest.parent, step, batches, error, newest)[1]
+
+    nan = float("nan")
+    assert last_good(20, nan, nan) == older
+    assert last_good(20, nan, 1.0) == last_good(20, 1.0, 1.0) == newest, "it is the row"
+    assert last_good(21, nan, nan) == newest, "with other weights"
 
 
 def test_too_little_room_is_known_before(make_run, monkeypatch):

@@ -205,6 +205,11 @@ def test_output_directory(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"needs 0.07 GiB for 4 checkpoints of .*, but has 0.05 GiB free; make room"):
         preflight([*short, "3"])
     assert not (tmp_path / "new").exists()
+    leftover = tmp_path / "new/out/checkpoint-5.partial/state"
+    leftover.mkdir(parents=True)
+    with (leftover / "__0_0.distcp").open("w") as file:
+        file.truncate(12 * 1_357_952)
+    assert "4 checkpoints" in preflight([*short, "3"])[0], "what is left unfinished goes first"
 
 
 def test_the_checkpoint_to_go_on_from(tmp_path):

@@ -228,7 +228,7 @@ def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str
     with ThreadPoolExecutor(parts) as threads:
         found = threads.map(lambda part: checkpoint.damage(chosen, part, parts), range(parts))
         reason = next(filter(None, found), None)
-    if reason and args.resume_from_checkpoint != "latest":
+    if reason and chosen == Path(args.resume_from_checkpoint):
         return None, [f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest"], []
     if reason:
         return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
@@ -418,7 +418,12 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
         needs, counted = space_needed(
             args, num_parameters, trained, env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
         )
-        free = math.inf if volumes else shutil.disk_usage(existing(output_dir)).free
+        free = math.inf
+        if not volumes:  # what is left unfinished there goes before the run writes anything
+            unfinished = (file for folder in checkpoint.leftovers(output_dir) for file in folder.rglob("*"))
+            free = shutil.disk_usage(existing(output_dir)).free + sum(
+                f.stat().st_size for f in unfinished if f.is_file()
+            )
         needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
         of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
         is_free = "" if volumes else f"; {gib(free)} are free"
