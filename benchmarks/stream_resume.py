@@ -93,18 +93,18 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
         "flags": vars(flags) | {"out": str(flags.out)},
         "num_streams": NUM_STREAMS,
         "gzip_bytes": sum(Path(file).stat().st_size for file in files),
-        "steps": {f"{place:.0%}": skipped[place][0]["step"] for place in PLACES},
+        "steps": {f"{place:.0%}": skipped[place][0] for place in PLACES},
         "seconds_by_resuming": {f"{place:.0%}": seconds[place] for place in PLACES},
-        "seconds_by_skipping": {f"{place:.0%}": skipped[place][2] for place in PLACES},
+        "seconds_by_skipping": {f"{place:.0%}": skipped[place][3] for place in PLACES},
         "ratio_late_to_early": late / early,
-        "ratio_skipping_to_resuming_late": skipped[PLACES[1]][2] / late,
+        "ratio_skipping_to_resuming_late": skipped[PLACES[1]][3] / late,
     }
     for place in PLACES:
         print(
-            f"{place:4.0%} (step {skipped[place][0]['step']}): resumed in {median(seconds[place]):.2f} s "
-            f"({min(seconds[place]):.2f} to {max(seconds[place]):.2f}), by skipping {skipped[place][2]:.2f} s"
+            f"{place:4.0%} (step {skipped[place][0]}): resumed in {median(seconds[place]):.2f} s "
+            f"({min(seconds[place]):.2f} to {max(seconds[place]):.2f}), by skipping {skipped[place][3]:.2f} s"
         )
-    print(f"95 % to 1 %: {late / early:.2f}; skipping to resuming at 95 %: {skipped[PLACES[1]][2] / late:.1f}")
+    print(f"95 % to 1 %: {late / early:.2f}; skipping to resuming at 95 %: {skipped[PLACES[1]][3] / late:.1f}")
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         flags.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -70,6 +70,7 @@ class Args(TrainArgs, Architecture):
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy."
     )
+    dataset_revision: str = arg("", "Its branch or commit; unless given: what was downloaded, else the newest of main.")
     dataset_files: str = arg("en/c4-train.*.json.gz", "Its files to train on, as a pattern.")
     validation_dataset_files: str = arg("en/c4-validation.*.json.gz", "Its files to validate on.")
     train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, paths or URLs of files."})
@@ -109,7 +110,11 @@ class Args(TrainArgs, Architecture):
 
 def requirements(args: Args) -> Requirements:
     def shards(files: list[str], pattern: str) -> list[Dataset]:
-        return needs_of_shards(files) if files else [Dataset(args.dataset_name, files=pattern, streamed=True)]
+        return (
+            needs_of_shards(files)
+            if files
+            else [Dataset(args.dataset_name, files=pattern, revision=args.dataset_revision, streamed=True)]
+        )
 
     datasets = shards(args.validation_files, args.validation_dataset_files)
     if not is_pretokenized(args.pretokenize):
@@ -147,12 +152,12 @@ def main(args: Args) -> None:
     def train_shards() -> list[str]:
         if args.train_files:
             return named_shards(args.train_files)
-        return find_shards(args.dataset_name, args.dataset_files, "training")
+        return find_shards(args.dataset_name, args.dataset_files, "training", args.dataset_revision)
 
     def validation_shards() -> list[str]:
         if args.validation_files:
             return named_shards(args.validation_files)
-        return find_shards(args.dataset_name, args.validation_dataset_files, "validation")
+        return find_shards(args.dataset_name, args.validation_dataset_files, "validation", args.dataset_revision)
 
     if name := args.tokenizer_name or args.model_name_or_path:
         tokenizer = load_tokenizer(name)

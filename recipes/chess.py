@@ -147,7 +147,7 @@ def main(args: Args) -> None:
         model,
         optimizer,
         scheduler,
-        make_train_loader(train_rows, args, rank, world_size),
+        make_train_loader(train_rows, args, rank, world_size, content=facts["content"]),
         args,
         total_steps=total_steps,
         loss_fn=next_token_loss,

@@ -19,13 +19,18 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from accelerate_recipes import stop
+from accelerate_recipes import hub, stop
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_pairs import RULES, make_pairs
 from accelerate_recipes.chess_rules import PHASES
-from accelerate_recipes.distributed import make_accelerator, on_first_of_machine_before_others, prepare
+from accelerate_recipes.distributed import (
+    make_accelerator,
+    on_first_of_machine_before_others,
+    on_first_rank,
+    prepare,
+)
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run
@@ -74,8 +79,9 @@ class Trainer(RecipeTrainer, DPOTrainer):
 
 
 def pair_file(args: Args, positions: Path) -> Path:
-    """By what decides its content: a run whose --reject or model changed makes its own."""
-    key = json.dumps([args.reject, args.model_name_or_path, positions.name]).encode()
+    """By what decides its content: a run whose --reject, model or games changed makes its own."""
+    model = [args.model_name_or_path, hub.version("model", args.model_name_or_path)]
+    key = json.dumps([args.reject, model, positions.name]).encode()
     return Path(args.output_dir) / f"pairs-{xxhash.xxh64_hexdigest(key)}.jsonl"
 
 
@@ -122,7 +128,7 @@ def main(args: Args) -> None:
 
     # Pairs
     positions = datasets.load_from_disk(folder / "train")
-    file = pair_file(args, folder)
+    file = on_first_rank(lambda: pair_file(args, folder))
     if not file.exists():
         stop.listen(Path(args.output_dir))
         model, _ = prepare(accelerator, make_model(args), args)

@@ -280,7 +280,13 @@ def main(args: Args) -> None:
         optimizer,
         scheduler,
         make_train_loader(
-            train_pairs, args, rank, world_size, lengths=train_pairs.lengths, collate_fn=train_pairs.collate
+            train_pairs,
+            args,
+            rank,
+            world_size,
+            lengths=train_pairs.lengths,
+            collate_fn=train_pairs.collate,
+            content=facts["content"],
         ),
         args,
         total_steps=total_steps,

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from helpers import ROOT
 from huggingface_hub import constants
 
-from accelerate_recipes import shards
+from accelerate_recipes import shards, streams
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -103,86 +104,211 @@ def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0
     )
 
 
-def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[int]]:
-    """The rows of the steps in the order of the global batches; leaves the loaders' workers ended."""
-    iterators = [iter(loader) for loader in loaders]
-    first = loaders[0].step * 12
-    rows = []
-    for _ in range(num_steps * 12 // len(loaders)):
-        for iterator in iterators:
-            batch = next(iterator)
-            assert set(batch) == {"input_ids", "position_ids", "labels", "row"}
-            assert batch["row"].tolist() == [first + len(rows)]
-            rows += batch["input_ids"].tolist()
-    return rows
+class Ranks:
+    """Several ranks as threads of one process: stands for `on_all_ranks`, and for what the engine does between steps."""
+
+    def __init__(self, loaders: list[StreamLoader]):
+        self.loaders = loaders
+        self.all_there = threading.Barrier(len(loaders), timeout=60)
+        self.values = [None] * len(loaders)
+        self.own = threading.local()
+        self.talks = 0
+
+    def on_all_ranks(self, value):
+        self.talks += self.own.rank == 0
+        return self.gather(value)
+
+    def gather(self, value):
+        self.values[self.own.rank] = value
+        self.all_there.wait()
+        values = list(self.values)
+        self.all_there.wait()
+        return values
+
+    def run(self, num_steps: int) -> list[list[dict]]:
+        """The rows of each step, by epoch; leaves the loaders' workers ended."""
+
+        def steps_of(rank: int, batches) -> list[list[dict]]:
+            self.own.rank, loader, steps = rank, self.loaders[rank], []
+            num_batches = loader.args.accumulation_steps(len(self.loaders))
+            try:
+                for _ in range(num_steps):
+                    step = [next(batches) for _ in range(num_batches)]
+                    steps.append(
+                        [dict(zip(b, row, strict=True)) for b in step for row in zip(*b.values(), strict=True)]
+                    )
+                    loader.is_uneven = any(self.gather(loader.is_uneven))
+            except BaseException:
+                self.all_there.abort()
+                raise
+            return steps
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.loaders)) as pool:
+            patch.setattr(streams, "on_all_ranks", self.on_all_ranks)
+            batches = [iter(loader) for loader in self.loaders]
+            done = [pool.submit(steps_of, rank, part) for rank, part in enumerate(batches)]
+            found = [future.result() for future in done]
+        for steps in zip(*found, strict=True):
+            assert len({len(step) for step in steps}) == 1
+        return [
+            sorted(itertools.chain(*parts), key=lambda row: row["row"].tolist()) for parts in zip(*found, strict=True)
+        ]
 
 
-def expected_rows(source, num_rows: int) -> list[list[int]]:
-    """Row n is the (n div 24)-th row of stream n mod 24."""
-    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
+def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[list[int]]]:
+    """The rows of the steps, sorted in each: which rank trains on which is not decided."""
+    steps = Ranks(loaders).run(num_steps)
+    return [sorted(row["input_ids"].tolist() for row in step) for step in steps]
+
+
+def rows_in_order(source, num_rows: int, max_length: int = MAX_LENGTH, block: int = BLOCK) -> list[list[int]]:
+    """Epoch by epoch: the first row of each stream, the second of those that have one, and so on; then the rests, as
+    many together as fit.
+    """
+    order = Order(NUM_STREAMS, max_length, seed=5, shuffle_block=block)
     streams = [stream_rows(source, order, stream, StreamState(), no_retry) for stream in range(NUM_STREAMS)]
-    return [np.concatenate(next(streams[n % NUM_STREAMS])[0]).tolist() for n in range(num_rows)]
+    found = []
+    while len(found) < num_rows:
+        epochs = []
+        for stream in streams:
+            epochs.append([])
+            while not epochs[-1] or not epochs[-1][-1].is_rest:
+                epochs[-1].append(next(stream))
+        rests = [rows.pop() for rows in epochs]
+        found += [row.tokens.tolist() for round_ in itertools.zip_longest(*epochs) for row in round_ if row]
+        joined = []
+        for rest in sorted(rests, key=lambda rest: rest.place):
+            if not joined or len(joined) + len(rest.tokens) > max_length:
+                found += [joined] if joined else []
+                joined = []
+            joined = joined + rest.tokens.tolist()
+        found += [joined] if joined else []
+    return [row + [0] * (max_length - len(row)) for row in found[:num_rows]]
 
 
-NUM_STEPS = 40  # 480 rows of 16 tokens: the corpus has about 160, so three epochs
+def expected_rows(source, num_steps: int) -> list[list[list[int]]]:
+    rows = rows_in_order(source, 12 * num_steps)
+    return [sorted(rows[start : start + 12]) for start in range(0, len(rows), 12)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+NUM_STEPS = 40  # 480 rows of 16 tokens: the corpus has about 170, so nearly three epochs
+
+
+@pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 2), (2, 0), (3, 2), (4, 0)])
 def test_ranks_divide_the_same_rows(source, world_size, num_workers):
     """Across the ends of epochs; with 5 and 6 and 8 streams a rank, and an odd share for one of two workers."""
     loaders = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
-    assert run_steps(loaders, NUM_STEPS) == expected_rows(source, NUM_STEPS * 12)
+    assert run_steps(loaders, NUM_STEPS) == expected_rows(source, NUM_STEPS)
     assert min(loader.consumed[stream].epoch for loader in loaders for stream in loader.consumed) >= 1
-    assert sum(loader.counts()["tokens_seen"] for loader in loaders) == NUM_STEPS * 12 * MAX_LENGTH
+    padding = sum(row.count(0) for step in expected_rows(source, NUM_STEPS) for row in step)
+    assert sum(loader.counts()["tokens_seen"] for loader in loaders) == NUM_STEPS * 12 * MAX_LENGTH - padding
+    assert padding < 12 * MAX_LENGTH
     assert len({stream for loader in loaders for stream in loader.consumed}) == NUM_STREAMS
 
 
 def test_every_document_once_in_each_epoch(source, corpus, tokenizer):
     order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
     wanted = Counter(tuple([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in corpus)
-    epochs = [[], [], []]
-    for stream in range(NUM_STREAMS):
-        for (epoch, _, _), tokens in stream_documents(source, order, stream, StreamState(), no_retry):
-            if epoch == 3:
-                break
-            epochs[epoch].append(tuple(tokens.tolist()))
+    epochs = []
+    for epoch in range(3):
+        documents = [
+            stream_documents(source, order, stream, StreamState(epoch), no_retry) for stream in range(NUM_STREAMS)
+        ]
+        epochs.append([tuple(tokens.tolist()) for _, tokens in itertools.chain(*documents)])
     assert [Counter(documents) for documents in epochs] == [wanted] * 3
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_no_row_twice_and_no_token_lost(source, corpus):
-    """Counted in the rows of two epochs: every word twice, but for what the streams' last rows hold of the third."""
-    order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
-    counts, of_first_epoch = Counter(), Counter()
-    for stream in range(NUM_STREAMS):
-        for pieces, state in stream_rows(source, order, stream, StreamState(), no_retry):
-            words = [token for piece in pieces for token in piece.tolist()]
-            counts.update(words)
-            if state.epoch == 0:
-                of_first_epoch.update(words)
-            if state.epoch == 2:
-                break
-    eos = source.tokenizer.eos_token_id if isinstance(source, TextShards) else counts.most_common(1)[0][0]
-    del counts[eos], of_first_epoch[eos]
-    assert len(counts) == sum(len(text.split()) for text in corpus)
-    assert set(counts.values()) == {2, 3}
-    assert sum(count == 3 for count in counts.values()) < NUM_STREAMS * MAX_LENGTH
-    assert set(of_first_epoch.values()) == {1}
-    assert len(of_first_epoch) > len(counts) - NUM_STREAMS * MAX_LENGTH
+class Numbered:
+    """Documents of random lengths, the tokens of each its number from 1 on, and what reading them costs."""
+
+    def __init__(self, sizes: list[int], mean_length: int):
+        self.shards = [f"{i}.json.gz" for i in range(len(sizes))]
+        self.sizes, self.starts = sizes, np.cumsum([1, *sizes]).tolist()
+        self.lengths = np.random.default_rng(0).integers(mean_length // 2, 2 * mean_length, size=sum(sizes)).tolist()
+        self.documents_read = [0] * len(sizes)  # decompressed: all before the one that is asked for, too
+
+    def version(self):
+        return {}
+
+    def read(self, shard, first, stride, on_retry):
+        before = 0
+        for index in range(first, self.sizes[shard], stride):
+            self.documents_read[shard] += index + 1 - before
+            before = index + 1
+            yield index
+        self.documents_read[shard] += max(0, self.sizes[shard] - before)
+
+    def tokens(self, shard, documents):
+        for number in (self.starts[shard] + index for index in documents):
+            yield np.full(self.lengths[number - 1], number, dtype=np.int32)
+
+
+UNEQUAL = {
+    "a large and a small shard": ([24_000, 240], 10),
+    "48 of 500 to 1500": (np.random.default_rng(1).integers(500, 1501, size=48).tolist(), 5),
+    "one of 24 is empty": ([40] * 23 + [0], 10),
+    "960 and 5": ([960, 5], 10),
+    "equal": ([50] * 24, 10),
+    "one": ([500], 10),
+    "one large": ([5000] + [10] * 30, 10),
+    "fewer documents than streams": ([3, 0, 2], 50),
+    "a single document": ([1], 3),
+    "a document longer than all others together": ([1] * 30, 400),
+}
+
+
+@pytest.mark.parametrize("sizes, mean_length", UNEQUAL.values(), ids=UNEQUAL)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_document_once_in_an_epoch_of_the_whole(sizes, mean_length, world_size):
+    """Counted in the rows, which come epoch by epoch, whatever the sizes of the shards; nothing is read in vain."""
+    max_length = 128
+    source = Numbered(sizes, mean_length)
+    if len(sizes) == 30:
+        source.lengths[7] = 20_000
+    args = TrainArgs(total_batch_size=48, per_device_train_batch_size=8, seed=5)
+    loaders = [
+        StreamLoader(source, args, rank, world_size, max_length=max_length, num_streams=NUM_STREAMS, shuffle_block=64)
+        for rank in range(world_size)
+    ]
+    ranks = Ranks(loaders)
+    num_steps = sum(source.lengths) // max_length // 48 + 3
+    rows = list(itertools.chain(*ranks.run(num_steps)))
+    epochs = [row["row"][0].item() for row in rows]
+    assert epochs == sorted(epochs) and epochs[-1] > 0
+    for epoch in range(epochs[-1]):  # the last is not over
+        tokens = torch.cat([row["input_ids"] for row in rows if row["row"][0] == epoch]).numpy()
+        assert np.bincount(tokens, minlength=len(source.lengths) + 1)[1:].tolist() == source.lengths
+        num_padded = len(tokens) // max_length - sum(source.lengths) // max_length
+        assert num_padded <= max(NUM_STREAMS / 2, 0.02 * len(tokens) / max_length), f"{num_padded} rows are cut short"
+    if len(sizes) in (2, 48) and len(rows) > 1000:
+        assert epochs[-1] == 1
+        # As many decompress a shard as share it; the next epoch was begun.
+        sharers = 12 if len(sizes) == 2 else 1
+        assert sum(source.documents_read) < 1.1 * sharers * sum(sizes)
+    if len(set(sizes)) == 1 and len(sizes) == 24:
+        assert ranks.talks < 8, "streams that go on evenly need no talk"
+
+
+def test_shards_without_documents(tmp_path, tokenizer):
+    files = [write_shard(tmp_path / f"{i}.jsonl", []) for i in range(3)]
+    for num_workers in (0, 2):
+        with pytest.raises(DataError, match=r"there is no document to train on in .*/0.jsonl and 2 more"):
+            next(iter(make_loader(TextShards(files, tokenizer), num_workers=num_workers)))
 
 
 def test_rows_run_through_the_documents(source):
     """Nothing truncated: the rows of a stream, end to end, are its documents; the first of a piece is no target."""
     order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
     documents = stream_documents(source, order, 0, StreamState(), no_retry)
-    tokens = np.concatenate([next(documents)[1] for _ in range(20)])
+    tokens = np.concatenate([tokens for _, tokens in documents])
     eos = tokens[-1]
-    batches = iter(make_loader(source, world_size=24 // 2, rank=0))  # two streams: every other row is of stream 0
-    rows = list(itertools.islice(batches, 0, 2 * (len(tokens) // MAX_LENGTH), 2))
-    assert torch.cat([row["input_ids"][0] for row in rows]).tolist() == tokens[: len(rows) * MAX_LENGTH].tolist()
+    rows = itertools.chain(*Ranks([make_loader(source)]).run(NUM_STEPS))
+    rows = [row for row in rows if row["row"][0] == 0 and row["row"][1] % NUM_STREAMS == 0][: len(tokens) // MAX_LENGTH]
+    assert torch.cat([row["input_ids"] for row in rows]).tolist() == tokens[: len(rows) * MAX_LENGTH].tolist()
+    assert len(rows) > 2
     for row in rows:
-        ids, labels, positions = (row[name][0] for name in ("input_ids", "labels", "position_ids"))
+        ids, labels, positions = (row[name] for name in ("input_ids", "labels", "position_ids"))
         is_start = torch.cat([torch.tensor([True]), ids[:-1] == eos])
         assert torch.equal(labels, torch.where(is_start, IGNORE_INDEX, ids))
         assert torch.equal(positions == 0, is_start)
@@ -190,10 +316,13 @@ def test_rows_run_through_the_documents(source):
 
 @pytest.mark.parametrize(
     "before, after, step",
-    [((2, 2), (2, 2), 5), ((2, 2), (4, 0), 5), ((4, 0), (1, 2), 23), ((3, 0), (2, 2), 36), ((1, 2), (3, 0), 1)],
+    [((2, 2), (2, 2), 5), ((4, 0), (1, 2), 23), ((3, 0), (2, 0), 36), ((1, 2), (3, 0), 1)]
+    + [((2, 0), (3, 0), step) for step in range(11, 17)],
 )
 def test_resume_is_exact(source, before, after, step):
-    """(ranks, workers) before and after; 12 rows a step of 24 streams leave a round half consumed."""
+    """(ranks, workers) before and after; 12 rows a step of 24 streams leave a round half consumed. Also from each of the
+    steps in which the first epoch ends.
+    """
     world_size, num_workers = before
     first = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
     rows = run_steps(first, step)
@@ -203,7 +332,7 @@ def test_resume_is_exact(source, before, after, step):
     for loader in second:
         loader.start_at(step, states)
     rows += run_steps(second, NUM_STEPS - step)
-    assert rows == expected_rows(source, NUM_STEPS * 12)
+    assert rows == expected_rows(source, NUM_STEPS)
     whole = make_loader(source)
     run_steps([whole], NUM_STEPS)
     streams = [loader.state()["streams"] for loader in second]
@@ -222,15 +351,21 @@ def test_state_is_of_whole_steps(source):
     assert steps == [0] * 12 + [1] * 12 + [2]
     assert states[11] == states[0] and states[23] == states[12] != states[24]
     next(batches)  # of a step that is not finished
-    assert run_steps([loader], 3) == expected_rows(source, 60)[24:]
+    assert run_steps([loader], 3) == expected_rows(source, 5)[2:]
 
 
 def test_batches_join_rows_of_several_rounds(source):
     args = TrainArgs(total_batch_size=30, per_device_train_batch_size=5, seed=5)
-    loader = StreamLoader(source, args, 0, 3, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK)
-    rows = [row for batch in itertools.islice(loader, 8) for row in batch["input_ids"].tolist()]
-    assert rows == expected_rows(source, 120)[0::3]
-    assert loader.step == 4
+    loaders = [
+        StreamLoader(source, args, rank, 3, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, shuffle_block=BLOCK)
+        for rank in range(3)
+    ]
+    steps = Ranks(loaders).run(8)
+    wanted = rows_in_order(source, 240)
+    assert [sorted(row["input_ids"].tolist() for row in step) for step in steps] == [
+        sorted(wanted[start : start + 30]) for start in range(0, 240, 30)
+    ]
+    assert [loader.step for loader in loaders] == [8] * 3
 
 
 @pytest.mark.timeout(120)
@@ -244,7 +379,7 @@ def test_workers_survive_what_is_set_for_the_main_process(text_shards, corpus, m
     for worker in multiprocessing.active_children():
         os.kill(worker.pid, signal.SIGTERM)
     rows += [next(batches)["input_ids"][0].tolist() for _ in range(199)]
-    assert rows == expected_rows(text_shards, 200)
+    assert rows == rows_in_order(text_shards, 200)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
@@ -266,8 +401,9 @@ def test_state_of_other_data_is_refused(text_shards):
         make_loader(text_shards).start_at(0, [state | {"shards": [7, "0"]}])
     with pytest.raises(ConfigError, match="with other names"):
         make_loader(text_shards).start_at(0, [state | {"shards": [len(text_shards.shards), "0"]}])
-    with pytest.raises(ConfigError, match="has yielded 0 rows, but 4 steps of --total_batch_size 12 take 2"):
-        make_loader(text_shards).start_at(4, [state])
+    older = {stream: values[:6] for stream, values in state["streams"].items()}
+    with pytest.raises(ConfigError, match=r"the checkpoint is of an earlier version.*--model_name_or_path"):
+        make_loader(text_shards).start_at(0, [state | {"streams": older}])
 
 
 def test_streams_divide_among_the_ranks(text_shards):
@@ -277,13 +413,6 @@ def test_streams_divide_among_the_ranks(text_shards):
     assert problem.endswith("--num_streams 25")
     with pytest.raises(ConfigError, match=r"not a multiple of 16 processes.*--num_streams 32"):
         make_loader(text_shards, 0, 16)
-
-
-def test_fewer_documents_than_streams(corpus, tokenizer, tmp_path):
-    source = TextShards([write_shard(tmp_path / "a.jsonl", corpus[:20])], tokenizer)
-    for num_workers in (0, 2):
-        with pytest.raises(DataError, match=r"stream 20 of 24 has no document .* lower --num_streams"):
-            next(iter(make_loader(source, num_workers=num_workers)))
 
 
 # Reading
@@ -572,7 +701,7 @@ def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
         [f"{server.url}/{Path(file).name}" for file in text_shards.shards], text_shards.tokenizer, retry=QUICK
     )
     loader = make_loader(source, num_workers=num_workers)
-    assert run_steps([loader], 4) == expected_rows(text_shards, 48)
+    assert run_steps([loader], 4) == expected_rows(text_shards, 4)
     assert loader.counts()["retries"] == 3
     make_loader(text_shards).start_at(4, [loader.state()])  # a copy of the data in a folder will do
 
@@ -670,7 +799,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
 
     tokens = pretokenize(folder, tokenizer, not_called, {"subset": "en"})
     assert tokens.manifest["dtype"] == "<u2"
-    assert expected_rows(tokens, 50) == expected_rows(text_shards, 50)
+    assert rows_in_order(tokens, 50) == rows_in_order(text_shards, 50)
     with pytest.raises(ConfigError, match=r"settings was \{'subset': 'en'\}, is \{'subset': 'fr'\}.*another folder"):
         pretokenize(folder, tokenizer, not_called, {"subset": "fr"})
     with pytest.raises(ConfigError, match="tokenised from something else: tokenizer was"):
@@ -681,7 +810,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     token_shards.checksum_once.cache_clear()
     with pytest.raises(DataError, match=r"shard-00001.tokens is damaged: .*--pretokenize makes it again"):
-        expected_rows(TokenShards(folder), 24)
+        rows_in_order(TokenShards(folder), 24)
     file.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or has not the"):
         TokenShards(folder)
@@ -689,7 +818,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     (folder / MANIFEST).unlink()
     file.with_suffix(".json").unlink()
     token_shards.checksum_once.cache_clear()
-    assert expected_rows(pretokenize(folder, tokenizer, lambda: shards_, {"subset": "en"}), 50) == expected_rows(
+    assert rows_in_order(pretokenize(folder, tokenizer, lambda: shards_, {"subset": "en"}), 50) == rows_in_order(
         text_shards, 50
     )
 

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules, hub
 from accelerate_recipes.args import ConfigError, arg, error_list
-from accelerate_recipes.data import cached, pack_documents
+from accelerate_recipes.data import cached, checksum_of_rows, pack_documents
 from accelerate_recipes.rows import read_files, reading
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
-VERSION = 2  # of what is prepared; raised when that changes, so that nobody finds it in an older form
+VERSION = 3  # of what is prepared; raised when that changes, so that nobody finds it in an older form
 
 
 @dataclass
@@ -66,18 +66,18 @@ class GamesArgs:
     @property
     def game_key(self) -> list:
         """By which the cache knows whether it has read these files."""
-        return [[file, os.stat(file).st_size, os.stat(file).st_mtime] for file in self.train_files] or [
-            self.dataset_name,
-            self.dataset_files,
-            hub.revision("dataset", self.dataset_name),
-        ]
+        if self.train_files:
+            return hub.file_versions(self.train_files)
+        version = hub.version("dataset", self.dataset_name, self.dataset_files)
+        return [self.dataset_name, self.dataset_files, version]
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
     """Build, or find, the folder that holds the games as
 
     `train/` and `heldout/`   packed rows (see `data.PackedRows`)
-    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table
+    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and of the rows to train
+                              on a checksum, `content`
 
     A game is one document: begin token, its moves separated by spaces, end token (see `begin_token`). Of a position it
     is known whether it `is_seen`: whether a game to train on begins with the same moves. A game is held out when the hash of
@@ -109,9 +109,11 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
                     f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
-            pack_documents(part, max_length, tmp / f"{name}-rows.arrow").save_to_disk(folder / name)
+            rows = pack_documents(part, max_length, tmp / f"{name}-rows.arrow")
+            rows.save_to_disk(folder / name)
             facts[name] = len(part)
             if name == "train":
+                facts["content"] = checksum_of_rows(rows, ["input_ids", "lengths"])
                 train_games = part["Moves"]
                 facts["baseline"] = chess_rules.most_frequent_followers(train_games)
             else:

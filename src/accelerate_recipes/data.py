@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import torch
+import xxhash
 from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler
 
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.parent import start_worker
 
@@ -267,13 +268,26 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
 class StepLoader(DataLoader):
     """Micro-batches by a StepOrder, whose position is the step and nothing else."""
 
+    is_uneven = False
+    content = ""
+
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks."""
+        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks.
+
+        Raises:
+            ConfigError: for the state of other rows.
+        """
+        then = states[0].get("content") if states else None
+        if then and then != self.content:
+            raise ConfigError(
+                f"the training data are others than the checkpoint's: their checksum is {self.content}, was {then}; put the "
+                "files back as they were, or start anew in another --output_dir"
+            )
         self.batch_sampler.start_step = step
 
     def state(self) -> dict:
-        """What a checkpoint needs besides the step: nothing."""
-        return {}
+        """What a checkpoint needs besides the step: of which rows it is."""
+        return {"content": self.content}
 
     def counts(self) -> dict[str, int]:
         return {}
@@ -286,13 +300,17 @@ def make_train_loader(
     world_size: int,
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+    content: str = "",
 ) -> StepLoader:
-    """This rank's micro-batches in the order of the steps; with `lengths`, rows of similar length together."""
+    """This rank's micro-batches in the order of the steps; with `lengths`, rows of similar length together.
+
+    `content` is the rows' `checksum_of_rows`, by which a resumed run knows that they are the same.
+    """
     if lengths is None:
         order = StepOrder(len(rows), args, rank, world_size)
     else:
         order = LengthOrder(lengths, args, rank, world_size)
-    return StepLoader(
+    loader = StepLoader(
         rows,
         batch_sampler=order,
         collate_fn=collate_fn,
@@ -301,6 +319,8 @@ def make_train_loader(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
     )
+    loader.content = content
+    return loader
 
 
 def make_eval_loader(
@@ -328,6 +348,17 @@ def make_eval_loader(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # evaluating must not shift the dropout of the steps behind it
     )
+
+
+def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
+    """XXH3 of columns of lists of numbers, whatever chunks they lie in."""
+    digest = xxhash.xxh3_128()
+    for column in columns:
+        chunks = rows.data.column(column).chunks
+        for parts in ((chunk.value_lengths() for chunk in chunks), (chunk.flatten() for chunk in chunks)):
+            for part in parts:
+                digest.update(np.ascontiguousarray(part))
+    return digest.hexdigest()
 
 
 def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:

@@ -34,6 +34,10 @@ CountFn = Callable[[Batch], torch.Tensor]
 class TrainLoader(Protocol):
     """This rank's micro-batches in the order of the steps, without end. `row`, of each, names its rows."""
 
+    # Behind the last micro-batch of a step: this rank cannot take its share of the next one without asking the others.
+    # The engine sets it on all ranks where one cannot.
+    is_uneven: bool
+
     def __iter__(self) -> Iterator[Batch]: ...
 
     def start_at(self, step: int, states: list[dict]) -> None:
@@ -65,6 +69,7 @@ class Step(NamedTuple):
     num_targets: torch.Tensor
     save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
+    is_uneven: bool  # the data of a rank are, see TrainLoader
 
 
 def train_step(
@@ -76,15 +81,17 @@ def train_step(
     count_fn: CountFn,
     max_grad_norm: float,
     wants_save: bool = False,
+    is_uneven: bool = False,
 ) -> Step:
     """One optimizer step on this rank's micro-batches, which lie on its device.
 
     Raises:
         NonFiniteError: before the weights change.
     """
-    # One collective for all that the ranks must agree on: number of targets, a wish to save, and one to stop.
+    # One collective for all that the ranks must agree on: number of targets, a wish to save, one to stop, and whether
+    # to talk about the next step's data.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
-    wishes = torch.tensor([int(wants_save), int(stop.requested() is not None)])
+    wishes = torch.tensor([int(wants_save), int(stop.requested() is not None), int(is_uneven)])
     wishes = wishes.to(accelerator.device, non_blocking=True)  # torch.tensor(..., device=) would wait for the device
     num_targets, *num_wishes = sum_over_ranks(torch.cat([num_targets[None], wishes]))
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
@@ -101,13 +108,13 @@ def train_step(
         grad_norm = grad_norm.full_tensor()
     # The one wait for the device in a step. All are sums over all ranks, so all ranks decide alike.
     flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), *(n > 0 for n in num_wishes)])
-    loss_is_finite, norm_is_finite, save_wanted, stop_wanted = flags.tolist()
+    loss_is_finite, norm_is_finite, *wanted = flags.tolist()
     if not (loss_is_finite and norm_is_finite):
         message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
         raise NonFiniteError(message, torch.stack(micro_losses).tolist())
     optimizer.step()
     optimizer.zero_grad()
-    return Step(loss, grad_norm, num_targets, save_wanted, stop_wanted)
+    return Step(loss, grad_norm, num_targets, *wanted)
 
 
 def train(
@@ -152,16 +159,19 @@ def train(
     last_save = time.perf_counter()
     step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
     while step < total_steps:
-        watch.expect(f"step {step + 1}", step_timeout)
+        # A network that fails is tried again for longer than a step may take: each try counts.
+        watch.expect(f"the data of step {step + 1}", step_timeout, lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
         batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
         data_seconds = time.perf_counter() - start
+        watch.expect(f"step {step + 1}", step_timeout)
         # The first rank's clock counts.
         save_by_time = accelerator.is_main_process and 0 < 60 * args.save_minutes < start - last_save
         try:
             done = train_step(
-                accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time
-            )
+                accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time,
+                train_loader.is_uneven,
+            )  # fmt: skip
         except NonFiniteError as error:
             with contextlib.suppress(SaveError):
                 checkpointer.wait()
@@ -171,6 +181,7 @@ def train(
                 f"Last good checkpoint: {good or 'none yet'}",
                 error.micro_losses,
             ) from None
+        train_loader.is_uneven = done.is_uneven
         lr = scheduler.get_last_lr()[0]
         scheduler.step()
         step += 1

@@ -13,7 +13,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +138,18 @@ def folder(repo_type: str, name: str) -> Path | None:
         return Path(name)
     commit = revision(repo_type, name)
     return repository(repo_type, name) / "snapshots" / commit if commit else None
+
+
+def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
+    """What changes when the files do that match: the commit that is read here; of a folder, size and time of each file."""
+    if not os.path.isdir(name):
+        return [revision(repo_type, name)]
+    return file_versions(sorted(str(path) for path in Path(name).glob(pattern) if path.is_file()))
+
+
+def file_versions(files: Sequence[str]) -> list[list]:
+    """Name, size and time of the last change of local files."""
+    return [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files]
 
 
 def pinned(name: str) -> dict:

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.data import cached
+from accelerate_recipes.data import cached, checksum_of_rows
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.rows import read_files, reading
 
+VERSION = 2  # of what is kept in the cache
 PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 
@@ -65,7 +66,8 @@ def prepare_pairs(
     `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
                               `source`, without the prefix, and `references`, a list
     `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
-                              `truncated_targets` were cut off at the lengths given; in all: `skipped`
+                              `truncated_targets` were cut off at the lengths given; in all: `skipped`, and
+                              `content`, a checksum of the pairs to train on
 
     Held out are `eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
     hash under `heldout_share`: a source that comes several times lies on one side, in whatever order files come.
@@ -82,6 +84,7 @@ def prepare_pairs(
         "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [task_prefix, max_source_length, max_target_length, skip_bad_pairs, heldout_share],
+        "version": VERSION,
     }
 
     def build(folder: Path) -> None:
@@ -114,6 +117,8 @@ def prepare_pairs(
             for side in ("source", "target"):
                 facts[name][f"truncated_{side}s"] = sum(pairs[f"{side}_is_cut"])
             pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
+            if name == "train":
+                facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
         (folder / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(tmp)
 
@@ -123,9 +128,8 @@ def prepare_pairs(
 def file_version(source: PairSource) -> list:
     """What changes when a local file does, or what was downloaded."""
     if source.split:
-        return [hub.revision("dataset", source.name)]
-    stat = os.stat(source.name)
-    return [stat.st_size, stat.st_mtime]
+        return hub.version("dataset", source.name, source.files or "**/*")
+    return hub.file_versions([source.name])
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:

@@ -7,7 +7,9 @@ A shard is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .js
 import glob
 import http.client
 import json
+import os
 import random
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -19,6 +21,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, build_hf_headers
@@ -46,11 +49,12 @@ class Retry(NamedTuple):
     timeout: float = 30.0  # seconds without a byte after which a connection counts as dead
 
 
-def find_shards(dataset_name: str, pattern: str, split: str) -> list[str]:
+def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "") -> list[str]:
     """The files of a split, which match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
 
     `dataset_name` is a folder, or a dataset on the Hub: then the shards are URLs (below HF_ENDPOINT where that is set)
-    of the commit that was downloaded, else of its newest; or with HF_HUB_OFFLINE the files that were downloaded.
+    of `revision`, else of the commit that was downloaded, else of its newest; or with HF_HUB_OFFLINE the files that were
+    downloaded.
 
     Raises:
         ConfigError: when nothing matches, or the Hub cannot be asked.
@@ -62,7 +66,7 @@ def find_shards(dataset_name: str, pattern: str, split: str) -> list[str]:
         found = hub.dataset_files(dataset_name, pattern)
         where = f"what was downloaded of {dataset_name}"
     else:
-        found = on_hub(dataset_name, pattern)
+        found = on_hub(dataset_name, pattern, revision)
         where = f"the dataset {dataset_name} on {constants.ENDPOINT}"
     if not found:
         raise ConfigError(f"there is no {split} split: no file of {where} matches {pattern!r}")
@@ -125,12 +129,12 @@ def check_suffixes(shards: Sequence[str]) -> None:
         raise ConfigError(f"named twice, its text would be trained on twice: {', '.join(sorted(twice))}")
 
 
-def on_hub(dataset_name: str, pattern: str) -> list[str]:
+def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
     """URLs of one commit, so that a dataset that changes under a run does not change the run."""
     folder, recursive = hub.place_of(pattern)
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
-        commit = api.dataset_info(dataset_name, revision=pinned_commit(dataset_name)).sha
+        commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
         entries = api.list_repo_tree(
             dataset_name, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
         )
@@ -150,6 +154,17 @@ def on_hub(dataset_name: str, pattern: str) -> list[str]:
             "internet and set HF_HUB_OFFLINE=1 (docs/offline.md), or give a folder with the files instead of the name"
         ) from None
     return [hub_url(dataset_name, name, commit) for name in names]
+
+
+def shards_version(shards: Sequence[str]) -> dict[str, str]:
+    """Of files on the disk a checksum of their `sizes`, of those on the Hub their `commit`; of other URLs nothing."""
+    found = {}
+    if sizes := [os.path.getsize(shard) for shard in shards if not is_remote(shard)]:
+        found["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())
+    prefix = re.compile(re.escape(f"{constants.ENDPOINT}/datasets/") + "[^/]+/[^/]+/resolve/([^/]+)/")
+    if commits := {match[1] for shard in shards if (match := prefix.match(shard))}:
+        found["commit"] = ", ".join(sorted(commits))
+    return found
 
 
 def hub_url(dataset_name: str, name: str, revision: str) -> str:

@@ -1,21 +1,28 @@
 """An endless order of packed rows from shards of text, which any number of ranks can leave and take up again.
 
-The text is divided among a fixed number of logical streams, 24 unless said otherwise. Each goes through its own
-documents, epoch after epoch, and cuts them into rows of `max_length` tokens without padding: what does not fit goes on
-in the stream's next row, and the last, partial row of an epoch is filled up from the next. Row n of the run is the
-(n div 24)-th row of stream n mod 24. So optimizer step s, which trains on rows s * B to (s + 1) * B - 1, is the same set
-of rows on any number of ranks that divides 24; rank r of W takes those with n mod W = r, and with them whole streams.
+The text is divided among a fixed number of logical streams, 24 unless said otherwise. In each epoch a stream goes
+through documents of its own and cuts them into rows of `max_length` tokens without padding: what does not fit goes on
+in the stream's next row. The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they
+come in rounds: the first row of each stream, the second of each that has a second, until none is left; then the rests,
+less than a row of each stream, as many together in a row as fit. So each document comes once in each epoch, however
+unequal the shards, and optimizer step s trains on the B rows from s * B on, on any number of ranks.
+
+Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
+Once some have ended, the ranks agree which rows come next, and those that have too many hand rows over to the others.
 
 What an epoch's order is made of, all keyed on (seed, epoch): the shards are permuted and dealt out to the streams;
 those left over (all of them, when there are fewer shards than streams) are shared: of k streams with one shard, each
 takes every k-th document. Within a shard, blocks of `shuffle_block` documents of a stream are shuffled.
 
-Every row carries the state of its stream behind it, six numbers, so a checkpoint knows what was consumed, not what
+Every row carries the state of its stream behind it, seven numbers, so a checkpoint knows what was consumed, not what
 workers have prepared beyond. To resume, each stream decompresses one shard from its start, at most.
 """
 
+import contextlib
 import copy
+import heapq
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,13 +35,14 @@ import torch
 import xxhash
 from datasets import Dataset
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import PackedRows, make_row
+from accelerate_recipes.distributed import on_all_ranks, on_first_rank
 from accelerate_recipes.parent import start_worker
-from accelerate_recipes.shards import DataError, Retry, read_documents, text_of
+from accelerate_recipes.shards import DataError, Retry, read_documents, shards_version, text_of
 
 NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents; of C4 about 2 MB of text, which every stream holds in memory
@@ -58,6 +66,9 @@ class Documents(Protocol):
     """Where streams get tokens from: text shards, or shards that were tokenised before."""
 
     shards: Sequence[str]
+
+    def version(self) -> dict[str, str]:
+        """What changes when the data do, by its kind: only what is of one kind can be compared."""
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
         """Documents `first`, `first + stride`, ... of a shard, in a form that is cheap to pass over."""
@@ -86,6 +97,9 @@ class TextShards:
         self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
+
+    def version(self) -> dict[str, str]:
+        return shards_version(self.shards)
 
     def read(
         self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
@@ -117,8 +131,9 @@ class StreamState(NamedTuple):
     part: int = 0  # place in the epoch's list of the stream's shards
     document: int = 0  # place among the stream's documents of this shard, in shuffled order
     token: int = 0  # of this document
-    rows: int = 0  # since the start of the run
-    documents: int = 0  # that ended in these rows
+    rows: int = 0  # since the start of the epoch
+    tokens: int = 0  # since the start of the run
+    documents: int = 0  # that ended in these tokens
 
 
 class Order(NamedTuple):
@@ -130,6 +145,24 @@ class Order(NamedTuple):
     shuffle_block: int = SHUFFLE_BLOCK
 
 
+class Row(NamedTuple):
+    """A whole row of a stream, or the rest of its epoch, with less tokens or none.
+
+    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its rests.
+    """
+
+    epoch: int
+    is_rest: bool
+    place: int  # number of rows before it in the stream's epoch * number of streams + the stream
+    tokens: np.ndarray  # (T,) integers
+    lengths: list[int]  # of the pieces of documents in it
+    state: StreamState  # of its stream, behind it
+
+    @property
+    def key(self) -> tuple[int, bool, int]:
+        return self[:3]
+
+
 def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch], spawn_key=key)))
 
@@ -139,112 +172,132 @@ def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> l
 
     With 24 shards and more, a stream owns whole shards, and each is read once. Shards left over are split rather than
     dealt out, so that streams are of nearly equal length; one shard alone is decompressed by all 24, which costs less
-    than tokenising it.
+    than tokenising it. Neighbours among the streams share one, so that each rank has its part in each.
     """
     shards = generator(order.seed, epoch).permutation(num_shards).tolist()
     left = num_shards % order.num_streams
     whole = num_shards - left
     parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
     if left:
-        residue, place = divmod(stream, left)
-        stride = len(range(place, order.num_streams, left))
-        parts.append((shards[whole + place], residue, stride))
+        place = stream * left // order.num_streams
+        first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
+        parts.append((shards[whole + place], stream - first, end - first))
     return parts
 
 
 def stream_documents(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
-) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
-    """The documents of one stream from `state` on, without end, as ((epoch, part, document), tokens)."""
+) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """The documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
     skip, size = state.document, order.shuffle_block
-    start = state.part
-    for epoch in count(state.epoch):
-        parts = parts_of_stream(order, len(source.shards), stream, epoch)
-        is_empty = (start, skip) == (0, 0)
-        for part, (shard, residue, stride) in enumerate(parts[start:], start):
-            first_block, skip = divmod(skip, size)
-            documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
-            for block in count(first_block):
-                members = list(islice(documents, size))
-                if not members:
-                    break
-                is_empty = False
-                shuffled = generator(order.seed, epoch, shard, residue, block).permutation(len(members)).tolist()
-                chosen = [members[i] for i in shuffled[skip:]]
-                for place, tokens in enumerate(source.tokens(shard, chosen), skip):
-                    yield (epoch, part, block * size + place), tokens
-                skip = 0
+    parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
+    for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
+        first_block, skip = divmod(skip, size)
+        documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
+        for block in count(first_block):
+            members = list(islice(documents, size))
+            if not members:
+                break
+            shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
+            chosen = [members[i] for i in shuffled[skip:]]
+            for place, tokens in enumerate(source.tokens(shard, chosen), skip):
+                yield (part, block * size + place), tokens
             skip = 0
-        start = 0
-        if is_empty:
-            raise DataError(
-                f"stream {stream} of {order.num_streams} has no document in epoch {epoch}: the {len(source.shards)} shards "
-                f"hold fewer documents than there are streams; lower --num_streams"
-            )
+        skip = 0
 
 
 def stream_rows(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
-) -> Iterator[tuple[list[np.ndarray], StreamState]]:
-    """The rows of one stream from `state` on, without end: the pieces of documents in each, and the state behind it."""
-    pieces, space = [], order.max_length
-    rows, ended, start = state.rows, state.documents, state.token
-    for (epoch, part, document), tokens in stream_documents(source, order, stream, state, on_retry):
-        while start < len(tokens):
-            piece = tokens[start : start + space]
-            pieces.append(piece)
-            space -= len(piece)
-            start += len(piece)
-            is_end = start == len(tokens)
-            ended += is_end
-            if space == 0:
-                rows += 1
-                place = (document + 1, 0) if is_end else (document, start)
-                yield pieces, StreamState(epoch, part, *place, rows, ended)
-                pieces, space = [], order.max_length
-        start = 0
+) -> Iterator[Row]:
+    """The rows of one stream from `state` on, without end; each epoch ends with a rest.
 
-
-class Rounds(IterableDataset):
-    """Rows of some streams, round by round: a round is the next row of each. In a worker, of the worker's streams.
-
-    A round is a dict of tensors as `make_row` gives them, (R, T), and `state`, (R, 7): the stream's number, and its
-    state behind the row. A round that was begun before a checkpoint lacks the rows that were consumed then; with
-    nothing left for this worker it is None. What is wrong with the data is yielded as its text.
+    Raises:
+        DataError: if there is no document at all.
     """
 
-    def __init__(self, source: Documents, order: Order, states: dict[int, StreamState], document_mask: bool):
+    def row(is_rest: bool, behind: StreamState) -> Row:
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        place = state.rows * order.num_streams + stream
+        return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
+
+    while True:
+        pieces, space = [], order.max_length
+        start, tokens_seen, ended = state.token, state.tokens, state.documents
+        for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
+            while start < len(tokens):
+                piece = tokens[start : start + space]
+                pieces.append(piece)
+                space -= len(piece)
+                start += len(piece)
+                tokens_seen += len(piece)
+                is_end = start == len(tokens)
+                ended += is_end
+                if space == 0:
+                    place = (document + 1, 0) if is_end else (document, start)
+                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended)
+                    yield row(False, behind)
+                    state, pieces, space = behind, [], order.max_length
+            start = 0
+        if not pieces and state.rows == 0:
+            check_not_empty(source, on_retry)
+        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended)
+        yield row(True, behind)
+        state = behind
+
+
+def check_not_empty(source: Documents, on_retry: Callable[[], None]) -> None:
+    """Raise DataError if no shard has a document: a stream would look for one for ever."""
+    if not any(list(islice(source.read(i, 0, 1, on_retry), 1)) for i in range(len(source.shards))):
+        more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
+        raise DataError(f"there is no document to train on in {source.shards[0]}{more}")
+
+
+class StreamRows(IterableDataset):
+    """Rows of some streams in their order, without end, as lists of `Row`. What is wrong with the data is yielded as
+    its text.
+    """
+
+    def __init__(self, source: Documents, order: Order, states: dict[int, StreamState], retries: torch.Tensor):
         self.source = source
         self.order = order
         self.states = states
-        self.document_mask = document_mask
-        # Written by the workers, each in the places of its own streams, read by the main process.
-        self.retries = torch.zeros(order.num_streams, dtype=torch.int64).share_memory_()
+        self.retries = retries  # (number of streams,) in shared memory
 
-    def __iter__(self) -> Iterator[Batch | str | None]:
-        worker = get_worker_info()
-        streams = sorted(self.states)[worker.id :: worker.num_workers] if worker else sorted(self.states)
-        rows = {stream: self._rows(stream) for stream in streams}
+    def __iter__(self) -> Iterator[list[Row] | str]:
+        rows = [self._rows_of(stream) for stream in self.states]
         try:
             # On all cores: what a resume passes over is decompressed outside of the interpreter's lock.
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                first = list(pool.map(lambda stream: next(rows[stream]), streams))
-            rows = {stream: chain([row], rows[stream]) for stream, row in zip(streams, first, strict=True)}
-            for finished in count(min(state.rows for state in self.states.values())):
-                due = [stream for stream in streams if self.states[stream].rows <= finished]
-                yield torch.utils.data.default_collate([next(rows[stream]) for stream in due]) if due else None
+                first = list(pool.map(next, rows))
+            merged = heapq.merge(*(chain([row], rest) for row, rest in zip(first, rows, strict=True)))
+            while True:
+                yield list(islice(merged, len(rows)))
         except DataError as error:  # an exception would come out with the worker's traceback around it
             yield str(error)
 
-    def _rows(self, stream: int) -> Iterator[Batch]:
+    def _rows_of(self, stream: int) -> Iterator[Row]:
         def on_retry() -> None:
             self.retries[stream] += 1
 
-        order = self.order
-        for pieces, state in stream_rows(self.source, order, stream, self.states[stream], on_retry):
-            lengths = [len(piece) for piece in pieces]
-            row = make_row(np.concatenate(pieces), lengths, order.max_length, 0, self.document_mask)
-            yield row | {"state": torch.tensor([stream, *state])}
+        return stream_rows(self.source, self.order, stream, self.states[stream], on_retry)
+
+
+class Lookahead:
+    """An endless iterator of rows whose next ones can be looked at before they are taken."""
+
+    def __init__(self, rows: Iterator[Row]):
+        self.rows = rows
+        self.waiting: deque[Row] = deque()
+
+    def first(self, number: int) -> Iterator[Row]:
+        for i in range(number):
+            if i == len(self.waiting):
+                self.waiting.append(next(self.rows))
+            yield self.waiting[i]
+
+    def take(self, number: int) -> list[Row]:
+        list(self.first(number))
+        return [self.waiting.popleft() for _ in range(number)]
 
 
 class StreamLoader:
@@ -268,34 +321,123 @@ class StreamLoader:
     ):
         if problems := stream_problems(num_streams, world_size):
             raise ConfigError(problems[0])
+        self.source = source
         self.args = args
-        self.accumulation_steps = args.accumulation_steps(world_size)
+        self.rank, self.world_size = rank, world_size
+        self.document_mask = document_mask
+        self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
+        self.order = Order(num_streams, max_length, args.seed, shuffle_block)
         self.step = 0
-        states = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
-        order = Order(num_streams, max_length, args.seed, shuffle_block)
-        self.rounds = Rounds(source, order, states, document_mask)
-        self.consumed = dict(states)
+        self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
+        # Written by the workers, each in the places of its own streams, read by the main process.
+        self.retries = torch.zeros(num_streams, dtype=torch.int64).share_memory_()
+        self.is_uneven = True
+        self.version = on_first_rank(source.version)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self._batches(Lookahead(heapq.merge(*self._start_workers())))
+
+    def _batches(self, ahead: Lookahead) -> Iterator[Batch]:
+        size = self.args.per_device_train_batch_size
+        self.is_uneven, last = True, None  # nothing was agreed on yet
+        while True:
+            if self.is_uneven:
+                mine, gone = self._divide(ahead)
+            else:
+                gone = ahead.take(self.share)
+                mine = [[row] for row in gone]
+            last = gone[-1] if gone else last
+            for start in range(0, self.share, size):
+                if start + size == self.share:
+                    self.step += 1
+                    for row in gone:
+                        self.consumed[row.place % self.order.num_streams] = row.state
+                    self.is_uneven = not self._goes_on_evenly(last, ahead)
+                batch = self._batch(mine[start : start + size])
+                yield {k: v.pin_memory() for k, v in batch.items()} if torch.cuda.is_available() else batch
+
+    def _start_workers(self) -> list[Iterator[Row]]:
         # A worker without a stream would have nothing to do.
         num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
-        self.rounds.states, handed_out = dict(self.consumed), dict(self.consumed)
-        chunks = start_workers(self.rounds, num_workers, rounds_ahead=self._rounds_of_two_steps())
-        rounds = (next_round(chunks, max(1, num_workers)) for _ in count())
-        for i, batch in enumerate(regroup(rounds, self.args.per_device_train_batch_size), 1):
-            states = [(stream, StreamState(*state)) for stream, *state in batch.pop("state").tolist()]
-            handed_out |= dict(states)
-            num_streams = self.rounds.order.num_streams
-            batch["row"] = torch.tensor([(state.rows - 1) * num_streams + stream for stream, state in states])
-            if i % self.accumulation_steps == 0:
-                self.step += 1
-                self.consumed = dict(handed_out)
-            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch
+        streams = sorted(self.consumed)
+        parts = [streams[worker::num_workers] for worker in range(num_workers)] or [streams]
+        # So that a step does not wait for rows while the one before is computed.
+        lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
+        started = []
+        with tokenizers_without_threads() if num_workers else contextlib.nullcontext():
+            for part in parts:
+                states = {stream: self.consumed[stream] for stream in part}
+                rows = StreamRows(self.source, self.order, states, self.retries)
+                # A loader for each, as they do not have equally many rows.
+                loader = DataLoader(
+                    rows,
+                    batch_size=None,
+                    collate_fn=as_it_is,
+                    num_workers=1 if num_workers else 0,
+                    prefetch_factor=lists_of_two_steps if num_workers else None,
+                    worker_init_fn=start_worker,
+                    generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
+                )
+                started.append(iter(loader))
+        return [single_rows(lists) for lists in started]
 
-    def _rounds_of_two_steps(self) -> int:
-        """What workers prepare ahead, so that a step does not wait for rows while the one before is computed."""
-        rows_per_step = self.accumulation_steps * self.args.per_device_train_batch_size
-        return max(2, -(-2 * rows_per_step // len(self.consumed)))
+    def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
+        """Whether this rank's share of the next step is its next rows, as far as it can see.
+
+        They are the next of the whole if it is so on all ranks: in the same epoch as the row before them, `last`, and
+        without a gap, which a stream leaves that has ended.
+        """
+        for row in ahead.first(self.share):
+            if last is None or row.key != (last.epoch, False, last.place + self.world_size):
+                return False
+            last = row
+        return True
+
+    def _divide(self, ahead: Lookahead) -> tuple[list[list[Row]], list[Row]]:
+        """Agree with all ranks on the next step's rows, and who takes which.
+
+        Returns:
+            This rank's share, each a whole row or rests that fit into one; and the rows of this rank's own streams
+            that are in the step, whoever takes them.
+        """
+        num_rows, num_offered = self.share * self.world_size, self.share + 1
+        while True:
+            offer = [(row.key, len(row.tokens)) for row in ahead.first(num_offered)]
+            offers = on_all_ranks(offer)
+            # What a rank has behind its offer may come before what others offer beyond this key.
+            bound = min(offered[-1][0] for offered in offers)
+            known = sorted((*row, rank) for rank, offered in enumerate(offers) for row in offered if row[0] <= bound)
+            joined = join_rests(known, self.order.max_length)
+            if len(joined) > num_rows:  # one more, which tells that the last is whole
+                break
+            if offer[-1][0] == bound:
+                num_offered *= 2
+        end, _, _ = joined[num_rows][0]
+        own = ahead.take(sum(key < end for key, _ in offer))
+
+        shares = [[] for _ in range(self.world_size)]
+        left = deque()
+        for rows in joined[:num_rows]:
+            share = shares[rows[0][-1]]
+            (share if len(share) < self.share else left).append(rows)
+        for share in shares:
+            while len(share) < self.share:
+                share.append(left.popleft())
+        found = {row.key: row for row in own}
+        moves = [(key, owner) for taker, rows in enumerate(shares) for key, _, owner in chain(*rows) if owner != taker]
+        if moves:
+            for handed_over in on_all_ranks({key: found[key] for key, owner in moves if owner == self.rank}):
+                found |= handed_over
+        return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
+
+    def _batch(self, rows: list[list[Row]]) -> Batch:
+        return default_collate([self._row(parts) for parts in rows])
+
+    def _row(self, parts: list[Row]) -> Batch:
+        tokens = np.concatenate([part.tokens for part in parts])
+        lengths = [length for part in parts for length in part.lengths]
+        row = make_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
+        return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
 
     def state(self) -> dict:
         """State of this rank's streams behind the last step of which all micro-batches were handed out.
@@ -303,8 +445,9 @@ class StreamLoader:
         Plain numbers and strings, fit for JSON.
         """
         return {
-            "order": self.rounds.order._asdict(),
-            "shards": fingerprint(self.rounds.source.shards),
+            "order": self.order._asdict(),
+            "shards": fingerprint(self.source.shards),
+            "version": self.version,
             "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
         }
 
@@ -319,7 +462,7 @@ class StreamLoader:
         self.step = step
         if not states:
             return
-        then, now, order = states[0], self.state(), self.rounds.order
+        then, now = states[0], self.state()
         for name, value in now["order"].items():
             if then["order"][name] != value:
                 raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
@@ -329,16 +472,20 @@ class StreamLoader:
                 f"{', with other names' if now['shards'][0] == then['shards'][0] else ''}; a run goes on with the shards that "
                 "it started with"
             )
-        streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        for stream in self.consumed:
-            state = StreamState(*streams[str(stream)])
-            before, rest = divmod(self.step * self.args.total_batch_size, order.num_streams)
-            if state.rows != before + (stream < rest):
+        for kind, version in self.version.items():
+            if then.get("version", {}).get(kind, version) != version:
                 raise ConfigError(
-                    f"stream {stream} of the checkpoint has yielded {state.rows} rows, but {self.step} steps of "
-                    f"--total_batch_size {self.args.total_batch_size} take {before + (stream < rest)}; set it back"
+                    f"the data changed since the checkpoint: {kind} {version} now, {then['version'][kind]} then; put them "
+                    "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
                 )
-            self.consumed[stream] = state
+        streams = {stream: state for part in states for stream, state in part["streams"].items()}
+        if any(len(state) != len(StreamState._fields) for state in streams.values()):
+            raise ConfigError(
+                "the checkpoint is of an earlier version, in which streams did not wait for each other at the end of an "
+                "epoch; it cannot be continued exactly. Go on from its model: `python -m accelerate_recipes export`, then "
+                "--model_name_or_path and another --output_dir"
+            )
+        self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:
         """What this rank's streams have gone through since the start of the run: add them up over the ranks.
@@ -347,73 +494,58 @@ class StreamLoader:
         """
         states = self.consumed.values()
         return {
-            "tokens_seen": sum(state.rows for state in states) * self.rounds.order.max_length,
+            "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
-            "retries": int(self.rounds.retries.sum()),
+            "retries": int(self.retries.sum()),
         }
 
 
-def start_workers(rounds: Rounds, num_workers: int, rounds_ahead: int) -> Iterator[Batch | str | None]:
+@contextlib.contextmanager
+def tokenizers_without_threads() -> Iterator[None]:
+    """Around the start of workers: threads do not survive a fork, and a worker that wanted them would wait for ever.
+
+    The workers share the cores among themselves already.
+    """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
-    if num_workers:
-        # The tokenizer's threads do not survive a fork: a worker that wanted them would wait for ever. The workers
-        # share the cores among themselves already.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
-        return iter(
-            DataLoader(
-                rounds,
-                batch_size=None,
-                num_workers=num_workers,
-                prefetch_factor=rounds_ahead if num_workers else None,
-                worker_init_fn=start_worker,
-                generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
-            )
-        )
+        yield
     finally:
-        if num_workers and before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        elif before is not None:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def next_round(rounds: Iterator[Batch | str | None], num_workers: int) -> Batch:
-    """Put together what the workers have of a round, in the order of the streams.
-
-    Raises:
-        DataError: what a worker found wrong.
-    """
-    parts = [next(rounds) for _ in range(num_workers)]
-    for part in parts:
-        if isinstance(part, str):
-            raise DataError(part)
-    if num_workers == 1:
-        return parts[0]
-    # A round that a checkpoint has cut may have no row left for a worker.
-    rows = concatenate([part for part in parts if part])
-    # In numpy: torch would wake all its threads for a copy of some hundred kB.
-    by_stream = np.argsort(rows["state"][:, 0].numpy())
-    return {name: torch.from_numpy(tensor.numpy()[by_stream]) for name, tensor in rows.items()}
+def as_it_is(rows: list[Row] | str) -> list[Row] | str:
+    return rows
 
 
-def regroup(rounds: Iterator[Batch], size: int) -> Iterator[Batch]:
-    """The rows of the rounds, `size` at a time."""
-    waiting: list[Batch] = []
-    num_waiting = 0
-    for rows in rounds:
-        waiting.append(rows)
-        num_waiting += len(rows["state"])
-        if num_waiting < size:
+def single_rows(lists: Iterator[list[Row] | str]) -> Iterator[Row]:
+    """Raise DataError for what a worker found wrong."""
+    for rows in lists:
+        if isinstance(rows, str):
+            raise DataError(rows)
+        yield from rows
+
+
+Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
+
+
+def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
+    """Rests of an epoch that follow each other, as many together as fit into a row; whole rows by themselves."""
+    joined: list[list[Offer]] = []
+    space = 0
+    for row in rows:
+        (epoch, is_rest, _), length, _ = row
+        if length == 0:
             continue
-        joined = concatenate(waiting)
-        for start in range(0, num_waiting - size + 1, size):
-            yield {name: tensor[start : start + size] for name, tensor in joined.items()}
-        num_waiting %= size
-        waiting = [{name: tensor[len(tensor) - num_waiting :] for name, tensor in joined.items()}]
-
-
-def concatenate(batches: Sequence[Batch]) -> Batch:
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        if is_rest and joined and joined[-1][0][0][:2] == (epoch, True) and length <= space:
+            joined[-1].append(row)
+            space -= length
+        else:
+            joined.append([row])
+            space = max_length - length
+    return joined
 
 
 def fingerprint(shards: Sequence[str]) -> list:

@@ -52,6 +52,10 @@ class TokenShards:
                         f"{file.with_suffix('.json')} and {self.folder / MANIFEST}, and --pretokenize makes it again"
                     )
 
+    def version(self) -> dict[str, str]:
+        entries = [sorted(entry["files"].items()) for entry in self.manifest["shards"]]
+        return {"tokens": xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())}
+
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[int]:
         self._check(shard)
         return iter(range(first, self.manifest["shards"][shard]["documents"], stride))

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,9 +71,14 @@ class Watch:
             return False
         return True
 
-    def expect(self, doing: str, seconds: float) -> None:
-        """From now on this rank is `doing` something, for `seconds` at most."""
+    def expect(self, doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
+        """From now on this rank is `doing` something, for `seconds` at most.
+
+        With `progress`, something that other ranks are to be patient with, and the seconds begin anew whenever it
+        returns another value.
+        """
         self.doing, self.seconds, self.seconds_left = doing, seconds, seconds
+        self.progress, self.reached = progress, None
 
     def _connect(self) -> bool:
         """Whether there is a process group yet, and so a store."""
@@ -93,6 +99,8 @@ class Watch:
             time.sleep(1)
             beat += 1
             self.seconds_left -= 1
+            if self.progress and (reached := self.progress()) != self.reached:
+                self.reached, self.seconds_left = reached, self.seconds
             try:
                 self._give_sign(beat)
                 # The first to give up speaks for all: to a later one it would seem gone.
@@ -106,7 +114,11 @@ class Watch:
                 elif before is None:
                     before = self._signs()
                 elif self.seconds_left <= -SECONDS_TO_MISS:
-                    verdict = self._verdict(before, self._signs())
+                    now = self._signs()
+                    if any(now[rank]["gets_on"] and now[rank]["beat"] > before[rank]["beat"] for rank in before):
+                        before, self.seconds_left = None, 0  # looks again
+                        continue
+                    verdict = self._verdict(before, now)
                     self._end(self.store.compare_set("verdict", "", verdict).decode())
             except dist.DistError:
                 if self.seconds_left <= 0:
@@ -116,6 +128,7 @@ class Watch:
         frame = sys._current_frames()[threading.main_thread().ident]
         place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         sign = {"host": socket.gethostname(), "at": f"{self.doing}, in {place}", "beat": beat}
+        sign["gets_on"] = self.progress is not None and self.seconds_left > 0
         self.store.set(str(self.rank), json.dumps(sign))
 
     def _signs(self) -> dict[int, dict]:

@@ -1,0 +1,201 @@
+"""Data that changed: they are prepared anew, and a run that was begun on others does not go on; a rank that waits for them."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+from helpers import ROOT
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.data import checksum_of_rows, make_train_loader
+from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.pairs import PairSource, file_version
+from accelerate_recipes.shards import shards_version
+from accelerate_recipes.streams import StreamLoader, TextShards
+from accelerate_recipes.token_shards import pretokenize
+from accelerate_recipes.watch import SECONDS_TO_MISS, Watch
+
+
+def change(file: Path, content: str) -> None:
+    """Another content of the same size."""
+    assert len(content) == file.stat().st_size
+    file.write_text(content)
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1000))
+
+
+def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
+    """Each of them, and no others, is in the key of what was prepared: of games, and of pairs."""
+    (tmp_path / "en").mkdir()
+    files = [tmp_path / "a.jsonl", tmp_path / "en" / "b.jsonl"]
+    for file in [*files, tmp_path / "readme.txt"]:
+        file.write_text("1\n")
+    chess = recipe.load(ROOT / "recipes/chess.py")
+    keys = [
+        lambda: chess.Args(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").game_key,
+        lambda: file_version(PairSource(str(tmp_path), "a", "b", split="train", files="**/*.jsonl")),
+    ]
+    for key in keys:
+        for i, file in enumerate(files):
+            before = key()
+            assert before == key()
+            change(file, f"{i + 3}\n")
+            assert before != key()
+            change(file, "1\n")
+        before = key()
+        change(tmp_path / "readme.txt", "2\n")
+        assert before == key()
+    whole = PairSource(str(tmp_path), "a", "b", split="train")
+    before = file_version(whole)
+    change(files[1], "7\n")
+    assert before != file_version(whole)
+
+
+def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):
+    """Another model under the same path makes its own."""
+    dpo = recipe.load(ROOT / "recipes/chess_dpo.py")
+    weights = tmp_path / "model.safetensors"
+    weights.write_text("1234")
+    args = dpo.Args(model_name_or_path=str(tmp_path), output_dir=str(tmp_path / "out"))
+    before = dpo.pair_file(args, tmp_path / "positions")
+    assert before == dpo.pair_file(args, tmp_path / "positions")
+    change(weights, "1235")
+    assert before != dpo.pair_file(args, tmp_path / "positions")
+
+
+def test_checksum_of_rows():
+    rows = [
+        {"input_ids": [1, 2, 3], "lengths": [3]},
+        {"input_ids": [4], "lengths": [1]},
+        {"input_ids": [], "lengths": []},
+    ]
+
+    def checksum(rows: list[dict]) -> str:
+        return checksum_of_rows(datasets.Dataset.from_list(rows), ["input_ids", "lengths"])
+
+    parts = datasets.concatenate_datasets([datasets.Dataset.from_list(rows[:1]), datasets.Dataset.from_list(rows)])
+    assert checksum(rows[:1] + rows) == checksum_of_rows(parts, ["input_ids", "lengths"])
+    others = [rows[::-1], rows[:2], [*rows, rows[0]], [rows[0], rows[1] | {"input_ids": [5]}, rows[2]]]
+    others += [[rows[0], rows[1] | {"lengths": [2]}, rows[2]]]
+    assert len({checksum(rows), *map(checksum, others)}) == 6
+
+
+def test_rows_of_a_checkpoint():
+    """A resume with other rows is refused; with a checkpoint of data without a checksum it is not."""
+    args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2)
+    state = json.loads(json.dumps(make_train_loader([1, 2, 3], args, 0, 1, content="abc").state()))
+    make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [state])
+    make_train_loader([1, 2, 3], args, 0, 1, content="abc").start_at(1, [{}])
+    with pytest.raises(
+        ConfigError, match="others than the checkpoint's: their checksum is abd, was abc; put the files"
+    ):
+        make_train_loader([1, 2, 3], args, 0, 1, content="abd").start_at(1, [state])
+
+
+def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
+    """Sizes of files, of text or tokens, and the commit on the Hub; what cannot be compared is let pass."""
+    tokenizer = new_word_tokenizer(["a", "b"])
+    args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a b"}\n')
+
+    def state_of(source) -> dict:
+        return json.loads(json.dumps(StreamLoader(source, args, 0, 1, max_length=4).state()))
+
+    def resume(source, state: dict) -> None:
+        StreamLoader(source, args, 0, 1, max_length=4).start_at(0, [state])
+
+    text = state_of(TextShards([str(file)], tokenizer))
+    tokens = state_of(pretokenize(tmp_path / "tokens", tokenizer, lambda: [str(file)], {}))
+    resume(TextShards([str(file)], tokenizer), text)
+    resume(TextShards([str(file)], tokenizer), tokens)  # the same rows, from tokens
+    file.write_text('{"text": "a b a"}\n')
+    with pytest.raises(
+        ConfigError, match=r"the data changed since the checkpoint: sizes .* now, .* then; put them back"
+    ):
+        resume(TextShards([str(file)], tokenizer), text)
+    with pytest.raises(ConfigError, match="the data changed since the checkpoint: tokens"):
+        resume(pretokenize(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
+
+    hub_url = "https://hub.example.org"
+    monkeypatch.setattr("accelerate_recipes.shards.constants.ENDPOINT", hub_url)
+    urls = [f"{hub_url}/datasets/allenai/c4/resolve/{commit}/en/a.jsonl" for commit in ("1a", "2b")]
+    assert [shards_version([url]) for url in urls] == [{"commit": "1a"}, {"commit": "2b"}]
+    assert shards_version(["https://example.org/a.jsonl"]) == {}
+    first, second = (TextShards([url], tokenizer) for url in urls)
+    with pytest.raises(ConfigError, match=r"commit 2b now, 1a then.*--dataset_revision"):
+        resume(second, state_of(first))
+    resume(TextShards([str(file)], tokenizer), state_of(first))  # a copy on the disk
+
+
+# The watch
+
+
+class Over(Exception):
+    """The hundredth second, or the watch gave up."""
+
+
+@pytest.fixture
+def run_watch(tmp_path, monkeypatch):
+    """Runs the loop of a Watch of rank 0 of 2 for 100 seconds, which pass at once; returns when it gave up, and why."""
+
+    def run(sign_of_other, progress=None) -> tuple[int, str] | None:
+        now, ends = 0, []
+
+        class Clock:
+            @staticmethod
+            def sleep(seconds: float) -> None:
+                nonlocal now
+                now += 1
+                if now > 100:
+                    raise Over
+
+        class Store:
+            def check(self, keys):
+                return False
+
+            def compare_set(self, key, old, new):
+                return new.encode()
+
+            def set(self, key, value):
+                self.own = json.loads(value)
+
+        def end(message: str) -> None:
+            ends.append((now, message))
+            raise Over
+
+        def signs() -> dict:
+            other = {"host": "b", "at": "x", "beat": now, "gets_on": False}
+            return {0: watch.store.own, 1: other | sign_of_other(now)}
+
+        monkeypatch.setattr("accelerate_recipes.watch.time", Clock)
+        watch = Watch(tmp_path, on_failure=print)
+        watch.store = Store()
+        monkeypatch.setattr(watch, "_end", end)
+        monkeypatch.setattr(watch, "_signs", signs)
+        watch.expect("step 1", 5, (lambda: progress(now)) if progress else None)
+        with pytest.raises(Over):
+            watch._run()
+        return ends[0] if ends else None
+
+    return run
+
+
+def test_the_watch_is_patient_with_a_rank_that_waits_for_data(run_watch):
+    late = 5 + SECONDS_TO_MISS
+    assert run_watch(lambda now: {})[0] == late
+    assert run_watch(lambda now: {"gets_on": True}) is None
+    # Until the other is late itself, or dead.
+    for sign in (lambda now: {"gets_on": now < 40}, lambda now: {"gets_on": True, "beat": min(now, 40)}):
+        found, message = run_watch(sign)
+        assert 40 <= found <= 40 + 3 * SECONDS_TO_MISS and "step 1 has not ended" in message
+
+
+def test_the_watch_begins_anew_with_each_retry(run_watch):
+    late = 5 + SECONDS_TO_MISS
+    assert run_watch(lambda now: {}, progress=lambda now: 0)[0] in (late, late + 1)
+    assert run_watch(lambda now: {}, progress=lambda now: now // 4) is None
+    found, _ = run_watch(lambda now: {}, progress=lambda now: min(now, 40) // 4)
+    assert 40 + late <= found <= 42 + late
