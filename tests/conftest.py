@@ -1,12 +1,17 @@
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
-# Tests touch no network, and libraries cache nothing outside the test's own folders.
+# Tests touch no network, and libraries cache nothing outside the tests' own folders, nor find there what a user has.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="huggingface-")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

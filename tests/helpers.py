@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,20 @@ import psutil
 
 from accelerate_recipes.preflight import launch_environment
 
-ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def without_runs(repository: Path) -> tempfile.TemporaryDirectory:
+    """Links to what is in the repository, but for what runs left there: they would be gone on from, and written to."""
+    folder = tempfile.TemporaryDirectory(prefix="accelerate-recipes-")
+    for entry in repository.iterdir():
+        if entry.name not in (".cache", ".git", "outputs"):
+            (Path(folder.name) / entry.name).symlink_to(entry)
+    return folder
+
+
+_links = without_runs(REPOSITORY)  # until this process ends
+ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import REPOSITORY as ROOT  # git and buildah follow no links
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
