@@ -54,7 +54,22 @@ value_of() { # LONG SHORT DEFAULT
         "$2"[0-9]*) value=${flags[i]#"$2"} ;;
         esac
     done
-    echo "${value##*:}" # of gpu:h100:8 the number
+    echo "$value"
+}
+
+# GPUs of a node, by --gpus-per-node (8, h100:8), else by --gres (gpu, gpu:8, gpu:h100:8, beside what else it asks for).
+num_gpus() { # GPUS_PER_NODE GRES
+    local part number sum=0 wanted=${1:-$2}
+    for part in ${wanted//,/ }; do
+        number=${part##*:}
+        if [[ -z $1 ]]; then
+            [[ $part =~ ^(gres[:/])?gpu(:|$) ]] || continue
+            [[ $number =~ ^[0-9]+$ ]] || number=1
+        fi
+        [[ $number =~ ^[0-9]+$ ]] || { echo "$1"; return; }
+        sum=$((sum + 10#$number))
+    done
+    echo "$sum"
 }
 
 submit() {
@@ -67,7 +82,8 @@ submit() {
         shift
     done
     nodes=$(value_of --nodes -N 1)
-    gpus=$(value_of --gpus-per-node --gpus-per-node "${SBATCH_GPUS_PER_NODE:-$(value_of --gres --gres 0)}")
+    gpus=$(value_of --gpus-per-node --gpus-per-node "${SBATCH_GPUS_PER_NODE:-}")
+    gpus=$(num_gpus "$gpus" "$(value_of --gres --gres "${SBATCH_GRES:-}")")
     cpus=$(value_of --cpus-per-task -c 1)
     [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
     # All that is wrong, of the run and of the request, in one go.

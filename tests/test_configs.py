@@ -1,15 +1,19 @@
 """The shipped YAMLs say what they do, and preflight finds what Accelerate would drop without a word."""
 
+import errno
 import json
 import shutil
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
 import yaml
-from helpers import CONFIGS, ROOT
+from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 
 from accelerate_recipes import preflight as preflight_module
+from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.preflight import launch_environment, preflight, yaml_problems
 
@@ -99,6 +103,38 @@ def test_all_problems_of_yaml_and_arguments_at_once(tmp_path):
         assert expected in text
 
 
+@pytest.mark.parametrize(
+    "content, reason", [(b"fsdp_config: [", "is not YAML"), (b"# gr\xfcn", "is not UTF-8"), (b"8", "holds no")]
+)
+@pytest.mark.parametrize("nodes", [[], ["--nodes", "2"]])
+def test_an_unreadable_yaml(content, reason, nodes, tmp_path):
+    """One problem, with the number of nodes too, for which it is read beforehand."""
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"config\.yaml {reason}") as caught:
+        preflight([str(tmp_path / "config.yaml"), *nodes, *LAPTOP])
+    assert str(caught.value).count("  - ") == 1
+
+
+def test_a_number_of_nodes_below_none():
+    with pytest.raises(ConfigError, match="--nodes is -1; it must not be negative"):
+        preflight([str(CONFIGS / "fsdp_full.yaml"), "--nodes", "-1", *LAPTOP])
+
+
+def test_a_warm_up_that_is_longer_than_the_run(tmp_path):
+    argv = [
+        str(CONFIGS / "fsdp_full.yaml"),
+        *LAPTOP,
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "6",
+        "--warmup_steps",
+    ]
+    warned = "warning: --warmup_steps 100 of 6 steps: the learning rate only rises, to 5% of its peak"
+    assert warned in preflight([*argv, "100"])[0]
+    assert "warmup" not in preflight([*argv, "5"])[0]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_refused_strategies_and_batches(tmp_path, precision):
     config = tmp_path / "config.yaml"
@@ -172,8 +208,8 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
         "torch==2.13.0 is not installed; run: pip install -r ",
         "--total_batch_size 16 is not a multiple of --per_device_train_batch_size 1 x 3 processes",
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
-        "--output_dir /proc/nowhere: /proc cannot be written to: ",
-        "--data_cache_dir /proc/cache: /proc cannot be written to: ",
+        "--output_dir /proc/nowhere cannot be written to: ",
+        "--data_cache_dir /proc/cache cannot be written to: ",
         "/checkpoint-1: no such checkpoint; give latest, none, or a path",
         "model 'nobody/nothing' is not in ",
         "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",
@@ -231,3 +267,61 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
         preflight([*argv, "--resume_from_checkpoint", str(checkpoint)])
     with pytest.raises(ConfigError, match="--seed was 42 and is now 1; set it back"):
         preflight([*argv, "--seed", "1"])
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What a recipe fails with in this process, which `recipe.run` would end."""
+    said = []
+
+    def fail(args, reason):
+        said.append(reason)
+        raise SystemExit(2)
+
+    watched = SimpleNamespace(tell_first_rank=lambda reason: False)
+    monkeypatch.setattr(recipe, "fail", fail)
+    monkeypatch.setattr(recipe, "launch_problems", lambda args: [])
+    monkeypatch.setattr(recipe.parent, "follow_launcher", lambda: None)
+    monkeypatch.setattr(recipe.watch, "start", lambda *_: watched)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return said
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300])
+def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, started):
+    """As it starts: what preflight finds."""
+    (tmp_path / "file").write_text("a user's")
+    toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
+    monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
+    with pytest.raises(SystemExit, match="2"):
+        recipe.run(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
+    (said,) = started
+    assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
+    assert (tmp_path / "file").read_text() == "a user's"
+
+
+def test_a_cache_that_others_have_filled_may_be_read_only(tmp_path):
+    args = recipe.load(ROOT / "recipes/chess.py").Args(output_dir=str(tmp_path), data_cache_dir="/proc/self")
+    assert recipe.write_problems(args) == []
+    args.data_cache_dir = "/proc/nowhere"
+    (problem,) = recipe.write_problems(args)
+    assert problem.startswith("--data_cache_dir /proc/nowhere cannot be written to: ")
+
+
+def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):
+    def main(args):
+        raise PermissionError(errno.EACCES, "Permission denied", "/shared/games.parquet")
+
+    toy = recipe.load(CHILDREN / "toy.py")
+    monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        recipe.run(main, toy.Args, toy.requirements)
+    assert started == ["[Errno 13] Permission denied: '/shared/games.parquet'"]
+
+
+def test_no_test_sees_what_runs_have_left(tmp_path):
+    for name in ("outputs/chess/checkpoint-7", ".cache/data", "recipes"):
+        (tmp_path / name).mkdir(parents=True)
+    links = without_runs(tmp_path)
+    assert [path.name for path in Path(links.name).iterdir()] == ["recipes"]
+    assert Path.cwd() == ROOT.resolve() and not Path("outputs/chess").exists()

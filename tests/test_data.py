@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import (
     LENGTH_WINDOW,
     LengthOrder,
@@ -256,3 +256,13 @@ def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
     with pytest.raises(ValueError):
         cached(tmp_path / "d", {}, fail, is_builder=True)
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("epochs, steps", [(1.0, 25), (0.5, 13), (0.01, 1), (2.5, 63)])
+def test_number_of_steps(epochs, steps):
+    assert num_steps(TrainArgs(total_batch_size=4, num_train_epochs=epochs), 100) == steps
+
+
+def test_less_than_one_row_is_no_run():
+    with pytest.raises(ConfigError, match=r"--num_train_epochs 1e-09 of 100 rows is less than one row"):
+        num_steps(TrainArgs(num_train_epochs=1e-9), 100)

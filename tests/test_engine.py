@@ -175,3 +175,15 @@ def test_evaluation_weights_tokens_and_skips_empty_rows():
     )
     assert together == pytest.approx(apart, rel=1e-6)
     assert model.training
+
+
+@pytest.mark.parametrize("limit", [float("nan"), -1.0, float("inf")])
+def test_a_limit_of_the_norm_that_is_none_changes_no_weight(limit):
+    """Loss and norm before clipping would be finite, and what it made of the gradients in the weights."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepare(accelerator, make_model(), ARGS)
+    before = [parameter.clone() for parameter in model.parameters()]
+    micro = [next(iter(make_train_loader(make_rows(), ARGS, 0, 1)))]
+    with pytest.raises(AssertionError):
+        train_step(accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, limit)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

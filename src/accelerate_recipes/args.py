@@ -251,7 +251,7 @@ class TrainArgs:
         """Which of the files, or the file, of an argument are not there, or of no kind that is read, one sentence each."""
         found, files = [], getattr(self, name)
         for file in map(Path, [files] if isinstance(files, str) else files):
-            if not file.is_file() and not set(map(Path, self.elsewhere)) & set(file.parents):
+            if not file.is_file() and not set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents):
                 found.append(f"--{name} {file}: no such file")
             elif file.suffix not in suffixes:
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")

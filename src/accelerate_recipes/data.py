@@ -259,10 +259,20 @@ class LengthOrder(StepOrder):
 
 
 def num_steps(args: TrainArgs, num_rows: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: if they would be none.
+    """
     if args.max_steps > 0:
         return args.max_steps
-    return math.ceil(round(args.num_train_epochs * num_rows) / args.total_batch_size)
+    num_trained = round(args.num_train_epochs * num_rows)
+    if num_trained == 0:
+        raise ConfigError(
+            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it, or give "
+            "--max_steps"
+        )
+    return math.ceil(num_trained / args.total_batch_size)
 
 
 class StepLoader(DataLoader):

@@ -88,6 +88,8 @@ def train_step(
     Raises:
         NonFiniteError: before the weights change.
     """
+    # The norm is looked at before the weights change, not what it is divided into.
+    assert 0 <= max_grad_norm < float("inf"), max_grad_norm
     # One collective for all that the ranks must agree on: number of targets, a wish to save, one to stop, and whether
     # to talk about the next step's data.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()

@@ -46,13 +46,14 @@ FABRIC = {"p4d.24xlarge": {"FI_EFA_USE_DEVICE_RDMA": "1"}}
 
 CHECKPOINTS, CACHE, FILES = "/checkpoints", "/cache", "/etc/accelerate-recipes"
 USER = 1000  # of the image; any but root would do
-QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(|k|M|G|T|Ki|Mi|Gi|Ti)")
+QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|k|M|G|T|Ki|Mi|Gi|Ti)")
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, which services want
-SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")  # RFC 1123
-KEY = re.compile(r"([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
-VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?")
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
+SUBDOMAIN = re.compile(rf"{NAMESPACE.pattern}(\.{NAMESPACE.pattern})*")
+KEY = re.compile(rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?", re.ASCII)
+VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
 IMAGE = re.compile(
-    r"[a-z0-9][\w.-]*(:\d+)?(/[a-z0-9][\w.-]*)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>sha256:[0-9a-f]{64}))?"
+    r"[a-z0-9][\w.-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>sha256:[0-9a-f]{64}))?", re.ASCII
 )
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -115,9 +116,11 @@ class JobArgs:
         if self.gpus_per_node == 0 and (self.instance_type or self.efa_per_node):
             found.append("--instance-type and --efa-per-node are for pods with GPUs; --gpus-per-node is 0")
         found += self.tag_problems()
+        # The queue becomes the value of a label.
+        limits = {"namespace": (NAMESPACE, 63), "queue": (SUBDOMAIN, 63)}
         for name in ("namespace", "checkpoints_pvc", "cache_pvc", "token_secret", "storage_class", "queue"):
-            limit = 63 if name == "namespace" else 253
-            found += name_problems(flag(name), getattr(self, name), SUBDOMAIN, limit) if getattr(self, name) else []
+            pattern, limit = limits.get(name, (SUBDOMAIN, 253))
+            found += name_problems(flag(name), getattr(self, name), pattern, limit) if getattr(self, name) else []
         found += self.quantity_problems()
         if self.instance and self.instance not in INSTANCES:
             found.append(
@@ -185,7 +188,7 @@ def name_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> li
     found = []
     if not pattern.fullmatch(value):
         first = "a letter" if pattern is LABEL else "a letter or digit"
-        dots = "" if pattern is LABEL else ", ."
+        dots = ", ." if pattern is SUBDOMAIN else ""
         found.append(f"--{title} {value!r}: a name has a-z, 0-9, -{dots}, begins with {first}, and ends with no -")
     if len(value) > limit:
         found.append(f"--{title} {value!r} has {len(value)} characters; there is room for {limit}")

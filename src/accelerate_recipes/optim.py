@@ -1,6 +1,8 @@
 """Optimizers and learning-rate schedule."""
 
+import os
 import re
+import sys
 from collections.abc import Callable
 
 import torch
@@ -150,8 +152,11 @@ def make_scheduler(
 
     The warm-up starts at 0; what follows falls to `min_lr_ratio` of the peak and stays there.
     """
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, round(warmup), total_steps)
+    if int(os.environ.get("RANK", 0)) == 0:
+        for warning in warmup_warnings(args, total_steps):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    warmup = num_warmup_steps(args, total_steps)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
     if args.min_lr_ratio:
         shape, floor = schedule.lr_lambdas[0], args.min_lr_ratio
 
@@ -160,3 +165,18 @@ def make_scheduler(
 
         schedule.lr_lambdas = [raised] * len(schedule.lr_lambdas)
     return schedule
+
+
+def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
+    return round(args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * total_steps)
+
+
+def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
+    """Whether a run ends before its learning rate has come to the peak, in a sentence."""
+    warmup = num_warmup_steps(args, total_steps)
+    if warmup < total_steps:
+        return []
+    return [
+        f"--warmup_steps {args.warmup_steps:g} of {total_steps} steps: the learning rate only rises, to "
+        f"{(total_steps - 1) / warmup:.0%} of its peak; lower it, or give a share of all steps, such as 0.03"
+    ]

@@ -13,7 +13,6 @@ import math
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
-import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -33,10 +31,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from accelerate_recipes import checkpoint, hub, recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list, resolve
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve
 from accelerate_recipes.distributed import environment_problems, lever_problems, num_accelerators
 from accelerate_recipes.download import existing
-from accelerate_recipes.optim import CHECKPOINT_BYTES
+from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.status import read_status
 
 SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
@@ -75,8 +73,6 @@ FSDP1_ONLY = {
     "fsdp_use_orig_params": None,
 }
 
-# Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
-WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
@@ -85,9 +81,9 @@ def yaml_problems(path: Path) -> list[str]:
     if not path.is_file():
         return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
     try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        return [f"{path} is not YAML: {error}"]
+        content = read_yaml(path)
+    except ConfigError as error:
+        return [str(error)]
     if not isinstance(content, dict):
         return [f"{path} holds no `key: value` lines"]
     options = {action.dest for action in launch_command_parser()._actions}
@@ -200,15 +196,6 @@ def versions() -> tuple[list[str], list[str]]:
     return missing, other
 
 
-def write_problems(name: str, directory: Path) -> list[str]:
-    place = existing(directory)
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            return []
-    except OSError as error:
-        return [f"--{name} {directory}: {place} cannot be written to: {error.strerror}; give another"]
-
-
 def filesystem(path: Path) -> str:
     """Its kind, such as ext4 or nfs4."""
     place = existing(path).resolve()
@@ -268,8 +255,7 @@ def gib(size: int) -> str:
 def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
     """For `accelerate launch`: the number of processes, and a hybrid config's sizes: shards in a node, replicas between."""
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
-    content = yaml.safe_load(config.read_text()) if config.is_file() else None
-    if isinstance(content, dict) and "parallelism_config" in content:
+    if "parallelism_config" in read_yaml(config):
         flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
         flags += ["--parallelism_config_dp_shard_size", str(processes_per_node)]
     return flags
@@ -339,8 +325,12 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
     if len(argv) < 2:
         raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     config = Path(argv[0])
+    for name, number in vars(asked).items():
+        if number is not None and number < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
+    found = yaml_problems(config)
     launch = ["--config_file", *argv]
-    if asked.nodes or asked.gpus_per_node or asked.cpus_per_node:
+    if not found and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node)
     parsed = launch_command_parser().parse_args(launch)
@@ -350,7 +340,6 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
 
     # The launch
     problems, warnings = versions()
-    found = yaml_problems(config)
     problems += found
     env: dict[str, str] = {}
     # A login node has no GPUs, or others than the job will.
@@ -370,9 +359,9 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
     args, found = resolve(module.Args, command[1:], world_size, elsewhere=volumes)
     problems += found
     problems += lever_problems(args, env, num_devices) if env else []
-    for name in WRITTEN if volumes else ():
+    for name in recipe.WRITTEN if volumes else ():
         if getattr(args, name, ""):
-            setattr(args, name, str(Path(volumes[0], getattr(args, name))))
+            setattr(args, name, os.path.normpath(Path(volumes[0], getattr(args, name))))
     output_dir = Path(args.output_dir)
     resumed_from = None
     if volumes:
@@ -380,12 +369,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
         if Path(volumes[0]) not in output_dir.parents:
             found_in_output = [f"--output_dir {output_dir} is lost with the pod; give one below {volumes[0]}"]
     else:
-        found_in_output = [
-            problem
-            for name in WRITTEN
-            if getattr(args, name, "")
-            for problem in write_problems(name, Path(getattr(args, name)))
-        ]
+        found_in_output = recipe.write_problems(args)
         if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
             warnings.append(
                 f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
@@ -404,6 +388,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
             warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
     models, found = models_on_meta(needed, make_new=not problems)
     problems += found
+    warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     for model in models:
         problems += wrap_problems(model, env)
     try:

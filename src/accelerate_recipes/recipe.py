@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,11 +29,14 @@ from accelerate_recipes import hub, lock, parent, watch
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint import SaveError
 from accelerate_recipes.distributed import launch_problems
-from accelerate_recipes.download import download
+from accelerate_recipes.download import download, existing
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
 from accelerate_recipes.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.stop import Stopped
+
+# Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
+WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
 
 @dataclass
@@ -51,6 +55,24 @@ class Requirements:
     def needs(self) -> list[hub.Need]:
         models = [hub.Model(name) for name in self.models]
         return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
+
+
+def write_problems(args: TrainArgs) -> list[str]:
+    """Which directories that a run writes to cannot be written to, one sentence each."""
+    found = []
+    for name in WRITTEN:
+        directory = getattr(args, name, None)
+        if directory:
+            try:
+                if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
+                    continue  # what was prepared there, perhaps by somebody else, is only read
+                with tempfile.TemporaryFile(dir=existing(Path(directory))):
+                    pass
+            except OSError as error:
+                found.append(f"--{name} {directory} cannot be written to: {error.strerror}; give another")
+        elif directory == "" and name != "pretokenize":  # which is off
+            found.append(f"--{name} is empty; name a folder")
+    return found
 
 
 def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[str]:
@@ -94,7 +116,7 @@ def run(
     args, watched, code = None, None, 0
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     try:
-        args = parse(args_class, other_problems=launch_problems)
+        args = parse(args_class, other_problems=lambda args: [*launch_problems(args), *write_problems(args)])
         if rank == 0:
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
@@ -109,7 +131,7 @@ def run(
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if rank == 0:
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
-    except (ConfigError, DataError, NonFiniteError, SaveError) as error:
+    except (ConfigError, DataError, NonFiniteError, SaveError, PermissionError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or local_rank != 0:
             # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
