@@ -183,7 +183,7 @@ def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
     return _watch
 
 
-def expect(doing: str, seconds: float) -> None:
-    """From now on this rank is `doing` something, for `seconds` at most."""
+def expect(doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
+    """As `Watch.expect`, of this process's."""
     if _watch is not None:
-        _watch.expect(doing, seconds)
+        _watch.expect(doing, seconds, progress)
