@@ -102,8 +102,9 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
     if args.train_files:
         rows = read_files(args.train_files)
     else:
+        arguments = hub.load_arguments(args.dataset)
         with reading(source):
-            rows = datasets.load_dataset(**hub.load_arguments(args.dataset), split=args.train_split)
+            rows = datasets.load_dataset(**arguments, split=args.train_split)
     columns = next((c for c in (*FORMATS, {args.dataset_text_field}) if c <= set(rows.column_names)), None)
     if columns is None:
         raise ConfigError(

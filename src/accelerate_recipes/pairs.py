@@ -137,11 +137,13 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
 
     Raises:
         DataError: when it cannot be read, or has none.
+        ConfigError: when a dataset was not downloaded.
     """
     if not source.split:
         return read_files([source.name], cache_dir)
+    arguments = hub.load_arguments(source.dataset)
     with reading(source):
-        return datasets.load_dataset(**hub.load_arguments(source.dataset), split=source.split, cache_dir=str(cache_dir))
+        return datasets.load_dataset(**arguments, split=source.split, cache_dir=str(cache_dir))
 
 
 def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
