@@ -167,6 +167,21 @@ def test_no_bit_of_the_marker_can_change(make_run):
         assert find_resume(run.args) == older
 
 
+@pytest.mark.parametrize("name", ["../mine.txt", "/etc/hostname"])
+def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
+    """An export would copy it, and write beside itself."""
+    saved = save(make_run(), 10)
+    file = saved / name
+    if not file.exists():
+        file.write_text("mine")
+    marker = checkpoint.read_marker(saved)
+    entry = {"size": file.stat().st_size, "checksum": checkpoint.checksum(file)}
+    marker["files"][name] = entry
+    marker.pop("checksum", None)
+    (saved / "complete.json").write_text(json.dumps(marker))
+    assert defect(saved) == f"its complete.json names {name}, which is not in it"
+
+
 def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
     run = make_run()
     older, newer = save(run, 10), save(run, 20)

@@ -104,6 +104,8 @@ def defect(checkpoint: Path) -> str | None:
         return f"its {MARKER} is damaged: {error}"
     for name, entry in marker["files"].items():
         file = checkpoint / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"its {MARKER} names {name}, which is not in it"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != entry["size"]:
