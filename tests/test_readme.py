@@ -206,6 +206,7 @@ def test_every_config_and_flag_on_the_page_exists():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CONFIG_NAMES
     recipes = [load(recipe).Args.__dataclass_fields__ for recipe in (ROOT / "recipes").glob("*.py")]
     known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
+    known |= {f"--no_{name}" for names in recipes for name in names if names[name].default is True}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
