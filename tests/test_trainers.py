@@ -130,7 +130,7 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
         steps = [record for record in read_metrics(out) if "loss" in record]
         norms = [record["grad_norm"] for record in steps]
         targets = [record["tokens_per_second"] / record["samples_per_second"] for record in steps]  # of a row
-        assert all(5 < count < 64 for count in targets) and len(set(targets)) == STEPS
+        assert all(5 < count < 64 for count in targets) and max(targets) > min(targets) + 1
         found[name] = [*losses(out).values(), *norms, *targets, *evaluations(out)]
     assert len(found["one"]) == 3 * STEPS + 2
     assert found["ddp"] == pytest.approx(found["one"], rel=1e-5)
