@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-demos test-hub test-slurm test-image check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-slow test-long test-hub test-slurm test-image check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -23,14 +23,14 @@ demo-t5: .venv/recipes
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml $(ARGS)
 
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow and not demos and not hub and not slurm and not image"
+	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
 
-# The demos to their end, 25 minutes: what the README says that they reach.
-test-demos: .venv/dev
-	$(BIN)/python -m pytest -m demos
+# The demos to their end, for what the README says that they reach, and each kind of compilation: half an hour.
+test-long: .venv/dev
+	$(BIN)/python -m pytest -m long
 
 # Against olah, a Hub server from PyPI, in an environment of its own: it pins other versions.
 test-hub: .venv/dev

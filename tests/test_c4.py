@@ -194,7 +194,7 @@ def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undistu
     assert "the tokenizer has 300 tokens, the model's vocab_size is 200; set --vocab_size to 300 or more" in log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
     """dynamo_config of the YAML: the kernels change, the losses do not; each rank has a cache of its own."""
     caches = tmp_path / "caches"

@@ -19,7 +19,7 @@ def run_target(target: str, tmp_path: Path, *args: object) -> subprocess.Complet
     return done
 
 
-@pytest.mark.demos
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_reaches_what_it_says(tmp_path):
     """Held-out legal moves from about 0 to over 60 %, moves as played over 18 % and over the baseline."""
@@ -33,7 +33,7 @@ def test_demo_reaches_what_it_says(tmp_path):
     assert after["eval_next_move_accuracy"] > baseline > 0
 
 
-@pytest.mark.demos
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_c4_reaches_what_it_says(tmp_path):
     """Bits per byte of the validation pages from about 3.9 to under 2.2, and under gzip's."""
@@ -45,7 +45,7 @@ def test_demo_c4_reaches_what_it_says(tmp_path):
     assert before > 3.8 and after < 2.2 < gzip
 
 
-@pytest.mark.demos
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_t5_reaches_what_it_says(tmp_path):
     """chrF of held-out pairs at least 5 points above copying the source."""

@@ -149,8 +149,14 @@ def test_bf16(run_bf16, name):
     assert found["norms"] == pytest.approx(single["norms"], rel=8 * BF16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["one process", "fsdp2", "activation checkpointing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("one process", marks=pytest.mark.long),
+        pytest.param("fsdp2", marks=pytest.mark.long),
+        pytest.param("activation checkpointing", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled(run_steps, name, monkeypatch):
     """`dynamo_backend: inductor` changes the kernels, not the losses; generation and resume go on."""
     config, world_size, size, flags, units, share = STRATEGIES[name]

@@ -187,7 +187,7 @@ def test_sharded_in_bf16(run_child):
         assert found["trajectory"] == pytest.approx(wanted, rel=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(run_child):
     """Layer by layer, as the YAML's dynamo_config has it."""
     flags = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
