@@ -24,7 +24,7 @@ from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import chess_rules, recipe
 from accelerate_recipes.args import ConfigError, parse, resolve
-from accelerate_recipes.checkpoint import changed_arguments, complete_checkpoints
+from accelerate_recipes.checkpoint import check_arguments, complete_checkpoints
 from accelerate_recipes.chess_pairs import is_worse
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
@@ -470,7 +470,7 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         parse(module.Args, argv, world_size=1).save(tmp_path / "args.yaml")
         changed = [part for name, value in changes.items() for part in (f"--{name}", value)]
         with pytest.raises(ConfigError) as caught:
-            changed_arguments(tmp_path, parse(module.Args, [*argv, *changed], world_size=1))
+            check_arguments(tmp_path, parse(module.Args, [*argv, *changed], world_size=1))
         assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
 
 
