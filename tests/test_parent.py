@@ -45,7 +45,7 @@ if forked or phase == "training":
     print("ready", forked, flush=True)
 time.sleep(60)
 """
-MARKS = {"torch": {"TORCHELASTIC_RUN_ID": "none"}, "accelerate": {"ACCELERATE_MIXED_PRECISION": "no"}}
+MARKS = {"torch": {"TORCHELASTIC_RUN_ID": "none"}, "accelerate": {"ACCELERATE_USE_CPU": "False"}}
 
 
 def ends(process: int, seconds: float = 10) -> bool:
@@ -95,6 +95,8 @@ def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
 
 OTHER_STARTS = {
     "by hand": ([], {}),
+    # The run's own command line is in the environment, so that bash's does not end with it.
+    "by a scheduler, with a precision exported": (["bash", "-c", "setsid $RUN; exit"], {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     "by a program that is no launcher": ([sys.executable, "-c", LAUNCHER, "alike"], {}),
     "by a launcher with another command line": (
         [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:] + ['rendezvous', 'x'], start_new_session=True).wait()"],
@@ -112,8 +114,11 @@ def test_others_are_left_alone(script, command, env):
     """Who was not started by a launcher, or not by one whose command line is known, is no orphan."""
     if "Popen(sys.argv[1:]" in str(command):
         command = [*command, sys.executable]
-    arguments = [script] if env else [script, "rendezvous", "x"]
-    command = [*command, *arguments] if command else [sys.executable, *arguments]
+    arguments = [script] if env == MARKS["torch"] else [script, "rendezvous", "x"]
+    run = [sys.executable, *arguments]
+    env = env | {"RUN": " ".join(map(str, run))}
+    if "setsid $RUN; exit" not in command:
+        command = [*command, *arguments] if command else run
     with subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:  # fmt: skip
         process = int(first.stdout.readline())
         try:

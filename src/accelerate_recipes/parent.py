@@ -29,8 +29,9 @@ def follow_launcher() -> None:
     global _launcher, _process
     _process = os.getpid()
     os.register_at_fork(after_in_child=follow_parent)
-    # Set by torch's launcher, and by Accelerate's, which starts a single process itself.
-    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+    # torch's launcher sets the first, and Accelerate's, which starts a single process itself, the second. Not
+    # ACCELERATE_MIXED_PRECISION: that one may be exported by hand, by who starts a run without a launcher.
+    if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"} & os.environ.keys():
         return
     parent = os.getppid()
     # Not sys.argv, in which the path of a module stands for its name.
