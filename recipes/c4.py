@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
@@ -110,11 +110,9 @@ class Args(TrainArgs, Architecture):
 
 def requirements(args: Args) -> Requirements:
     def shards(files: list[str], pattern: str) -> list[Dataset]:
-        return (
-            needs_of_shards(files)
-            if files
-            else [Dataset(args.dataset_name, files=pattern, revision=args.dataset_revision, streamed=True)]
-        )
+        if files:
+            return needs_of_shards(files)
+        return [Dataset(args.dataset_name, files=pattern, revision=args.dataset_revision, streamed=True)]
 
     datasets = shards(args.validation_files, args.validation_dataset_files)
     if not is_pretokenized(args.pretokenize):
@@ -164,11 +162,12 @@ def main(args: Args) -> None:
     elif resumed_from:
         tokenizer = load_tokenizer(str(resumed_from))
     else:
-        tokenizer = on_first_rank(
-            lambda: new_bpe_tokenizer(
-                islice(all_texts(train_shards(), args.text_column), TOKENIZER_TEXTS), args.vocab_size
-            )
-        )
+
+        def new_tokenizer() -> PreTrainedTokenizerFast:
+            texts = all_texts(train_shards(), args.text_column)
+            return new_bpe_tokenizer(islice(texts, TOKENIZER_TEXTS), args.vocab_size)
+
+        tokenizer = on_first_rank(new_tokenizer)
     if args.pretokenize:
         settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
         source = pretokenize(
@@ -233,9 +232,7 @@ def main(args: Args) -> None:
 
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
-    starts = list(
-        islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3)
-    )  # of an empty text there may be none
+    starts = list(islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3))  # none in an empty text
     continuations = generate_texts(accelerator, model, tokenizer, starts, 40, batch_size=1)
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)

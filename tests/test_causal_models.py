@@ -207,6 +207,14 @@ def test_attention_stays_inside_a_game_or_it_is_an_error(folder):
     assert model.training
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_each_kernel_keeps_attention_inside_a_game(attention):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(SHAPES["llama 3"][2], attn_implementation=attention)
+    check_document_mask(model, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("crosses", ["opt", "falcon"])
 def test_models_whose_attention_crosses_games(crosses):
     config = {
