@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import ROOT
 from torch import nn
+from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
-from accelerate_recipes.optim import WRAPPERS, make_scheduler, optimizer_fn
+from accelerate_recipes.optim import WRAPPERS, make_scheduler, num_warmup_steps, optimizer_fn
 
 STEPS = 20
 
@@ -129,6 +130,18 @@ def test_linear_to_a_minimum():
     found = rates(warmup_steps=0, min_lr_ratio=0.2, lr_scheduler_type="linear")
     assert found[0] == 0.5 and found[STEPS // 2] == pytest.approx(0.3)
     assert found[STEPS:] == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "constant_with_warmup"])
+@pytest.mark.parametrize("warmup_steps", [0, 3, 0.5])
+def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
+    """To the last bit, as far as they are defined: behind the last step its cosine rises again."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    warmup = num_warmup_steps(TrainArgs(warmup_steps=warmup_steps), STEPS)
+    (reference,) = get_scheduler(shape, optimizer, warmup, STEPS).lr_lambdas
+    found = rates(warmup_steps=warmup_steps, lr_scheduler_type=shape)
+    assert found[: STEPS + 1] == [0.5 * reference(step) for step in range(STEPS + 1)]
+    assert len(set(found[STEPS:])) == 1
 
 
 def test_by_default_to_zero():

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from peft import LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -36,6 +34,12 @@ from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
 from accelerate_recipes.distributed import on_first_rank
 from accelerate_recipes.init import seed_of
 
+# PEFT is imported where it is used: where bitsandbytes is installed, it brings that and torch's compiler, a quarter of
+# the time in which a process starts.
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
 NAME = "default"  # PEFT's, of a model's only adapter
 
 
@@ -43,7 +47,7 @@ NAME = "default"  # PEFT's, of a model's only adapter
 class Adapter:
     """What a checkpoint of adapters says of itself."""
 
-    config: LoraConfig
+    config: "LoraConfig"
     base: dict[str, str | None]  # the model that it belongs to, as `base_of` describes it
 
 
@@ -136,6 +140,9 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     """
     if not args.use_peft:
         return model
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
     chosen = targets(model, args)
     layers, experts = candidates(model)
     wanted = {f"{name}.weight" for name in ending_with(chosen["target_modules"], layers)}
@@ -178,7 +185,14 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
     return model
 
 
-def base_of(config: LoraConfig) -> dict[str, str | None]:
+def read_config(checkpoint: Path) -> "LoraConfig":
+    """That of the adapters that a checkpoint holds."""
+    from peft import LoraConfig
+
+    return LoraConfig.from_pretrained(checkpoint)
+
+
+def base_of(config: "LoraConfig") -> dict[str, str | None]:
     """`name`, `revision` and `checksum` of the model that an adapter belongs to, from its files, all of which are read.
 
     The checksum is of each weight, by its name, shape, dtype and bytes: it does not change with the number of files. Of a
@@ -204,7 +218,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     return next((vars(module)["adapter"] for module in model.modules() if "adapter" in vars(module)), None)
 
 
-def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
+def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
     """The weights of the model that an adapter belongs to, from its files, which are mapped and not read.
 
     Raises:
@@ -227,10 +241,17 @@ def base_tensors(config: LoraConfig) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def weight_of(name: str, layer: LoraLayer) -> str:
+def weight_of(name: str, layer: "LoraLayer") -> str:
     """Name, in the model without adapters, of the weight that a layer of PEFT's adapts."""
     name = name.replace(".base_layer", "")  # two parameters of one module: PEFT wraps it twice
-    return f"{name}.{layer.parameter_name if isinstance(layer, ParamWrapper) else 'weight'}"
+    return f"{name}.{layer.parameter_name if is_of_experts(layer) else 'weight'}"
+
+
+def is_of_experts(layer: "LoraLayer") -> bool:
+    """Whether it adapts a parameter of a module, as those of experts are, and not a linear layer."""
+    from peft.tuners.lora import ParamWrapper
+
+    return isinstance(layer, ParamWrapper)
 
 
 def names_in_files(
@@ -256,13 +277,16 @@ def names_in_files(
 
 
 def merged(
-    model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: LoraConfig
+    model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: "LoraConfig"
 ) -> Callable[[str], torch.Tensor]:
     """A function that gives a weight by its name in the files of `base`: with what its adapter adds, in fp32, if it has one.
 
     `model`, on the meta device, is given adapters without values. Of what is computed, the function keeps that of two
     weights of the model: of experts, whose parts lie side by side in files, those of a layer.
     """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
     plain = copy.deepcopy(model)
     inject_adapter_in_model(config, model, NAME)
     layers = {weight_of(path, m): (path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)}
@@ -288,13 +312,13 @@ def merged(
     return weight_named
 
 
-def delta_of(path: str, layer: LoraLayer, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """What an adapter adds to its weight, in fp32: (out, in), of experts (experts, out, in) as far as they are not transposed.
 
     As `get_delta_weight` of PEFT's layers, which are without values here.
     """
     down, up = (adapter[f"{path}.lora_{which}.{NAME}.weight"].float() for which in "AB")
-    if not isinstance(layer, ParamWrapper):
+    if not is_of_experts(layer):
         return layer.scaling[NAME] * (up @ down)
     down = down.reshape(layer.num_experts, -1, down.shape[1])
     up = up.reshape(up.shape[0], -1, layer.num_experts)

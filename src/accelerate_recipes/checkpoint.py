@@ -48,7 +48,6 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from huggingface_hub import split_state_dict_into_shards_factory
-from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -761,7 +760,7 @@ def export(
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
     if merge_adapter:
-        check_base(checkpoint, marker, adapters.base_of(LoraConfig.from_pretrained(checkpoint)))
+        check_base(checkpoint, marker, adapters.base_of(adapters.read_config(checkpoint)))
     unfinished = unfinished_export(out)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -917,7 +916,7 @@ def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size
 
     Weights are named as in its files, which are mapped into memory: of what is read, no more than a shard is kept.
     """
-    config, adapter = LoraConfig.from_pretrained(checkpoint), read_adapter(checkpoint)
+    config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
     base = adapters.base_tensors(config)
     model, tied = model_on_meta(checkpoint)
     tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}

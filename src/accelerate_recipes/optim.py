@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedule."""
 
+import math
 import os
 import re
 import sys
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
-from transformers import get_scheduler
 
 from accelerate_recipes.args import TrainArgs
 
@@ -156,15 +156,19 @@ def make_scheduler(
         for warning in warmup_warnings(args, total_steps):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     warmup = num_warmup_steps(args, total_steps)
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
-    if args.min_lr_ratio:
-        shape, floor = schedule.lr_lambdas[0], args.min_lr_ratio
 
-        def raised(step: int) -> float:
-            return shape(step) if step < warmup else floor + (1 - floor) * shape(step)
+    def share_of_peak(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        falling = max(1, total_steps - warmup)
+        shape = {
+            "constant_with_warmup": 1.0,
+            "linear": max(0.0, (total_steps - step) / falling),
+            "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / falling))),
+        }[args.lr_scheduler_type]
+        return args.min_lr_ratio + (1 - args.min_lr_ratio) * shape
 
-        schedule.lr_lambdas = [raised] * len(schedule.lr_lambdas)
-    return schedule
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_peak)
 
 
 def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:

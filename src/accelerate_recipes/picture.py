@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
-
 
 def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]], bars_title: str, unit: str) -> None:
     """Write a PNG. `records` as in metrics.jsonl; `bars` maps each series to its values, in `unit`, by label."""
+    import matplotlib  # here, where one process needs it, and not at the start of each
+    from matplotlib.figure import Figure
+
     matplotlib.use("agg")  # there may be no display
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curve, chart = figure.subplots(1, 2)
