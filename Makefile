@@ -26,9 +26,10 @@ test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
 
 test-slow: .venv/dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not long"
 
-# The demos to their end, for what the README says that they reach, and each kind of compilation: half an hour.
+# The demos to their end, for what the README says that they reach, each kind of compilation, a whole ablation, and what
+# repeats a slow test on another node or for another operator: an hour.
 test-long: .venv/dev
 	$(BIN)/python -m pytest -m long
 

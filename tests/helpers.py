@@ -30,6 +30,10 @@ ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
 
+# Behind a preset of chess.py: its model has a twentieth of the size, and a hundred games are held out.
+SMALL_CHESS = ["--hidden_size", "64", "--intermediate_size", "128", "--num_hidden_layers", "2"]
+SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_steps", "0"]
+
 
 def launch_command(config: str, script: Path, *args: object, flags: tuple[str, ...] = ()) -> list[str]:
     """`accelerate launch` with a shipped config, in fp32 and on a free port; `flags` go before the script."""

@@ -234,7 +234,7 @@ def test_a_larger_batch_runs_out_of_memory(like_a_user, tmp_path):
     assert found["outcome"] == "out of memory", found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ablation(like_a_user, tmp_path):
     """The whole: a batch is found between one that fits and one that does not, DDP's bytes are the whole model's."""
     command = [sys.executable, "benchmarks/ablation.py", "--out", str(tmp_path), "--num_processes", "2", "--steps", "2"]

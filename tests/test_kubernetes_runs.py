@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, launch_ok, losses, read_metrics
+from helpers import CHILDREN, ROOT, SMALL_CHESS, launch_ok, losses, read_metrics
 from pods import Pods
 
 from accelerate_recipes.kubernetes import CHECKPOINTS
@@ -17,7 +17,7 @@ FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 OUT = ["--output_dir", f"{CHECKPOINTS}/out"]
 TOY = [str(SCRIPT.relative_to(ROOT)), "--per_device_train_batch_size", "2"]
 CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
-CHESS += ["--max_steps", "6", "--logging_steps", "1", "--num_positions", "20", "--eval_steps", "0"]
+CHESS += ["--max_steps", "6", "--logging_steps", "1", *SMALL_CHESS]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):
     """All pods save, and end as failed, so that they are restarted; they go on from that step."""
     with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
@@ -89,7 +89,7 @@ def chess_losses(tmp_path_factory) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
 def test_chess(chess_losses, tmp_path, kind):
     with Pods(kind, tmp_path, *JOB, *FP32, *CHESS, *OUT) as pods:
         pods.finish()
@@ -136,7 +136,7 @@ def test_the_grace_period_is_too_short(toy_losses, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_is_lost(toy_losses, tmp_path, node):
     """Without a signal: the pod that is left ends by itself, and both go on from the newest checkpoint."""
     with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:

@@ -54,12 +54,19 @@ LAUNCHES = [command for command in HERE if command.startswith("accelerate launch
 DEMOS = re.sub(r"\\\n\t+|\$\(BIN\)/| \$\(ARGS\)", "", (ROOT / "Makefile").read_text())
 
 
-def shortened(words: list[str], tmp_path: Path, cache: Path) -> list[str]:
-    """A launch of a recipe for two steps of a small model, with its output in `tmp_path`."""
-    (recipe,) = set(words) & set(SHORT)
-    more = [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"]
-    more += ["--data_cache_dir", cache] if recipe != "recipes/c4.py" else []
-    return [*words, *map(str, more)]
+@pytest.fixture
+def shortened(games_file, cache, tmp_path):
+    """Words of a launch of a recipe, for two steps of a small model, on a few games, with its output in `tmp_path`."""
+
+    def shorten(command: str) -> list[str]:
+        words = shlex.split(command)
+        (recipe,) = set(words) & set(SHORT)
+        more = [*SHORT[recipe], "--max_steps", 2, "--eval_steps", 0, "--output_dir", tmp_path / "out"]
+        more += ["--data_cache_dir", cache] if recipe != "recipes/c4.py" else []
+        more += ["--train_files", games_file] if recipe == "recipes/chess.py" else []
+        return [*words, *map(str, more)]
+
+    return shorten
 
 
 @pytest.fixture(scope="session")
@@ -68,13 +75,11 @@ def cache(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("command", LAUNCHES)
-def test_launch_runs(command, fork_server, games_file, cache, tmp_path):
-    """On a few games, with the environment that the launcher gives to its processes, which are forked."""
-    words = shortened(shlex.split(command), tmp_path, cache)
+def test_launch_runs(command, fork_server, shortened, tmp_path):
+    """With the environment that the launcher gives to its processes, which are forked."""
+    words = shortened(command)
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     flags, arguments = words[2:script], words[script + 1 :]
-    if words[script] == "recipes/chess.py":
-        arguments += ["--train_files", games_file]
     config = Path(flags[flags.index("--config_file") + 1]).stem
     assert (
         fork_server.run(tmp_path / "out", *arguments, script=ROOT / words[script], config=config, flags=flags) == 0
@@ -83,8 +88,8 @@ def test_launch_runs(command, fork_server, games_file, cache, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in LAUNCHES if f"\t{command}\n" not in DEMOS])
-def test_launch_runs_as_typed(command, cache, tmp_path):
-    words = shortened(shlex.split(command), tmp_path, cache)
+def test_launch_runs_as_typed(command, shortened, tmp_path):
+    words = shortened(command)
     run([sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]], ROOT, tmp_path)
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, environment, launch_ok, losses, read_metrics
+from helpers import CHILDREN, ROOT, SMALL_CHESS, environment, launch_ok, losses, read_metrics
 from slurm_cluster import Cluster, wait_until
 
 REASON = None
@@ -28,7 +28,7 @@ pytestmark = [
 
 SUBMIT = ROOT / "slurm/submit.sh"
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
-CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--num_positions", 20, "--eval_steps", 0]
+CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", *SMALL_CHESS]
 TOY = [CHILDREN / "toy.py", "--max_steps", 10]
 FIRST_ATTEMPT = "[ ${SLURM_RESTART_COUNT:-0} = 0 ] && "
 # What Slurm itself does at the time limit and at a preemption, for jobs with --signal=B:USR1
