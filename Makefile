@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-long test-hub test-slurm test-image check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-slow test-long test-hub test-slurm test-image mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -54,6 +54,11 @@ test-image: .venv/dev
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			buildah debootstrap >/dev/null; fi
 	$(BIN)/python -m pytest -m image
+
+# Small faults in the core that no test notices: make mutants ARGS="--number 200 --seed 0" takes two hours.
+mutants: .venv/dev
+	@test -d .venv/mutants || $(BIN)/pip install --quiet --target .venv/mutants cosmic-ray==8.7.0
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -82,6 +82,32 @@ def test_checksum_of_rows():
     assert len({checksum(rows), *map(checksum, others)}) == 6
 
 
+def test_checksum_of_conversations():
+    """Each value, at any depth, and the order of rows that only point to a table."""
+    row = {
+        "messages": [{"role": "user", "content": "a b"}, {"role": "tool", "content": None}],
+        "n": 1,
+        "x": 0.5,
+        "ok": True,
+    }
+    others = [row | {"n": 2}, row | {"x": 0.25}, row | {"ok": False}, row | {"messages": row["messages"][:1]}]
+    others += [
+        row | {"messages": [row["messages"][0] | change, row["messages"][1]]}
+        for change in ({"role": "bot"}, {"content": "ab "})
+    ]
+
+    def checksum(rows: datasets.Dataset) -> str:
+        return checksum_of_rows(rows, rows.column_names)
+
+    single = [checksum(datasets.Dataset.from_list([each])) for each in [row, *others]]
+    assert len(set(single)) == 7
+    table = datasets.Dataset.from_list([row, *others])
+    assert checksum(table) == checksum(
+        datasets.concatenate_datasets([table.select(range(3)), table.select(range(3, 7))])
+    )
+    assert len({checksum(table), checksum(table.select([1, 0, *range(2, 7)])), checksum(table.shuffle(seed=0))}) == 3
+
+
 def test_rows_of_a_checkpoint():
     """A resume with other rows is refused; with a checkpoint of data without a checksum it is not."""
     args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2)

@@ -172,6 +172,11 @@ def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapt
         )
         assert forks.run(out, *args, **IN_STEP_5) == -9, log_of(out)[-3000:]
         assert sorted(losses(out)) == [1, 2, 3, 4]
+        rows = (chats / "chats.jsonl").read_text()
+        (chats / "chats.jsonl").write_text("".join(reversed(rows.splitlines(keepends=True))))
+        assert forks.run(out, *args) != 0
+        (chats / "chats.jsonl").write_text(rows)
+        assert "the training data are others than the checkpoint's" in log_of(out)
     assert complete_checkpoints(out)[-1].name == ("checkpoint-4" if adapters else "checkpoint-3")
     assert forks.run(out, *args) == 0, log_of(out)[-3000:]
     assert "Resumed" in log_of(out)

@@ -12,12 +12,14 @@ import os
 import shutil
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset
@@ -287,12 +289,7 @@ class StepLoader(DataLoader):
         Raises:
             ConfigError: for the state of other rows.
         """
-        then = states[0].get("content") if states else None
-        if then and then != self.content:
-            raise ConfigError(
-                f"the training data are others than the checkpoint's: their checksum is {self.content}, was {then}; put the "
-                "files back as they were, or start anew in another --output_dir"
-            )
+        check_content(self.content, states)
         self.batch_sampler.start_step = step
 
     def state(self) -> dict:
@@ -360,15 +357,47 @@ def make_eval_loader(
     )
 
 
+def check_content(now: str, states: list[dict]) -> None:
+    """Raise ConfigError unless a checkpoint, whose data's `states` these are, is of rows with this checksum."""
+    then = states[0].get("content") if states else None
+    if then and then != now:
+        raise ConfigError(
+            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the "
+            "files back as they were, or start anew in another --output_dir"
+        )
+
+
 def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
-    """XXH3 of columns of lists of numbers, whatever chunks they lie in."""
-    digest = xxhash.xxh3_128()
-    for column in columns:
-        chunks = rows.data.column(column).chunks
-        for parts in ((chunk.value_lengths() for chunk in chunks), (chunk.flatten() for chunk in chunks)):
-            for part in parts:
-                digest.update(np.ascontiguousarray(part))
-    return digest.hexdigest()
+    """XXH3 of columns, whatever chunks they lie in."""
+    chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
+    if rows._indices is not None:  # of rows that were shuffled or chosen: which of the table they are
+        chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
+    digests = defaultdict(xxhash.xxh3_128)
+    for column, chunk in chunks:
+        for leaf, values in leaves(column, chunk):
+            digests[leaf].update(values)
+    return xxhash.xxh3_128_hexdigest(
+        repr(sorted((leaf, digest.hexdigest()) for leaf, digest in digests.items())).encode()
+    )
+
+
+def leaves(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray]]:
+    """Names and contents of the plain arrays that an array of texts, lists or structures consists of."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        yield f"{name}, lengths", np.ascontiguousarray(array.value_lengths().fill_null(0))
+        yield from leaves(f"{name}[]", array.flatten())
+    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        yield f"{name}, lengths", np.ascontiguousarray(pc.binary_length(array).fill_null(0))
+        yield name, "".join(filter(None, array.to_pylist())).encode()
+    elif pa.types.is_struct(array.type):
+        for field, values in zip(array.type, array.flatten(), strict=True):
+            yield from leaves(f"{name}.{field.name}", values)
+    elif pa.types.is_boolean(array.type):
+        yield from leaves(name, array.cast(pa.uint8()))
+    elif pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        yield name, np.ascontiguousarray(array.fill_null(0))
+    else:
+        yield name, repr(array.to_pylist()).encode()
 
 
 def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:

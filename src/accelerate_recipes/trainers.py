@@ -34,6 +34,7 @@ from accelerate_recipes import stop, watch
 from accelerate_recipes.adapters import adapter_of, add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
+from accelerate_recipes.data import check_content, checksum_of_rows
 from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
 from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, log_is_due
 from accelerate_recipes.metrics import Window, peak_memory_gib
@@ -251,7 +252,9 @@ class RecipeTrainer:
         self.checkpointer = Checkpointer(
             accelerator, model, self.optimizer, self.lr_scheduler, args, artifacts, self.resumed_from
         )
+        self.content = checksum_of_rows(self.train_dataset, self.train_dataset.column_names)
         step, self.log_file = begin(self.checkpointer, max_steps, self.evaluate_fn, flops_per_token=None)
+        check_content(self.content, self.checkpointer.data_states)
         self._load_rng_state(self.resumed_from)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -315,9 +318,15 @@ class RecipeTrainer:
         stopped = Stopped(stop.reason(self.accelerator)) if must_stop else None
         if stopped or log_is_due(step, self.state.max_steps, args):
             self._log_window(step, tr_loss, grad_norm, learning_rate)
-        # The order of its data follows from the step: a checkpoint holds nothing of it.
+        # The order of its data follows from the step.
         if evaluate_and_save(
-            step, self.log_file, self.evaluate_fn, self.checkpointer, dict, save=save, stopped=stopped
+            step,
+            self.log_file,
+            self.evaluate_fn,
+            self.checkpointer,
+            lambda: {"content": self.content},
+            save=save,
+            stopped=stopped,
         ):
             self.last_save = time.perf_counter()
         watch.expect(f"step {step + 1}", self.step_timeout)

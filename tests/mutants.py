@@ -1,0 +1,135 @@
+"""Plants small faults in the core, one at a time, and looks which of them no test notices: `make mutants`.
+
+    make mutants ARGS="--number 200 --seed 0"
+
+The faults are Cosmic Ray's: another operator, comparison or number, a condition turned round, a loop that is not entered.
+`number` places are drawn at random, and for each place one of its faults. What decides about a fault are the tests of
+its module, in a process forked from one that has imported the libraries: a command of its own would import them anew.
+
+Prints a line for each, at the end the survivors as they stand in the source. Each wants a test, or a reason.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / ".venv/mutants"))  # behind what is installed: it brings other versions of some libraries
+
+from cosmic_ray import plugins  # noqa: E402
+from cosmic_ray.ast import ast_nodes, get_ast_from_path  # noqa: E402
+from cosmic_ray.mutating import mutate_code  # noqa: E402
+
+PACKAGE = ROOT / "src/accelerate_recipes"
+# What each module's tests are; not all that touch it, but those that promise what it does.
+TESTS = {
+    "args": ["test_args.py", "test_configs.py", "test_optim.py"],
+    "checkpoint": ["test_checkpoint.py", "test_lock.py"],
+    "data": ["test_data.py", "test_engine.py"],
+    "engine": ["test_engine.py", "test_metrics.py", "test_faults.py::test_chain_of_resumes", "test_faults.py::test_sigterm_to_all_processes_saves"],
+    "generation": ["test_causal_models.py"],
+    "losses": ["test_losses.py", "test_engine.py"],
+    "metrics": ["test_metrics.py", "test_engine.py"],
+    "optim": ["test_optim.py", "test_levers.py"],
+    "streams": ["test_streams.py"],
+}  # fmt: skip
+LIBRARIES = ["accelerate", "datasets", "evaluate", "hypothesis", "peft", "pytest", "transformers.models.llama.modeling_llama"]  # fmt: skip
+SECONDS = 400  # more than any module's tests take; what takes longer is a fault that was noticed
+
+
+def faults(modules: list[str]) -> dict[tuple[str, tuple], list[tuple[str, int]]]:
+    """All faults, as (operator, its occurrence in the module), by (module, place)."""
+    found = defaultdict(list)
+    for module in modules:
+        nodes = list(ast_nodes(get_ast_from_path(PACKAGE / f"{module}.py")))
+        for name in plugins.operator_names():
+            operator = plugins.get_operator(name)
+            if operator.arguments():
+                continue
+            places = (place for node in nodes for place in operator().mutation_positions(node))
+            for occurrence, place in enumerate(places):
+                found[module, place].append((name, occurrence))
+    return found
+
+
+def run_tests(module: str, source: str, log: Path) -> str:
+    """`killed`, `survived`, or `too long`: what the module's tests make of this source."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / PACKAGE.relative_to(ROOT)
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        (package / f"{module}.py").write_text(source)
+        (Path(folder) / "requirements.txt").symlink_to(ROOT / "requirements.txt")  # which the package looks for
+        child = os.fork()
+        if not child:
+            os.setsid()
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.environ |= {"PYTHONPATH": str(package.parent), "TMPDIR": folder}  # of processes that tests start, too
+            tempfile.tempdir = None
+            sys.path.insert(0, str(package.parent))
+            import pytest
+
+            tests = [str(ROOT / "tests" / test) for test in TESTS[module]]
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests])
+            os._exit(code)
+        deadline = time.monotonic() + SECONDS
+        try:
+            while time.monotonic() < deadline:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    return "killed" if status else "survived"
+                time.sleep(0.1)
+            return "too long"
+        finally:
+            try:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=200, help="How many faults to plant.")
+    parser.add_argument("--seed", type=int, default=0, help="Which faults are drawn.")
+    parser.add_argument("--modules", nargs="+", default=list(TESTS), choices=list(TESTS), help="Where to plant them.")
+    parser.add_argument(
+        "--log", type=Path, default=Path(tempfile.gettempdir()) / "mutant.log", help="What pytest says."
+    )
+    args = parser.parse_args()
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    sources = {module: (PACKAGE / f"{module}.py").read_text() for module in args.modules}
+    for module, source in sources.items():
+        if (outcome := run_tests(module, source, args.log)) != "survived":
+            sys.exit(f"the tests of {module} fail without a fault ({outcome}): see {args.log}")
+    places = faults(args.modules)
+    generator = random.Random(args.seed)
+    chosen = generator.sample(sorted(places), min(args.number, len(places)))
+    counts, survivors = Counter(), []
+    for number, (module, place) in enumerate(chosen, 1):
+        operator, occurrence = generator.choice(places[module, place])
+        mutated = mutate_code(sources[module], plugins.get_operator(operator)(), occurrence)
+        outcome = run_tests(module, mutated, args.log)
+        counts[outcome] += 1
+        print(f"{number}/{len(chosen)} {module}.py:{place[0][0]} {operator.split('/')[1]}: {outcome}", flush=True)
+        if outcome == "survived":
+            survivors.append((module, place[0][0], mutated))
+    print(f"\n{len(places)} places; " + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    for module, line, mutated in survivors:
+        lines = difflib.unified_diff(sources[module].splitlines(), mutated.splitlines(), n=0, lineterm="")
+        print(f"\n{module}.py:{line}\n" + "\n".join(list(lines)[3:]))
+
+
+if __name__ == "__main__":
+    main()
