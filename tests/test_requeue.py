@@ -59,6 +59,16 @@ def test_three_attempts_without_progress(attempt, tmp_path):
     assert lines[0] == {"job": "5", "restarts": 0, **crashed} and len(lines) == 9
 
 
+def test_a_checkpoint_that_the_status_does_not_know(attempt, tmp_path):
+    """Killed between its name and the status: it counts all the same; one without its name does not."""
+    for name in ("checkpoint-12", "checkpoint-15.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "complete.json").touch()
+    assert attempt("5", 0, state="crashed", reason="gone", step=10) == (REQUEUE, "crashed at step 12: gone")
+    assert attempt("5", 1, state="running", step=12) == (REQUEUE, "killed at step 12")
+    assert attempt("5", 2)[0] == FAIL
+
+
 def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
     """Which did not come as far as to write it: the nodes did not find each other, or Python was not there."""
     attempt("5", 0, state="failed", reason="a bad row", step=10)

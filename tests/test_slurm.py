@@ -325,7 +325,7 @@ def test_wrong_requests(jobs, tmp_path):
         "--total_batch_size 7",
         "unknown argument 'lerning_rate'",
         "model 'no/model' is not in",
-        "--output_dir /proc/out: /proc cannot be written to",
+        "--output_dir /proc/out cannot be written to: ",
         "invalid partition specified: nowhere",
         "nothing was queued",
     ):
