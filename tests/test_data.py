@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -51,6 +52,21 @@ def test_pack_keeps_every_token_once_and_whole_where_it_fits():
         assert mine[-1][1] == length
     # No better packing exists than one without gaps; best fit comes close.
     assert len(rows) <= 1.02 * math.ceil(sum(lengths) / 16)
+
+
+def test_pack_is_best_fit():
+    """By a search of all rows: the longest first, each into the row in which it leaves the least, of those the latest."""
+    lengths = np.random.default_rng(2).integers(1, 20, size=300).tolist()
+    pieces = [(d, start, min(start + 16, n)) for d, n in enumerate(lengths) for start in range(0, n, 16)]
+    rows, left = [], {}
+    for piece in sorted(pieces, key=lambda piece: -(piece[2] - piece[1])):
+        length = piece[2] - piece[1]
+        row = min((row for row in left if left[row] >= length), key=lambda row: left[row], default=len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(piece)
+        left = {row: left.pop(row, 16) - length} | left  # the latest that changed comes first
+    assert pack(lengths, max_length=16) == rows
 
 
 def test_rows_hold_the_documents(packed):
@@ -256,6 +272,13 @@ def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
     with pytest.raises(ValueError):
         cached(tmp_path / "d", {}, fail, is_builder=True)
     assert not (tmp_path / "d").exists()
+
+    def build_when_another_node_has(folder):
+        shutil.copytree(first, folder.with_name(folder.name.split(".")[0]))
+        (folder / "x").write_text("2")
+
+    theirs = cached(tmp_path / "e", {}, build_when_another_node_has, is_builder=True)
+    assert (theirs / "x").read_text() == "1" and list((tmp_path / "e").iterdir()) == [theirs]
 
 
 @pytest.mark.parametrize("epochs, steps", [(1.0, 25), (0.5, 13), (0.01, 1), (2.5, 63)])

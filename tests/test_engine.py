@@ -94,36 +94,56 @@ def test_five_losses_are_those_of_trainer(tmp_path):
     assert our_losses() == pytest.approx(trainer_losses(tmp_path), rel=1e-5)
 
 
-def records_of_a_run(tmp_path, logging_steps: int) -> list[dict]:
-    """What `train` logs of its steps, with a checkpointer that saves nothing."""
-    args = replace(ARGS, output_dir=str(tmp_path / str(logging_steps)), logging_steps=logging_steps)
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = prepare(accelerator, make_model(), args)
-    checkpointer = SimpleNamespace(
-        accelerator=accelerator, args=args, resumed_from=None, newest=None, data_states=[],
-        resume=lambda: 0, save=lambda step, data_state: None, wait=lambda: None,
-    )  # fmt: skip
-    records = train(
-        accelerator, model, optimizer, make_scheduler(optimizer, args, args.max_steps),
-        make_train_loader(make_rows(), args, 0, 1), args,
-        total_steps=args.max_steps, loss_fn=next_token_loss, count_fn=count_next_tokens,
-        evaluate_fn=lambda step: {"loss": 0.0}, checkpointer=checkpointer, flops_per_token=1e6,
-    )  # fmt: skip
-    return [record for record in records if "loss" in record]
-
-
-def test_every_target_counts_in_the_log(tmp_path, monkeypatch, capsys):
-    """Steps with unequal numbers of targets: mean loss, tokens/s and MFU of one step, and of several."""
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Trains for 5 steps with a checkpointer that saves nothing; returns what is logged of steps, and what was due when."""
     monkeypatch.setattr(stop, "listen", lambda output_dir: None)
+
+    def train_with(**changes) -> tuple[list[dict], list[tuple]]:
+        done = []
+        args = replace(ARGS, output_dir=str(tmp_path / str(changes)), **changes)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepare(accelerator, make_model(), args)
+        checkpointer = SimpleNamespace(
+            accelerator=accelerator, args=args, resumed_from=None, newest=None, data_states=[],
+            resume=lambda: 0, save=lambda step, data_state: done.append(("save", step)), wait=lambda: None,
+        )  # fmt: skip
+
+        def evaluate_fn(step: int) -> dict[str, float]:
+            done.append(("evaluate", step))
+            return {"loss": 0.0}
+
+        records = train(
+            accelerator, model, optimizer, make_scheduler(optimizer, args, args.max_steps),
+            make_train_loader(make_rows(), args, 0, 1), args,
+            total_steps=args.max_steps, loss_fn=next_token_loss, count_fn=count_next_tokens,
+            evaluate_fn=evaluate_fn, checkpointer=checkpointer, flops_per_token=1e6,
+        )  # fmt: skip
+        return [record for record in records if "loss" in record], done
+
+    return train_with
+
+
+def test_what_is_due_at_a_step(run):
+    """Evaluations before the first step, every so many, and behind the last; a save behind the evaluation."""
+    records, done = run(logging_steps=3, eval_steps=2, save_steps=4)
+    assert [record["step"] for record in records] == [3, 5]
+    assert done == [("evaluate", 0), ("evaluate", 2), ("evaluate", 4), ("save", 4), ("evaluate", 5), ("save", 5)]
+    _, done = run(eval_steps=0, save_steps=0)
+    assert done == [("evaluate", 0), ("evaluate", 5), ("save", 5)]
+
+
+def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
+    """Steps with unequal numbers of targets: mean loss, tokens/s and MFU of one step, and of several."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
     batches = itertools.islice(make_train_loader(make_rows(), ARGS, 0, 1), 2 * ARGS.max_steps)
     micro = [count_next_tokens(batch).item() for batch in batches]
     counts = np.add(micro[::2], micro[1::2])
     assert len(set(counts)) > 2, "the steps must differ"
-    steps = records_of_a_run(tmp_path, logging_steps=1)
+    steps, _ = run(logging_steps=1)
     step_losses = np.array([record["loss"] for record in steps])
     capsys.readouterr()
-    windows = records_of_a_run(tmp_path, logging_steps=2)
+    windows, _ = run(logging_steps=2)
     assert [record["step"] for record in windows] == [2, 4, 5]
 
     for records in (steps, windows):

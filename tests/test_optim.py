@@ -144,6 +144,13 @@ def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
     assert len(set(found[STEPS:])) == 1
 
 
+def test_a_run_that_ends_before_the_peak_is_told(capsys):
+    rates(warmup_steps=STEPS)
+    assert capsys.readouterr().err.startswith("warning: --warmup_steps")
+    rates(warmup_steps=STEPS - 1)
+    assert not capsys.readouterr().err
+
+
 def test_by_default_to_zero():
     assert rates(warmup_steps=0.25)[STEPS] == pytest.approx(0)
     assert rates(warmup_steps=0.25)[5] == 0.5
