@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-slow test-long test-hub test-slurm test-image mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-slurm test-image mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -24,6 +24,12 @@ demo-t5: .venv/recipes
 
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
+
+# For the inner loop of an editor: what starts no runs.
+FAST := args attention changed_data checkpoint chess_rules configs data engine init layout metrics metrics_of_texts models \
+	optim recipe requeue rows
+test-fast: .venv/dev
+	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow and not long"

@@ -81,3 +81,14 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "tokens_seen": 4096,
         "retries": 2,
     }
+
+
+def test_a_step_has_its_evaluation_or_not(tmp_path):
+    """By which a run that was stopped between the two knows what is left to do."""
+    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops_per_token=None)
+    window = metrics.Window()
+    window.add(torch.tensor(2.0), torch.tensor(1), samples=1, seconds=1, data_seconds=0)
+    for step in (2, 4):
+        log.log_step(step, window, grad_norm=1.0, lr=0.1, gib=1.0, counts={})
+    log.log_evaluation(4, {"loss": 1.0})
+    assert [log.has_evaluation(step) for step in (0, 2, 4)] == [False, False, True]
