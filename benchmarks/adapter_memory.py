@@ -3,9 +3,9 @@
     python benchmarks/adapter_memory.py --config_file accelerate_configs/fsdp_full.yaml --out benchmarks/results/adapter_memory
     python benchmarks/adapter_memory.py --mixture --out benchmarks/results/adapter_memory_mixture
 
-A Llama of the sizes below, or a mixture of experts, is written to a folder; for each way two processes load it as a recipe does, and take two
-optimizer steps. Counted are this process's shards, after the second backward pass; the peak is above the imports and
-from the time that the model is sharded: resident set on a CPU, allocated tensors on a GPU.
+A Llama of the sizes below, or a mixture of experts, is written to a folder; for each way two processes load it as a
+recipe does, and take two optimizer steps. Counted are this process's shards, after the second backward pass; the peak is
+above the imports and from the time that the model is sharded: resident set on a CPU, allocated tensors on a GPU.
 """
 
 import argparse

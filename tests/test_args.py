@@ -31,6 +31,61 @@ def test_names_are_those_of_training_arguments():
     assert {field.name for field in fields(TrainArgs)} - theirs == OURS
 
 
+# Each argument's default, and its range. Who changes one changes what people's commands do.
+DEFAULTS = {
+    "output_dir": ("outputs/run", None),
+    "resume_from_checkpoint": ("latest", None),
+    "seed": (42, "at least 0"),
+    "full_determinism": (False, None),
+    "num_train_epochs": (1.0, "at least 0, and at most 1000000.0"),
+    "max_steps": (-1, "at least -1"),
+    "total_batch_size": (16, "at least 1"),
+    "per_device_train_batch_size": (1, "at least 1"),
+    "per_device_eval_batch_size": (8, "at least 1"),
+    "learning_rate": (1e-05, "at least 0, and at most 1"),
+    "lr_scheduler_type": ("cosine", None),
+    "min_lr_ratio": (0.0, "at least 0, and at most 1"),
+    "warmup_steps": (0.03, "at least 0"),
+    "weight_decay": (0.1, "at least 0, and at most 1000"),
+    "adam_beta1": (0.9, "at least 0, and below 1"),
+    "adam_beta2": (0.95, "at least 0, and below 1"),
+    "adam_epsilon": (1e-08, "at least 1e-30, and at most 1"),
+    "optim": ("adamw_torch_fused", None),
+    "max_grad_norm": (1.0, "at least 0"),
+    "prefetch_layers": (0, "at least 0"),
+    "checkpoint_every_n_layers": (1, "at least 1"),
+    "reduce_dtype": ("fp32", None),
+    "logging_steps": (10, "at least 1"),
+    "eval_steps": (0, "at least 0"),
+    "save_steps": (500, "at least 0"),
+    "save_minutes": (0.0, "at least 0"),
+    "save_total_limit": (2, "at least 0"),
+    "keep_every_n_steps": (0, "at least 0"),
+    "metric_for_best_model": ("", None),
+    "greater_is_better": (None, None),
+    "async_save": (True, None),
+    "dataloader_num_workers": (0, "at least 0, and at most 1024"),
+    "ddp_timeout": (1800, "at least 1"),
+    "step_timeout": (300, "at least 1"),
+    "report_to": ("none", None),
+    "use_peft": (False, None),
+    "load_in_4bit": (False, None),
+    "lora_r": (16, "at least 1, and at most 65536"),
+    "lora_alpha": (32, "at least 1"),
+    "lora_dropout": (0.05, "at least 0, and below 1"),
+    "lora_target_modules": (["all-linear"], None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "merge_adapter": (False, None),
+}
+
+
+def test_defaults_and_ranges():
+    ranges = {field.name: field.metadata.get("choices") for field in fields(TrainArgs)}
+    found = {name: (getattr(TrainArgs(), name), ranges[name]) for name in ranges}
+    assert {k: (v, str(r) if isinstance(r, Range) else None) for k, (v, r) in found.items()} == DEFAULTS
+
+
 def test_defaults_then_preset_then_flags(tmp_path):
     preset = tmp_path / "preset.yaml"
     preset.write_text("learning_rate: 1e-3\nseed: 7\n")  # PyYAML reads 1e-3 as a string
