@@ -79,7 +79,7 @@ class Trainer(RecipeTrainer, DPOTrainer):
 
 
 def pair_file(args: Args, positions: Path) -> Path:
-    """By what decides its content: a run whose --reject, model or games changed makes its own."""
+    """Name the file of pairs after what decides its content: another --reject, model or games makes its own."""
     model = [args.model_name_or_path, hub.version("model", args.model_name_or_path)]
     key = json.dumps([args.reject, model, positions.name]).encode()
     return Path(args.output_dir) / f"pairs-{xxhash.xxh64_hexdigest(key)}.jsonl"

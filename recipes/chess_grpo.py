@@ -114,7 +114,7 @@ def requirements(args: Args) -> Requirements:
 
 class Trainer(RecipeTrainer, GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[str]):
-        """As the model was trained: a begin token, then the moves."""
+        """Tokenize prompts as the model was trained: a begin token, then the moves."""
         return [prompt_of(self.processing_class, prompt.split()) for prompt in prompts], None, {}
 
 

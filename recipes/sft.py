@@ -129,7 +129,7 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
 
 
 def beginning(row: dict) -> str:
-    """What of a row the model is asked: the messages up to the first answer, the prompt, or, of a text, all of it."""
+    """Return what a row asks the model: the messages up to the first answer, the prompt, or, of a text, all of it."""
     (asked,) = (row[name] for name in sorted(row) if name != "completion")
     if "messages" in row:
         asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", asked)) or asked
@@ -137,7 +137,7 @@ def beginning(row: dict) -> str:
 
 
 class HeldOutRows(torch.utils.data.Dataset):
-    """As trl prepared them; number -1 is a row without targets."""
+    """Held-out rows as trl prepared them; number -1 is a row without targets."""
 
     def __init__(self, rows: datasets.Dataset):
         self.rows = rows

@@ -52,7 +52,7 @@ class Adapter:
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
-    """How `from_pretrained` is to load a model: in the dtype of trained weights; of frozen ones, that which they compute in.
+    """Choose how `from_pretrained` loads: trained weights in their dtype, frozen ones in the one they compute in.
 
     With --load_in_4bit the linear layers but the output layer are rounded to NF4 with double quantization, block by
     block, and packed into numbers of that dtype: FSDP2 shards floating-point parameters only, and gathers them in the
@@ -122,7 +122,7 @@ def candidates(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of the names that end with one of `ends`, which are whole parts of a name."""
+    """Return the names that end with one of `ends`, which are whole parts of a name."""
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
@@ -186,7 +186,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
 
 
 def read_config(checkpoint: Path) -> "LoraConfig":
-    """That of the adapters that a checkpoint holds."""
+    """Read PEFT's configuration of the adapters in a checkpoint."""
     from peft import LoraConfig
 
     return LoraConfig.from_pretrained(checkpoint)
@@ -214,7 +214,7 @@ def base_of(config: "LoraConfig") -> dict[str, str | None]:
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
-    """That of a prepared model."""
+    """Return the adapter of a prepared model, or None."""
     return next((vars(module)["adapter"] for module in model.modules() if "adapter" in vars(module)), None)
 
 
@@ -248,7 +248,7 @@ def weight_of(name: str, layer: "LoraLayer") -> str:
 
 
 def is_of_experts(layer: "LoraLayer") -> bool:
-    """Whether it adapts a parameter of a module, as those of experts are, and not a linear layer."""
+    """Tell whether a layer of PEFT's adapts a parameter of a module, as experts are, and not a linear layer."""
     from peft.tuners.lora import ParamWrapper
 
     return isinstance(layer, ParamWrapper)
@@ -257,7 +257,7 @@ def is_of_experts(layer: "LoraLayer") -> bool:
 def names_in_files(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
 ) -> dict[str, list[str]]:
-    """For each weight by its name in the model: its own in the files, or those of the parts that transformers joins in it.
+    """Map each weight's name in the model to its name in the files, or to those of the parts that it is joined of.
 
     `model` is on the meta device, without adapters.
 
@@ -295,7 +295,7 @@ def merged(
 
     @lru_cache(2)
     def deltas(weight: str) -> dict[str, torch.Tensor]:
-        """By the names in the files: cutting and turning a weight commutes with adding to it."""
+        """Return what is added, by the names in the files: cutting and turning a weight commutes with adding to it."""
         delta = delta_of(*layers[weight], adapter)
         return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
 
@@ -313,7 +313,7 @@ def merged(
 
 
 def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What an adapter adds to its weight, in fp32: (out, in), of experts (experts, out, in) as far as they are not transposed.
+    """Compute what an adapter adds to its weight, in fp32: (out, in), of experts (experts, out, in) unless transposed.
 
     As `get_delta_weight` of PEFT's layers, which are without values here.
     """
@@ -327,6 +327,6 @@ def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor])
 
 
 def peft_name(name: str) -> str:
-    """In adapter_model.safetensors, as PEFT names it."""
+    """Return PEFT's name of a tensor in adapter_model.safetensors."""
     name = name.replace(f"lora_magnitude_vector.{NAME}.weight", "lora_magnitude_vector")
     return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"

@@ -94,7 +94,7 @@ def arg(default: Any, help: str, *, choices: Sequence[str] | None = None, **boun
 
 @dataclass
 class TrainArgs:
-    """What every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
+    """Arguments that every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
 
     output_dir: str = arg("outputs/run", "Checkpoints, metrics.jsonl, args.yaml and export/ are written here.")
     resume_from_checkpoint: str = arg(
@@ -179,7 +179,7 @@ class TrainArgs:
     elsewhere = ()
 
     def problems(self, world_size: int) -> list[str]:
-        """What contradicts each other in these values, each in its range; one sentence each. A recipe adds its own."""
+        """List what contradicts each other in these values, one sentence each. A recipe adds its own."""
         found = []
         if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
             found.append(
@@ -211,7 +211,7 @@ class TrainArgs:
         return found + batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
 
     def adapter_problems(self) -> list[str]:
-        """What is wrong with the arguments of adapters, one sentence each."""
+        """List what is wrong with the arguments of adapters, one sentence each."""
         names = [name for name in TrainArgs.__dataclass_fields__ if name.startswith("lora_")]
         names += ["use_rslora", "use_dora", "merge_adapter", "load_in_4bit"]
         if not self.use_peft:
@@ -248,7 +248,7 @@ class TrainArgs:
         return found
 
     def file_problems(self, name: str, suffixes: Collection[str]) -> list[str]:
-        """Which of the files, or the file, of an argument are not there, or of no kind that is read, one sentence each."""
+        """List the files of an argument that are not there, or of no kind that is read, one sentence each."""
         found, files = [], getattr(self, name)
         for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents):
@@ -264,7 +264,7 @@ class TrainArgs:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """In which the weights that are trained are kept."""
+        """Dtype in which the trained weights are kept."""
         return torch.bfloat16 if self.optim == "adamw_bf16_kahan" else torch.float32
 
     @property
@@ -285,7 +285,7 @@ class TrainArgs:
 
 
 def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:
-    """Whether `total` sequences divide over `world_size` processes with `per_device` sequences a pass."""
+    """Check that `total` sequences divide over `world_size` processes with `per_device` sequences a pass."""
     step = per_device * world_size
     if total % step == 0:
         return []
@@ -409,7 +409,7 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds.
+    """Read a YAML file.
 
     Raises:
         ConfigError: if it cannot be read, or is none.
@@ -432,7 +432,7 @@ def check_group(
     where: str,
     errors: list[str],
 ) -> bool:
-    """Whether one flag with its values parses; if not, say why in `errors`."""
+    """Parse one flag with its values; if that fails, say why in `errors`."""
     action = parser._option_string_actions.get(flag)
     name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing is of `packing`
     if name in owned_elsewhere:

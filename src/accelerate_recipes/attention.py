@@ -1,4 +1,4 @@
-"""Which kernel computes attention, where torch's own choice is not good."""
+"""Choice of the attention kernel where torch's own is not good."""
 
 from typing import Any
 

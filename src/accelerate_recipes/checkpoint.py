@@ -76,7 +76,7 @@ NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def is_first_rank() -> bool:
-    """Before there is an Accelerator to ask."""
+    """Tell whether this is rank 0, before there is an Accelerator to ask."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
@@ -113,14 +113,14 @@ def defect(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Which file of a complete checkpoint changed since it was written, or None. Reads one part of the files."""
+    """Name a file of a complete checkpoint that changed since it was written, or None. Reads one part of the files."""
     marker = read_marker(checkpoint)
     names = sorted(marker["files"])[part::parts]
     return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
 
 
 def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
-    """How the content of a file differs from what was written, or None."""
+    """Say how the content of a file differs from what was written, or None."""
     try:
         found = checksum(checkpoint / name)
     except OSError as error:  # what a disk cannot read any more
@@ -130,7 +130,7 @@ def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
 
 
 def read_marker(checkpoint: Path) -> dict:
-    """What the marker says.
+    """Read a checkpoint's marker.
 
     Raises:
         FileNotFoundError: where there is none.
@@ -267,7 +267,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def leftovers(output_dir: Path) -> list[Path]:
-    """What killed runs left unfinished in their output directory; it is of no use."""
+    """List what killed runs left unfinished in their output directory; it is of no use."""
     found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
     unfinished = unfinished_export(output_dir / "export")
     return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
@@ -287,7 +287,7 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
-    """Whether a checkpoint can be continued with these arguments.
+    """Check that a checkpoint can be continued with these arguments.
 
     Raises:
         ConfigError: where a difference would change the model, or the order of the data under way.
@@ -306,7 +306,7 @@ class SaveError(RuntimeError):
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Whether a file could not be written: the tokenizers library has no name for that."""
+    """Tell whether an error means that a file could not be written: the tokenizers library has no name for that."""
     return isinstance(error, OSError | SafetensorError) or type(error) is Exception
 
 
@@ -412,7 +412,7 @@ class Checkpointer:
         return final
 
     def wait(self) -> None:
-        """Until no save is in flight.
+        """Wait until no save is in flight.
 
         Raises:
             SaveError: if it failed.
@@ -447,7 +447,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _all_or_none(self, unfinished: Path) -> Iterator[None]:
-        """Around a part of a save: if a rank fails in it, all raise SaveError, and what was written is removed.
+        """Make a part of a save fail on all ranks if it fails on one: all raise SaveError, what was written is removed.
 
         A rank that fails by a mistake of the program raises that.
         """
@@ -590,7 +590,7 @@ def broken_weight(model: nn.Module) -> str | None:
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
-    """Whether the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
+    """Check that the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
 
     Raises:
         ConfigError: if they were trained in another, by its weights, whatever its name.
@@ -611,7 +611,7 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
 
 
 def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None:
-    """Whether the checkpoint holds this model.
+    """Check that the checkpoint holds this model.
 
     Raises:
         ConfigError: naming the first parameter that differs, with both shapes.
@@ -657,7 +657,7 @@ def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
 
 
 def score(checkpoint: Path, args: TrainArgs) -> float | None:
-    """How good `metric_for_best_model` was at the checkpoint's step, greater being better.
+    """Return `metric_for_best_model` at the checkpoint's step, with the sign that makes greater better.
 
     None: it was not measured, or is not finite, or the file that says it is damaged.
     """
@@ -817,7 +817,7 @@ def write_export(
 
 
 def unfinished_export(out: Path) -> Path:
-    """Where an export is written before it takes its place."""
+    """Return the folder in which an export is written before it takes its place."""
     return out.with_name(f"{out.name}.partial")
 
 
@@ -828,7 +828,7 @@ def list_files(export: Path) -> None:
 
 
 def listed_files(folder: Path) -> set[str]:
-    """What an export has written into a folder; empty where none has."""
+    """List what an export has written into a folder; empty where none has."""
     try:
         return set(json.loads((folder / EXPORT).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -836,7 +836,7 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def check_replaceable(out: Path, base_model: str) -> None:
-    """Whether an export can be written there: into a new or empty folder, or in place of an earlier export.
+    """Check that an export can be written there: into a new or empty folder, or in place of an earlier export.
 
     Raises:
         ConfigError: where something else would be removed, or the model that the run began with.
@@ -912,7 +912,7 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
 
 
 def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
-    """The same of the model that the adapters of `checkpoint/state` belong to, with them merged in.
+    """Write the model that the adapters of `checkpoint/state` belong to, with them merged in.
 
     Weights are named as in its files, which are mapped into memory: of what is read, no more than a shard is kept.
     """
@@ -939,7 +939,7 @@ def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Of the model in `checkpoint/state`, by their names in it; on the meta device."""
+    """List the tensors of the model in `checkpoint/state` by their names in it, on the meta device."""
     metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
     return {
         key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")

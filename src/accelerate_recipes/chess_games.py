@@ -25,7 +25,7 @@ VERSION = 3  # of what is prepared; raised when that changes, so that nobody fin
 
 @dataclass
 class GamesArgs:
-    """Which games a recipe reads. Goes before TrainArgs in the bases of its arguments."""
+    """Arguments that say which games a recipe reads. Goes before TrainArgs in the bases of a recipe's arguments."""
 
     dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
     dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
@@ -51,12 +51,12 @@ class GamesArgs:
 
     @property
     def game_datasets(self) -> list[hub.Dataset]:
-        """What is read of the Hub."""
+        """List the datasets that are read from the Hub."""
         return [] if self.train_files else [hub.Dataset(self.dataset_name, files=self.dataset_files)]
 
     @property
     def game_source(self) -> str:
-        """For people."""
+        """Name of the games' source, for people."""
         return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
 
     @property
@@ -65,7 +65,7 @@ class GamesArgs:
 
     @property
     def game_key(self) -> list:
-        """By which the cache knows whether it has read these files."""
+        """Key by which the cache knows whether it has read these files."""
         if self.train_files:
             return hub.file_versions(self.train_files)
         version = hub.version("dataset", self.dataset_name, self.dataset_files)
@@ -185,7 +185,7 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def is_heldout(text: str, heldout_share: float) -> bool:
-    """Of a game, by the hash of its moves."""
+    """Tell whether a game is held out, by the hash of its moves."""
     return xxhash.xxh64_intdigest(text.encode()) < int(heldout_share * 2**64)
 
 
@@ -218,7 +218,7 @@ def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
 
 
 def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray:
-    """Which of the games of all files have no defect, (number of games,) bool.
+    """Return which games of all files have no defect, (number of games,) bool.
 
     Raises:
         ConfigError: naming those that have one, unless `args.skip_bad_games`.

@@ -25,7 +25,7 @@ RULES = ["illegal", "not_played"]
 
 
 def is_worse(position: dict, move: str, rule: str) -> bool:
-    """Whether a model's `move` is one to be rejected, beside the one that was played. Empty: it ended the game there."""
+    """Tell whether a model's `move` is to be rejected, beside the one that was played. Empty: it ended the game."""
     return move != position["move"] and (rule == "not_played" or not is_legal(position["prefix"], move))
 
 

@@ -19,17 +19,17 @@ def answer(completion: str) -> str:
 
 
 def is_a_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Whether the answer is a move that some piece could make on some board."""
+    """Reward an answer that is a move which some piece could make on some board."""
     return [float(answer(completion) in UCI_MOVES) for completion in completions]
 
 
 def is_legal_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Whether it is one in this position."""
+    """Reward an answer that is a legal move in its position."""
     return [float(is_legal(p.split(), answer(c))) for p, c in zip(prompts, completions, strict=True)]
 
 
 def is_played_move(prompts: list[str], completions: list[str], move: list[str], **columns) -> list[float]:
-    """Whether it is the move that was played."""
+    """Reward an answer that is the move that was played."""
     return [float(answer(c) == played) for c, played in zip(completions, move, strict=True)]
 
 

@@ -62,7 +62,7 @@ def defect_of_moves(moves: object) -> str:
 
 
 def defect_of_game(moves: list[str]) -> str:
-    """What is wrong with a game, or an empty string."""
+    """Say what is wrong with a game, or return an empty string."""
     if not moves:
         return "it has no moves"
     legal = legal_part(moves)
@@ -72,7 +72,7 @@ def defect_of_game(moves: list[str]) -> str:
 
 
 def is_legal(prefix: list[str], move: str) -> bool:
-    """Whether `move` may follow the legal moves `prefix`."""
+    """Tell whether `move` may follow the legal moves `prefix`."""
     return len(legal_part([*prefix, move])) > len(prefix)
 
 
@@ -162,7 +162,7 @@ def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
 
 
 def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
-    """For each move the one that most often comes next, in whatever position; "" stands for the start of a game.
+    """Map each move to the one that most often comes next, in whatever position; "" stands for the start of a game.
 
     The baseline: what can be known of the next move without knowing the board.
     """

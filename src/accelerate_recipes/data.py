@@ -232,13 +232,13 @@ class StepOrder(Sampler[list[int]]):
         return permutation(num_rows, seed, epoch)
 
     def share_of(self, rows: list[int]) -> list[int]:
-        """Which of a global batch are this rank's."""
+        """Return this rank's share of a global batch."""
         share = len(rows) // self.world_size
         return rows[self.rank * share : (self.rank + 1) * share]
 
 
 class LengthOrder(StepOrder):
-    """The same with rows of similar length together, in a global batch and, more so, in a micro-batch.
+    """Order like StepOrder's, with rows of similar length together in a global batch and, more so, in a micro-batch.
 
     `lengths` has any number for each row that grows with its cost. The ranks' micro-batches of one forward pass are
     neighbours in length, since the ranks wait for the slowest.
@@ -284,7 +284,7 @@ class StepLoader(DataLoader):
     content = ""
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks.
+        """Begin behind `step` optimizer steps; call it before iterating. `states` are what `state` gave on all ranks.
 
         Raises:
             ConfigError: for the state of other rows.
@@ -293,7 +293,7 @@ class StepLoader(DataLoader):
         self.batch_sampler.start_step = step
 
     def state(self) -> dict:
-        """What a checkpoint needs besides the step: of which rows it is."""
+        """Return what a checkpoint needs besides the step: of which rows it is."""
         return {"content": self.content}
 
     def counts(self) -> dict[str, int]:

@@ -47,7 +47,7 @@ def num_accelerators() -> int:
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """What is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
+    """List what is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
 
     `num_devices` is the number of accelerators of this machine, 0 on a CPU. Also used by preflight, before
     anything is launched.
@@ -141,7 +141,7 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 
 
 def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
-    """Which arguments the strategy that `accelerate launch` described in `env` cannot follow, one sentence each.
+    """List the arguments that the strategy of `accelerate launch`, as in `env`, cannot follow, one sentence each.
 
     `num_devices`: GPUs of a machine, as for `environment_problems`.
     """
@@ -194,7 +194,7 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 
 def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
-    """What runs but is probably not what was meant."""
+    """List what runs but is probably not what was meant."""
     local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
     if local_world < num_devices:
         return [
@@ -207,7 +207,7 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
 
 
 def launch_problems(args: TrainArgs) -> list[str]:
-    """What is wrong with this launch, on this machine, with these arguments."""
+    """List what is wrong with this launch, on this machine, with these arguments."""
     num_devices = num_accelerators()
     return environment_problems(os.environ, num_devices) + lever_problems(args, os.environ, num_devices)
 
@@ -370,7 +370,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:
-    """Where new parameters are put: FSDP1 and CPU offload take them from the CPU."""
+    """Return the device of new parameters: FSDP1 and CPU offload take them from the CPU."""
     on_cpu = accelerator.distributed_type == DistributedType.FSDP and (
         not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     )
@@ -392,7 +392,7 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
 
 
 def recompute_every(model: nn.Module, n: int) -> None:
-    """Of the layers whose activations Accelerate has recomputed, keep that for the first and each n-th after it.
+    """Recompute activations in the first and each n-th layer after it, of those that Accelerate has wrapped for that.
 
     The others keep their activations: the wrapper, which is part of their parameters' names, calls them as they are.
     """
@@ -459,7 +459,7 @@ def num_replicas(accelerator: Accelerator) -> int:
 
 
 def strategy_name(accelerator: Accelerator) -> str:
-    """In words, as in the first log line, the checkpoint and the model card."""
+    """Name the strategy in words, for the first log line, the checkpoint and the model card."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return "DDP" if accelerator.num_processes > 1 else "single process"
     plugin = accelerator.state.fsdp_plugin
@@ -507,7 +507,7 @@ def report_strategy(
 
 @contextlib.contextmanager
 def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: communicate no more than must be.
+    """Communicate no more than must be in forward and backward of one micro-batch.
 
     DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole gradients until
     the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
@@ -533,7 +533,7 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
 
 
 def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Each rank's value, on every rank."""
+    """Gather each rank's value on every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -542,7 +542,7 @@ def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
 
 
 def on_first_rank(compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on every rank; what it raises there, raised on every rank."""
+    """Return on every rank what `compute` returns on rank 0, and raise on every rank what it raises there."""
     found = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -558,7 +558,7 @@ def on_first_rank(compute: Callable[[], T]) -> T:
 
 
 def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
-    """What `compute` returns, on every rank; the first of each machine fills the caches that the others then find.
+    """Call `compute` on every rank; the first of each machine fills the caches that the others then find.
 
     What it raises on a rank is raised on every rank: to wait for one that failed would be an error of its own.
     """
@@ -577,7 +577,7 @@ def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """In place, on the device, without waiting for it."""
+    """Sum a tensor over the ranks, in place, on the device, without waiting for it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor

@@ -43,7 +43,7 @@ class Unavailable(Exception):
 
 @dataclass
 class Plan:
-    """What is to be fetched of one repository."""
+    """Files to fetch from one repository."""
 
     repo_type: str
     name: str
@@ -176,7 +176,7 @@ def files_of_model(plan: Plan, listed: dict[str, dict], weights: bool) -> dict[s
 
 
 def files_of_config(api: HfApi, plan: Plan, need: Dataset) -> dict[str, dict]:
-    """As `datasets` finds them; how it would read them is noted in the plan."""
+    """List the files of a configuration as `datasets` finds them; how it would read them is noted in the plan."""
     try:
         builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
     except ValueError as error:  # names the configurations that there are
@@ -218,7 +218,7 @@ def existing(path: Path) -> Path:
 
 
 def write_manifest(plan: Plan, recipe: str) -> None:
-    """Before the files, so that what a killed download lacks is known; with what earlier downloads asked for.
+    """Write the manifest, before the files: what a killed download lacks is known. Earlier downloads stay in it.
 
     The same asked again, such as a pattern with another `max_shards`, takes the place of what it was.
     """
@@ -296,7 +296,7 @@ def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
 
 
 def checksum(file: Path, kind: str) -> str:
-    """As the Hub has it: `sha256` of a large file, `git-sha1`, that of its git object, of a small one."""
+    """Compute a checksum as the Hub has it: `sha256` of a large file, `git-sha1`, of the git object, of a small one."""
     if kind == "sha256":
         with file.open("rb") as stream:
             return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
@@ -321,7 +321,7 @@ def listing() -> str:
 
 
 def total(files: dict[str, dict]) -> int:
-    """In bytes."""
+    """Size of all files, in bytes."""
     return sum(entry["size"] for entry in files.values())
 
 

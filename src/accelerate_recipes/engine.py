@@ -41,13 +41,13 @@ class TrainLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Before iterating: begin behind `step` optimizer steps. `states` are what `state` gave on all ranks."""
+        """Begin behind `step` optimizer steps; called before iterating. `states` are what `state` gave on all ranks."""
 
     def state(self) -> dict:
-        """What a checkpoint needs besides the step, in numbers and strings."""
+        """Return what a checkpoint needs besides the step, in numbers and strings."""
 
     def counts(self) -> dict[str, int]:
-        """What this rank has read so far, for the log, which adds the ranks' counts up."""
+        """Count what this rank has read so far, for the log, which adds the ranks' counts up."""
 
 
 class NonFiniteError(RuntimeError):
@@ -62,7 +62,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Step(NamedTuple):
-    """What one optimizer step did; equal on all ranks, tensors are scalars on the device."""
+    """Result of one optimizer step; equal on all ranks, tensors are scalars on the device."""
 
     loss: torch.Tensor  # mean over all targets, in nats per token
     grad_norm: torch.Tensor  # before clipping
@@ -83,7 +83,7 @@ def train_step(
     wants_save: bool = False,
     is_uneven: bool = False,
 ) -> Step:
-    """One optimizer step on this rank's micro-batches, which lie on its device.
+    """Take one optimizer step on this rank's micro-batches, which lie on its device.
 
     Raises:
         NonFiniteError: before the weights change.
@@ -264,7 +264,7 @@ def evaluate_and_save(
     save: bool,
     stopped: Stopped | None,
 ) -> bool:
-    """What is due after a step and its log line.
+    """Evaluate and save, as far as that is due after a step and its log line.
 
     `save`: a rank wants a checkpoint; `stopped`: a rank was asked to stop, so that a save is all that is still due.
 
@@ -351,7 +351,7 @@ def evaluate_loss(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Without waiting, when the loader pins its memory. A packed batch of trl's has numbers among its tensors."""
+    """Copy a batch to the device, without waiting if its memory is pinned. A packed batch of trl's has numbers, too."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()

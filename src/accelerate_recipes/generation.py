@@ -77,8 +77,10 @@ def generate_texts(
 
 
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
-    """What lies outside the wrapped layers is gathered when the model is called, but `generate` calls parts of it by
-    themselves: FSDP1's inner module, an encoder. Under FSDP2 `generate` counts as a call (see `distributed.prepare`).
+    """Gather what lies outside the wrapped layers.
+
+    Calling the model does that, but `generate` calls parts of it by themselves: FSDP1's inner module, an encoder. Under
+    FSDP2 `generate` counts as a call (see `distributed.prepare`).
     """
     if isinstance(model, FSDP1):
         return FSDP1.summon_full_params(model, recurse=False, writeback=False)

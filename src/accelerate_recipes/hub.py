@@ -1,4 +1,4 @@
-"""What a run reads of the Hub: at which commit, and whether it is here. Nothing in this module asks the network.
+"""Models and datasets of the Hub on this machine: at which commit, and whether whole. Nothing here asks the network.
 
 `download.py` fetches. In the cache folder of each repository it leaves a manifest, `accelerate_recipes.json`:
 
@@ -86,12 +86,12 @@ ALL = "all of it"
 
 
 def names_in(split: str) -> list[str]:
-    """Of the splits that `train[:10%]+test` is made of."""
+    """List the splits that `train[:10%]+test` is made of."""
     return [part.split("[")[0].strip() for part in split.split("+")]
 
 
 def matches(file: str, pattern: str) -> bool:
-    """As a shell does, with `**` for any folders."""
+    """Match a path as a shell does, with `**` for any folders."""
     return re.fullmatch(glob_translate(pattern), file) is not None
 
 
@@ -117,7 +117,7 @@ def read_manifest(repo_type: str, name: str) -> dict | None:
 
 
 def manifests() -> Iterator[dict]:
-    """All of the cache, by name."""
+    """Read all manifests of the cache, by name."""
     for file in sorted(Path(constants.HF_HUB_CACHE).glob(f"*/{MANIFEST}")):
         yield json.loads(file.read_text())
 
@@ -133,7 +133,7 @@ def revision(repo_type: str, name: str) -> str | None:
 
 
 def folder(repo_type: str, name: str) -> Path | None:
-    """Where the files are: `name` is a folder itself, or in the cache; None if it is neither."""
+    """Find the folder of the files: `name` itself, or one in the cache; None if it is neither."""
     if os.path.isdir(name):
         return Path(name)
     commit = revision(repo_type, name)
@@ -141,7 +141,7 @@ def folder(repo_type: str, name: str) -> Path | None:
 
 
 def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
-    """What changes when the files do that match: the commit that is read here; of a folder, size and time of each file."""
+    """Return what changes when matching files do: the commit that is read; of a folder, size and time of each file."""
     if not os.path.isdir(name):
         return [revision(repo_type, name)]
     return file_versions(sorted(str(path) for path in Path(name).glob(pattern) if path.is_file()))
@@ -153,13 +153,13 @@ def file_versions(files: Sequence[str]) -> list[list]:
 
 
 def pinned(name: str) -> dict:
-    """What makes `from_pretrained(name, ...)` read the model or tokenizer that is here, and nothing else."""
+    """Return the settings with which `from_pretrained(name, ...)` reads what is here, and nothing else."""
     here = {"local_files_only": True}
     return here if os.path.isdir(name) else here | {"revision": revision("model", name)}
 
 
 def files_of(manifest: dict, need: Need) -> list[str]:
-    """What of a manifest's files a run with this need reads; `split NAME` for a split that there is not."""
+    """List the files of a manifest that a run with this need reads; `split NAME` for a split that there is not."""
     if need.key in manifest["asked"]:
         return manifest["asked"][need.key]["files"]
     # Or part of what others asked for.
@@ -172,7 +172,7 @@ def files_of(manifest: dict, need: Need) -> list[str]:
 
 
 def absent(manifest: dict, files: list[str]) -> list[str]:
-    """Those that are not on the disk, or have another size."""
+    """List the files that are not on the disk, or have another size."""
     snapshot = repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"]
     known = manifest["files"]
     return [file for file in files if file not in known or size_of(snapshot / file) != known[file]["size"]]
@@ -186,7 +186,7 @@ def size_of(file: Path) -> int | None:
 
 
 def lacking(need: Need) -> list[str]:
-    """What of a need is not here: names of files, or what stands for them. Reads names and sizes only."""
+    """List what of a need is not here: names of files, or what stands for them. Reads names and sizes only."""
     place = folder(need.repo_type, need.name)
     if place is None:
         return [ALL]
@@ -205,7 +205,7 @@ def lacking(need: Need) -> list[str]:
 
 
 def lacking_of_model(place: Path, weights: bool) -> list[str]:
-    """What no model, or tokenizer, is without."""
+    """List what a model, or a tokenizer, lacks of the files that none is without."""
     if not weights:
         return [] if any((place / name).is_file() for name in TOKENIZERS) else ["tokenizer.json"]
     found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])

@@ -60,7 +60,7 @@ def seed_of(name: str, seed: int) -> int:
 def first_value(
     model: nn.Module, module: nn.Module, path: str, name: str, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """What the model's own rule (`_init_weights`) gives one parameter or buffer of a module: whole, on `device`.
+    """Compute what the model's own rule (`_init_weights`) gives one parameter or buffer of a module, on `device`.
 
     Meanwhile all else in the module are tensors without memory.
     """

@@ -60,7 +60,7 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 @dataclass
 class JobArgs:
-    """What the job is; the run stands behind it, from CONFIG on."""
+    """Arguments of the job; those of the run stand behind them, from CONFIG on."""
 
     name: str = arg("", "Of the job; unless given, that of the recipe.")
     namespace: str = arg("", "Unless given, the one that kubectl takes.")
@@ -97,7 +97,7 @@ class JobArgs:
 
     @property
     def instance(self) -> str:
-        """As EC2 calls it."""
+        """Type of the machines, as EC2 calls it."""
         return self.instance_type.removeprefix("ml.")
 
     @property
@@ -105,7 +105,7 @@ class JobArgs:
         return INSTANCES.get(self.instance, (0, 0))[1] if self.efa_per_node is None else self.efa_per_node
 
     def problems(self, world_size: int) -> list[str]:
-        """What is wrong with these values, one sentence each."""
+        """List what is wrong with these values, one sentence each."""
         found = []
         needed = {"image": "REGISTRY/NAME:TAG", "nodes": "4", "gpus_per_node": "8", "checkpoints_pvc": "CLAIM"}
         for name, example in needed.items():
@@ -245,7 +245,7 @@ def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
 
 
 def image_problems(config: str, plan: Plan) -> list[str]:
-    """What of a run that starts here would not do so in a pod."""
+    """List what of a run that starts here would not do so in a pod."""
     found, script = [], Path(plan.command[0])
     if script.is_absolute() or ".." in script.parts:
         found.append(
@@ -288,7 +288,7 @@ def annotations(job: JobArgs) -> dict:
 
 
 def claim(job: JobArgs) -> list[dict]:
-    """Of the volume for checkpoints, where one is to be made. Not labelled as the job's: it is to outlive it."""
+    """Claim the volume for checkpoints, where one is to be made. Not labelled as the job's: it is to outlive it."""
     if not job.checkpoints_size:
         return []
     name = {key: value for key, value in metadata(job, job.checkpoints_pvc).items() if key != "labels"}
@@ -381,7 +381,7 @@ def train_job(job: JobArgs, plan: Plan, files_name: str) -> list[dict]:
 
 
 def pod(job: JobArgs, plan: Plan, files_name: str, container: str, address: str, port: str) -> dict:
-    """What a node runs. `address` and `port`, of the first node, are variables that Kubernetes puts into the command."""
+    """Describe what a node runs. `address` and `port`, of the first node, are variables that Kubernetes fills in."""
     grace = plan.signal_seconds if job.grace_seconds is None else job.grace_seconds
     env = {
         "HOME": "/tmp",  # the user of the image need not have one
@@ -445,7 +445,7 @@ def command(plan: Plan, address: str, port: str) -> list[str]:
 
 
 def resources(job: JobArgs) -> dict:
-    """Of a pod. CPUs are asked for, not limited: a limit would throttle the processes' short bursts."""
+    """List a pod's resources. CPUs are asked for, not limited: a limit would throttle the processes' short bursts."""
     limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
     limits |= {"vpc.amazonaws.com/efa": str(job.efa)} if job.efa else {}
     limits |= {"memory": job.memory} if job.memory else {}

@@ -78,7 +78,7 @@ def acquire(file: Path, owner: dict) -> dict | None:
 
 
 def is_taken() -> bool:
-    """By this process."""
+    """Tell whether this process holds the lock."""
     return _mine is not None
 
 

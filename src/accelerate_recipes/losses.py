@@ -31,7 +31,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 
 
 def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The same loss, and the same gradients, with the logits of a few hundred tokens at a time.
+    """Compute the loss, and the gradients, of `next_token_loss` with the logits of a few hundred tokens at a time.
 
     For a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. The price is
     computing them once more in the backward pass.
@@ -132,7 +132,7 @@ def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.T
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """The same with any torch: activation checkpointing of `rows` tokens at a time. `hidden` is (N, H)."""
+    """Compute `linear_cross_entropy` with any torch, recomputing `rows` tokens at a time. `hidden` is (N, H)."""
 
     def chunk_loss(hidden, weight, bias, targets):
         return summed_cross_entropy(F.linear(hidden, weight, bias), targets)
@@ -149,7 +149,7 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What each position predicts, (B x T,). Shifting the labels rather than the logits, which would be copied."""
+    """Return what each position predicts, (B x T,). Shifts the labels rather than the logits, which would be copied."""
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
 
 

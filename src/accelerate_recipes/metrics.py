@@ -71,7 +71,7 @@ def flops_per_token(
 
 
 def trained_share(model: PreTrainedModel) -> float:
-    """Of the parameters: 1, unless there are adapters."""
+    """Share of the parameters that is trained: 1, unless there are adapters."""
     return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
@@ -95,7 +95,7 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many it holds, also packed in 4 bits."""
+    """Count the weights that a parameter holds, also packed in 4 bits."""
     return math.prod(parameter.quant_state.shape) if hasattr(parameter, "quant_state") else parameter.numel()
 
 
@@ -128,7 +128,7 @@ class Window:
 
     @property
     def mean_loss(self) -> float:
-        """In nats per token, each token counting alike."""
+        """Mean loss of the window in nats per token, each token counting alike."""
         return (self.loss_sum / self.num_targets).item()
 
 
@@ -170,7 +170,7 @@ class MetricsLog:
     def log_step(
         self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]
     ) -> None:
-        """One line for the steps of the window: mean loss, throughput of all ranks, peak memory, wait for data.
+        """Log the steps of the window in one line: mean loss, throughput of all ranks, peak memory, wait for data.
 
         `counts` are further values: those of all ranks of what was read so far, a reward.
         """

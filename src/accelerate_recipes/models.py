@@ -38,7 +38,7 @@ T5_TYPES = ("t5", "mt5", "umt5")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """With a padding token; where the model has none, it is the end token, which no loss is taken of.
+    """Load a tokenizer with a padding token; where the model has none, it is the end token, which no loss is taken of.
 
     Raises:
         ConfigError: if it has no end token either.
@@ -115,7 +115,7 @@ class Architecture:
     eos_token_id: int = arg(2, "The same.", min=0)
 
     def architecture_problems(self) -> list[str]:
-        """What no model can be made of, one sentence each."""
+        """List the sizes that no model can be made of, one sentence each."""
         found = []
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not self.head_dim and self.hidden_size % (2 * heads):
@@ -165,7 +165,7 @@ def new_config(args: Architecture) -> PreTrainedConfig:
 
 
 def vocabulary_problems(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Where model and tokenizer do not belong together, one sentence each."""
+    """List where model and tokenizer do not belong together, one sentence each."""
     found = []
     if len(tokenizer) > config.vocab_size:
         found.append(

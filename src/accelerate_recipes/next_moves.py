@@ -1,4 +1,4 @@
-"""How many of a model's next moves are legal, and how many were played, in positions of held-out games."""
+"""Shares of a model's next moves that are legal, and that were played, in positions of held-out games."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,13 +47,13 @@ class NextMoves:
         self.max_new_tokens = longest_move(tokenizer)
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """Of the greedy moves of `model`. Every rank takes its share; all get the result."""
+        """Judge the greedy moves of `model`. Every rank takes its share; all get the result."""
         prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
         texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
         return self._count([(text.split() or [""])[0] for text in texts])
 
     def baseline(self) -> dict[str, float]:
-        """Of the most frequent next move given the previous one."""
+        """Judge the most frequent next move given the previous one."""
         return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
 
     def _count(self, moves: list[str]) -> dict[str, float]:

@@ -134,7 +134,7 @@ def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """What is a sum over shards, added up; anything else as it is."""
+    """Add up a DTensor that is a sum over shards; return anything else as it is."""
     if isinstance(tensor, DTensor):
         done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=done)
@@ -176,7 +176,7 @@ def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
-    """Whether a run ends before its learning rate has come to the peak, in a sentence."""
+    """Warn, in a sentence, of a run that ends before its learning rate has come to the peak."""
     warmup = num_warmup_steps(args, total_steps)
     if warmup < total_steps:
         return []

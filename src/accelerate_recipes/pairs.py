@@ -28,7 +28,7 @@ PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
 
 @dataclass(frozen=True)
 class PairSource:
-    """Where pairs are: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
+    """Place of pairs: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
 
     A column is named by its path, such as `translation.en`.
     """
@@ -126,7 +126,7 @@ def prepare_pairs(
 
 
 def file_version(source: PairSource) -> list:
-    """What changes when a local file does, or what was downloaded."""
+    """Return what changes when a local file does, or what was downloaded."""
     if source.split:
         return hub.version("dataset", source.name, source.files or "**/*")
     return hub.file_versions([source.name])
@@ -236,7 +236,7 @@ def defect_of_pair(source: str | None, references: list[str | None] | None) -> s
 
 
 def falls_under(source: str, share: float) -> bool:
-    """Whether the hash of a source does; apart from case and white space, in which texts that repeat may differ."""
+    """Tell whether a source's hash falls under a share; case and white space, in which repeats differ, do not count."""
     text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
     return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)
 
@@ -288,7 +288,7 @@ def num_proc(num_rows: int) -> int | None:
 
 
 def cut(ids: list[int], max_length: int) -> list[int]:
-    """At most `max_length` tokens; the last, the end token, is kept."""
+    """Cut a text to `max_length` tokens; the last, the end token, is kept."""
     return ids if len(ids) <= max_length else [*ids[: max_length - 1], ids[-1]]
 
 
@@ -336,7 +336,7 @@ class Pairs(torch.utils.data.Dataset):
         return -(-source // PAD_MULTIPLE) * (target.max() + 1) + target
 
     def num_tokens(self, side: str) -> np.ndarray:
-        """Of each `source` or `target`."""
+        """Count the tokens of each `source` or `target`."""
         chunks = self.rows.data.column(f"{side}_ids").chunks
         found = np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks])
         assert len(found) == len(self), "rows with a pending selection: flatten_indices first"

@@ -78,13 +78,13 @@ def start_worker(worker: int, then: Callable[[int], None] = lambda worker: None)
 
 
 def ask_kernel(number: int) -> None:
-    """For a signal when the parent is gone."""
+    """Ask the kernel for a signal when the parent is gone."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def command_of(process: int) -> list[str]:
-    """Its arguments, the program first; empty where they cannot be read."""
+    """Return a process's arguments, the program first; empty where they cannot be read."""
     try:
         return psutil.Process(process).cmdline()
     except psutil.Error:

@@ -77,7 +77,7 @@ LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs
 
 
 def yaml_problems(path: Path) -> list[str]:
-    """What is wrong with the keys and values of an accelerate YAML, one sentence each."""
+    """List what is wrong with the keys and values of an accelerate YAML, one sentence each."""
     if not path.is_file():
         return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
     try:
@@ -127,7 +127,7 @@ def closest(key: str, known) -> str:
 
 
 def launch_environment(argv: list[str]) -> dict[str, str]:
-    """What `accelerate launch ARGV` would put into the environment of each process."""
+    """Return what `accelerate launch ARGV` would put into the environment of each process."""
     args = launch_command_parser().parse_args(argv)
     args, _, _ = _validate_launch_command(args)
     args.main_process_port = 0  # none is opened here: any will do
@@ -164,7 +164,7 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Whether the class that FSDP is to wrap is in the model."""
+    """Check that the class that FSDP is to wrap is in the model."""
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
@@ -181,7 +181,7 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
 
 
 def versions() -> tuple[list[str], list[str]]:
-    """What requirements.txt pins and is not installed; and what is, in another version."""
+    """List what requirements.txt pins and is not installed, and what is installed in another version."""
     missing, other = [], []
     file = Path(__file__).parents[2] / "requirements.txt"
     lines = file.read_text().splitlines() if file.is_file() else []  # none beside an installed copy
@@ -197,7 +197,7 @@ def versions() -> tuple[list[str], list[str]]:
 
 
 def filesystem(path: Path) -> str:
-    """Its kind, such as ext4 or nfs4."""
+    """Return the kind of the filesystem of a path, such as ext4 or nfs4."""
     place = existing(path).resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
@@ -253,7 +253,7 @@ def gib(size: int) -> str:
 
 
 def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
-    """For `accelerate launch`: the number of processes, and a hybrid config's sizes: shards in a node, replicas between."""
+    """Return flags of `accelerate launch`: processes, and a hybrid config's shards in a node and replicas between."""
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
     if "parallelism_config" in read_yaml(config):
         flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
@@ -273,14 +273,14 @@ class Plan:
 
     @property
     def signal_seconds(self) -> int:
-        """How long before its end a run must be told, so that it saves in time; 300 where it never saved."""
+        """Seconds before its end at which a run must be told, so that it saves in time; 300 where it never saved."""
         longest_save = read_status(Path(self.args.output_dir)).get("longest_save_seconds")
         # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
         return 300 if longest_save is None else 120 + 2 * math.ceil(longest_save)
 
     @property
     def assignments(self) -> str:
-        """For a job script, which bash reads."""
+        """Write assignments for a job script, which bash reads."""
         return "\n".join(
             [
                 f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}",
@@ -292,7 +292,7 @@ class Plan:
 
 
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
-    """What will run, with warnings; and the same as assignments that bash reads. See `check`.
+    """Return what will run, with warnings, and the same as assignments that bash reads. See `check`.
 
     Raises:
         ConfigError: with all problems.

@@ -1,4 +1,4 @@
-"""Where the library meets a recipe: running one, and loading one by its path.
+"""Meeting point of library and recipe: running one, and loading one by its path.
 
 A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`, does nothing at import, and ends with
 `run(main, Args, requirements)`.
@@ -41,7 +41,7 @@ WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
 @dataclass
 class Requirements:
-    """What a run reads of the Hub: names of models with their tokenizers, of tokenizers alone, and datasets.
+    """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub.
 
     `new_model` makes the model that it begins with instead; preflight does so on the meta device.
     """
@@ -58,7 +58,7 @@ class Requirements:
 
 
 def write_problems(args: TrainArgs) -> list[str]:
-    """Which directories that a run writes to cannot be written to, one sentence each."""
+    """List the directories that a run writes to and cannot, one sentence each."""
     found = []
     for name in WRITTEN:
         directory = getattr(args, name, None)
@@ -76,7 +76,7 @@ def write_problems(args: TrainArgs) -> list[str]:
 
 
 def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[str]:
-    """What of it is not here, and what fetches it; `command` is the recipe with its arguments."""
+    """List what of the requirements is not here, and what fetches it; `command` is the recipe with its arguments."""
     found, cache = [], constants.HF_HUB_CACHE
     lacking = {need: names for need in needs if (names := hub.lacking(need))}
     for need, names in lacking.items():
@@ -93,7 +93,7 @@ def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[
 
 
 def needs_of(command: Sequence[str]) -> list[hub.Need]:
-    """What a recipe with arguments reads of the Hub.
+    """List what a recipe with arguments reads from the Hub.
 
     Raises:
         ConfigError: if they are not valid.

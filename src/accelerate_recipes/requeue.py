@@ -1,4 +1,4 @@
-"""Whether a Slurm job whose processes have ended should be put back into the queue. slurm/submit.sh asks."""
+"""Decision whether a Slurm job whose processes have ended goes back into the queue. slurm/submit.sh asks."""
 
 import json
 import os

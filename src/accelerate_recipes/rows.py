@@ -73,7 +73,7 @@ def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], so
 
 
 def is_empty(file: str) -> bool:
-    """Whether a local file has no rows; what `datasets` says of one would help nobody."""
+    """Tell whether a local file has no rows; what `datasets` says of one would help nobody."""
     if file.endswith(".parquet"):
         return pq.read_metadata(file).num_rows == 0
     with open(file, "rb") as lines:

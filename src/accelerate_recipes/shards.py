@@ -41,7 +41,7 @@ class DataError(Exception):
 
 
 class Retry(NamedTuple):
-    """What is done about a network that fails. The defaults give up after about five minutes without a byte."""
+    """Patience with a network that fails. The defaults give up after about five minutes without a byte."""
 
     tries: int = 10
     wait: float = 1.0  # seconds before the second try; doubles with each, up to `longest_wait`
@@ -107,13 +107,13 @@ def parts_of_hub_path(file: str) -> tuple[str, str, str]:
 
 
 def needs_of_shards(files: Sequence[str]) -> list[hub.Dataset]:
-    """What `named_shards` reads of the Hub."""
+    """List what `named_shards` reads from the Hub."""
     found = [parts_of_hub_path(file) for file in files if file.startswith("hf://")]
     return [hub.Dataset(name, files=glob.escape(path), streamed=True) for name, revision, path in found if not revision]
 
 
 def pinned_commit(dataset_name: str) -> str:
-    """Of what was downloaded of it; else `main`."""
+    """Return the commit of what was downloaded of a dataset; else `main`."""
     manifest = hub.read_manifest("dataset", dataset_name)
     return manifest["revision"] if manifest else "main"
 
@@ -157,7 +157,7 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
 
 
 def shards_version(shards: Sequence[str]) -> dict[str, str]:
-    """Of files on the disk a checksum of their `sizes`, of those on the Hub their `commit`; of other URLs nothing."""
+    """Describe shards by what changes with them: a checksum of files' `sizes`, the Hub's `commit`; no other URL."""
     found = {}
     if sizes := [os.path.getsize(shard) for shard in shards if not is_remote(shard)]:
         found["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())
@@ -217,7 +217,7 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
 
 
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
-    """The same of a Parquet file; row groups before `first` are not read at all."""
+    """Read documents of a Parquet file; row groups before `first` are not read at all."""
     try:
         file = pq.ParquetFile(shard, page_checksum_verification=True)  # where the file has checksums
     except (OSError, pa.ArrowException) as error:

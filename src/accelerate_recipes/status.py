@@ -1,4 +1,4 @@
-"""What became of a run: `<output_dir>/status.json`, which job scripts read.
+"""State of a run: `<output_dir>/status.json`, which job scripts read.
 
 Its keys: `state` (running, finished, stopped, failed: by what the user must put right, crashed: by anything else), `step`
 (of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, and
@@ -14,13 +14,13 @@ _writing = threading.Lock()
 
 
 def attempt() -> dict[str, str | int]:
-    """Which job this is, and how often it was restarted; an empty name where there is no Slurm."""
+    """Return the name of this job, and how often it was restarted; an empty name where there is no Slurm."""
     restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restarts": int(restarts)}
 
 
 def is_wish_of_a_person(reason: str) -> bool:
-    """Of a run that stopped: by the file `stop`, and not by a signal or the job's end alone."""
+    """Tell whether a run stopped by the file `stop`, and not by a signal or the job's end alone."""
     return reason.startswith("file ")
 
 

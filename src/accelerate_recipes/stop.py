@@ -57,7 +57,7 @@ def ask(reason: str) -> None:
 
 
 def requested() -> str | None:
-    """By what this rank was asked to stop, or None."""
+    """Return what asked this rank to stop, or None."""
     if _asked_by is None and _file is not None and _file.exists():
         return f"file {_file}"
     # Of each two: the step that is about to begin and one more; a save in flight, and the last.
@@ -89,7 +89,7 @@ def raise_if_requested(accelerator: Accelerator) -> None:
 
 
 def reason(accelerator: Accelerator) -> str:
-    """By what, on all ranks; the file is removed, so that the next run may start."""
+    """Return what asked some rank to stop, on all ranks; the file is removed, so that the next run may start."""
     found = on_all_ranks(requested())
     if accelerator.is_main_process and _file is not None:
         _file.unlink(missing_ok=True)

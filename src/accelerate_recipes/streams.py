@@ -52,7 +52,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def stream_problems(num_streams: int, world_size: int) -> list[str]:
-    """Whether the logical streams divide among the processes."""
+    """Check that the logical streams divide among the processes."""
     if num_streams % world_size == 0:
         return []
     fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
@@ -63,12 +63,12 @@ def stream_problems(num_streams: int, world_size: int) -> list[str]:
 
 
 class Documents(Protocol):
-    """Where streams get tokens from: text shards, or shards that were tokenised before."""
+    """Source of a stream's tokens: text shards, or shards that were tokenised before."""
 
     shards: Sequence[str]
 
     def version(self) -> dict[str, str]:
-        """What changes when the data do, by its kind: only what is of one kind can be compared."""
+        """Return what changes when the data do, by its kind: only what is of one kind can be compared."""
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
         """Documents `first`, `first + stride`, ... of a shard, in a form that is cheap to pass over."""
@@ -125,7 +125,7 @@ class TextShards:
 
 
 class StreamState(NamedTuple):
-    """Where the next row of a stream begins, and what came before."""
+    """Place in a stream at which its next row begins, and what came before."""
 
     epoch: int = 0  # passes over all text that lie behind
     part: int = 0  # place in the epoch's list of the stream's shards
@@ -137,7 +137,7 @@ class StreamState(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What, besides the text, decides which rows the streams yield."""
+    """Settings that decide, besides the text, which rows the streams yield."""
 
     num_streams: int
     max_length: int
@@ -168,7 +168,7 @@ def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
 
 
 def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
-    """What one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
+    """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
 
     With 24 shards and more, a stream owns whole shards, and each is read once. Shards left over are split rather than
     dealt out, so that streams are of nearly equal length; one shard alone is decompressed by all 24, which costs less
@@ -382,7 +382,7 @@ class StreamLoader:
         return [single_rows(lists) for lists in started]
 
     def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
-        """Whether this rank's share of the next step is its next rows, as far as it can see.
+        """Tell whether this rank's share of the next step is its next rows, as far as it can see.
 
         They are the next of the whole if it is so on all ranks: in the same epoch as the row before them, `last`, and
         without a gap, which a stream leaves that has ended.
@@ -452,7 +452,7 @@ class StreamLoader:
         }
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Before iterating: begin behind `step` optimizer steps.
+        """Begin behind `step` optimizer steps; call it before iterating.
 
         `states` are what `state` gave then on all ranks, of whatever number; none at the start of a run.
 
@@ -488,7 +488,7 @@ class StreamLoader:
         self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:
-        """What this rank's streams have gone through since the start of the run: add them up over the ranks.
+        """Count what this rank's streams have gone through since the start of the run: add them up over the ranks.
 
         `retries` of a network that failed are those since this process started.
         """
@@ -502,7 +502,7 @@ class StreamLoader:
 
 @contextlib.contextmanager
 def tokenizers_without_threads() -> Iterator[None]:
-    """Around the start of workers: threads do not survive a fork, and a worker that wanted them would wait for ever.
+    """Switch tokenizers' threads off while workers start: a fork has none, and would wait for them for ever.
 
     The workers share the cores among themselves already.
     """
@@ -555,7 +555,7 @@ def fingerprint(shards: Sequence[str]) -> list:
 
 
 class ValidationRows(NamedTuple):
-    """What the model is validated on, always the same; for `make_eval_loader`."""
+    """Rows that the model is validated on, always the same; for `make_eval_loader`."""
 
     rows: PackedRows
     texts: list[str]  # the documents in them, the last perhaps not to its end

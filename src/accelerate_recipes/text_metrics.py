@@ -15,7 +15,7 @@ class TextMetrics:
     def compute(
         self, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
     ) -> dict[str, float]:
-        """Of one prediction for each source; `references` are, for each, all that is right."""
+        """Compute the metrics of one prediction for each source; `references` are, for each, all that is right."""
         inputs = {"predictions": predictions, "references": references, "sources": sources}
         results = {}
         for metric in self.metrics:

@@ -93,7 +93,7 @@ def shard_file(folder: Path, shard: int, suffix: str) -> Path:
 
 
 def is_pretokenized(folder: str) -> bool:
-    """Whether `pretokenize` has finished there; "" is no folder."""
+    """Tell whether `pretokenize` has finished in a folder; "" is none."""
     return bool(folder) and (Path(folder) / MANIFEST).is_file()
 
 

@@ -60,7 +60,7 @@ MODEL = "the recipe loads the model; its arguments are --model_name_or_path and 
 
 @dataclass
 class TrainerArgs(TrainArgs):
-    """What every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
+    """Arguments that every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
 
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg("sdpa", "Kernel of the attention, as transformers names it.")
@@ -270,7 +270,7 @@ class RecipeTrainer:
             self.checkpointer.restore_rng()
 
     def _open_window(self) -> None:
-        """Of the steps until the next log line."""
+        """Begin to count the steps until the next log line."""
         self.window_start, self.data_seconds = time.perf_counter(), 0.0
         self.num_targets.zero_()
 
@@ -302,7 +302,7 @@ class RecipeTrainer:
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any, learning_rate: float, **__: Any
     ) -> None:
-        """What follows a step, in the order of `engine.train`. Called at the end of an epoch once more."""
+        """Log, evaluate and save what is due after a step, as `engine.train`. Called at an epoch's end once more."""
         step, args = self.state.global_step, self.recipe_args
         if step == self.last_step:
             return
@@ -333,7 +333,7 @@ class RecipeTrainer:
         self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
-        """One line for the steps since the last, with what trl has gathered."""
+        """Log the steps since the last line in one, with what trl has gathered."""
         steps = step - self._globalstep_last_logged
         seconds = time.perf_counter() - self.window_start
         loss = sum_over_ranks(tr_loss.detach().clone()) / (steps * self.accelerator.num_processes)

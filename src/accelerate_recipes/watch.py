@@ -26,7 +26,7 @@ NO_STORE = "the first node (the launcher's store does not answer)"
 
 
 class Watch:
-    """From the moment that the process group is up, on every rank, to the end of the process.
+    """Watch over the other ranks, on every rank, from when the process group is up to the end of the process.
 
     What does not end within its seconds ends the process, with one message for all ranks: who is gone, and where the
     others are. `on_failure(reason)` is called on rank 0, in a thread, when another rank fails by what the user must put
@@ -46,7 +46,7 @@ class Watch:
             threading.Thread(target=self._run, daemon=True, name="watch").start()
 
     def lost(self, error: BaseException) -> str:
-        """Which ranks are gone, if that is why a collective failed on this one; else empty. Takes a moment to know."""
+        """Return the ranks that are gone, if that is why a collective failed here; else none. Takes a moment."""
         if self.gave_up.is_set():
             time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
         self.seconds_left = float("inf")  # of a process that ends already
@@ -72,7 +72,7 @@ class Watch:
         return True
 
     def expect(self, doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
-        """From now on this rank is `doing` something, for `seconds` at most.
+        """Say that from now on this rank is `doing` something, for `seconds` at most.
 
         With `progress`, something that other ranks are to be patient with, and the seconds begin anew whenever it
         returns another value.
@@ -81,7 +81,7 @@ class Watch:
         self.progress, self.reached = progress, None
 
     def _connect(self) -> bool:
-        """Whether there is a process group yet, and so a store."""
+        """Connect to the store, if there is a process group yet; return whether there is."""
         with self.connecting:
             if self.store is None and self.world_size and dist.is_initialized():
                 # A connection of its own: the main one is busy while another thread waits for a key.
@@ -184,6 +184,6 @@ def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
 
 
 def expect(doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
-    """As `Watch.expect`, of this process's."""
+    """Call `expect` of this process's watch."""
     if _watch is not None:
         _watch.expect(doing, seconds, progress)
