@@ -65,20 +65,28 @@ class Args(TrainArgs, Architecture):
     tokenizer_name: str = arg(
         "", "Tokenizer of a new model, a name on the Hub or a folder; else a new one of --vocab_size tokens is trained."
     )
-    attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
+    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION)
     whole_logits: bool = arg(False, "Compute the logits of all tokens at once: faster where the vocabulary is small.")
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy."
     )
-    dataset_revision: str = arg("", "Its branch or commit; unless given: what was downloaded, else the newest of main.")
-    dataset_files: str = arg("en/c4-train.*.json.gz", "Its files to train on, as a pattern.")
-    validation_dataset_files: str = arg("en/c4-validation.*.json.gz", "Its files to validate on.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, paths or URLs of files."})
-    validation_files: list[str] = field(default_factory=list, metadata={"help": "Instead, paths or URLs of files."})
+    dataset_revision: str = arg(
+        "", "Branch or commit of the dataset; default: what was downloaded, else the newest of main."
+    )
+    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.")
+    validation_dataset_files: str = arg("en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.")
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "Paths or URLs of files to train on, instead."}
+    )
+    validation_files: list[str] = field(
+        default_factory=list, metadata={"help": "Paths or URLs of files to validate on, instead."}
+    )
     text_column: str = arg("text", "Key or column of the text.")
     pretokenize: str = arg("", "Tokenise all training text once, into this folder, and read it from there.")
     num_streams: int = arg(
-        NUM_STREAMS, "Logical streams: a multiple of each number of processes that shall resume.", min=1
+        NUM_STREAMS,
+        "Number of logical streams: a multiple of each number of processes on which the run may go on.",
+        min=1,
     )
     max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")

@@ -42,12 +42,14 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 class Args(GamesArgs, TrainArgs):
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
-    from_scratch: bool = arg(False, "Instead, a new Llama of the sizes below, and a tokenizer with a token per move.")
-    hidden_size: int = arg(128, "Of the model from scratch.", min=1, max=2**20)
-    intermediate_size: int = arg(384, "Of the model from scratch.", min=1, max=2**20)
-    num_hidden_layers: int = arg(4, "Of the model from scratch.", min=1, max=10_000)
-    num_attention_heads: int = arg(4, "Of the model from scratch.", min=1, max=2**20)
-    attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
+    from_scratch: bool = arg(
+        False, "Train a new Llama of the sizes below, with a token per move, instead of a pretrained model."
+    )
+    hidden_size: int = arg(128, "Width of the residual stream (with --from_scratch).", min=1, max=2**20)
+    intermediate_size: int = arg(384, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
+    num_hidden_layers: int = arg(4, "Number of layers (with --from_scratch).", min=1, max=10_000)
+    num_attention_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
+    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION)
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
 

@@ -46,13 +46,13 @@ class Args(GamesArgs, TrainerArgs, DPOConfig):
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(20000, "Positions of other games to make pairs in.", min=len(PHASES))
     reject: str = arg(
-        "illegal", "Which of the model's moves make a pair: illegal, or all that were not_played.", choices=RULES
+        "illegal", "Moves of the model that make a pair: illegal, or all that were not_played.", choices=RULES
     )
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
-    weight_decay: float = arg(0.0, "Not applied to norms and biases.", min=0, max=1000)
-    precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training: then it is let go.")
+    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
+    precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training, and then let it go.")
 
     fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
         "num_train_positions", "reject", "max_length",

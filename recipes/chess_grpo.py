@@ -37,16 +37,16 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(20000, "Positions of other games to answer in.", min=len(PHASES))
     max_prompt_length: int = arg(
-        0, "Leave positions after more tokens out; 0: only those that the model cannot read.", min=0
+        0, "Leave out positions after more tokens; 0: only those that the model cannot read.", min=0
     )
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
-    weight_decay: float = arg(0.0, "Not applied to norms and biases.", min=0, max=1000)
+    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     reward_weights: list[float] = field(
         default_factory=lambda: [0.2, 1.0, 0.5, 1.0],
         metadata={
-            "help": "Of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
+            "help": "Rewards of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
             "choices": Range(),
         },
     )

@@ -41,9 +41,11 @@ TEMPLATES = (".jinja", ".j2")  # what trl takes for a chat template by itself; b
 class Args(TrainerArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
-    dataset_config: str = arg("", "Its configuration, where it has several.")
-    train_split: str = arg("train", "Its split to train on.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .jsonl, .parquet or .csv."})
+    dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
+    train_split: str = arg("train", "Split to train on.")
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "Local .jsonl, .parquet or .csv files, instead of a dataset."}
+    )
     heldout_share: float = arg(
         0.05,
         "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or what the user asks first.",

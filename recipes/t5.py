@@ -52,33 +52,37 @@ NUM_EXAMPLES = 6  # of predictions, printed at the end
 class Args(TrainArgs):
     output_dir: str = "outputs/t5"
     model_name_or_path: str = arg("google/flan-t5-base", "A T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
-    from_scratch: bool = arg(False, "Instead, a new T5 of the sizes below, with a tokenizer trained on the pairs.")
-    vocab_size: int = arg(4096, "Of the model from scratch and its tokenizer.", min=1, max=2**24)
-    d_model: int = arg(192, "Of the model from scratch: width of the residual stream.", min=1, max=2**20)
-    d_kv: int = arg(48, "Of the model from scratch: width of an attention head.", min=1, max=2**20)
-    d_ff: int = arg(512, "Of the model from scratch: width inside the MLP.", min=1, max=2**20)
+    from_scratch: bool = arg(
+        False, "Train a new T5 of the sizes below, with a tokenizer trained on the pairs, instead of a pretrained one."
+    )
+    vocab_size: int = arg(4096, "Size of the vocabulary (with --from_scratch).", min=1, max=2**24)
+    d_model: int = arg(192, "Width of the residual stream (with --from_scratch).", min=1, max=2**20)
+    d_kv: int = arg(48, "Width of an attention head (with --from_scratch).", min=1, max=2**20)
+    d_ff: int = arg(512, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
     num_layers: int = arg(
-        4, "Of the model from scratch: layers of the encoder, and as many of the decoder.", min=1, max=10_000
+        4, "Layers of the encoder, and as many of the decoder (with --from_scratch).", min=1, max=10_000
     )
-    num_heads: int = arg(4, "Of the model from scratch: attention heads.", min=1, max=2**20)
+    num_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
     dropout_rate: float = arg(
-        0.1, "Also of a pretrained model: v1.1 was trained without, and needs it now.", min=0, below=1
+        0.1, "Dropout, also of a pretrained model: v1.1 was pretrained without, and needs it now.", min=0, below=1
     )
-    attn_implementation: str = arg("sdpa", "Kernel of the attention.", choices=ATTENTION)
+    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION)
     dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
-    dataset_config: str = arg("en-fr", "Its configuration, where it has several.")
-    dataset_revision: str = arg("", "Its branch or commit; unless given: main.")
-    dataset_files: str = arg("", "Only its files that match this pattern.")
-    train_split: str = arg("train", "Its split to train on.")
-    eval_split: str = arg("", "The split to evaluate on; unless given: a share of the training pairs.")
-    eval_dataset_name: str = arg("", "The dataset to evaluate on, unless it is the same.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .csv, .jsonl or .parquet."})
+    dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
+    dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
+    dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
+    train_split: str = arg("train", "Split to train on.")
+    eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
+    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "Local .csv, .jsonl or .parquet files, instead of a dataset."}
+    )
     eval_files: list[str] = field(default_factory=list, metadata={"help": "Local files to evaluate on."})
     source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
     target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
-    eval_source_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
-    eval_target_column: str = arg("", "The same in what is evaluated on, unless it has the same name.")
-    task_prefix: str = arg("translate English to French: ", "Put before every source.")
+    eval_source_column: str = arg("", "Column of the texts to read in evaluation; default: --source_column.")
+    eval_target_column: str = arg("", "Column of the texts to write in evaluation; default: --target_column.")
+    task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
     heldout_share: float = arg(
         0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
     )
@@ -88,14 +92,14 @@ class Args(TrainArgs):
     max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
     metrics: list[str] = field(
         default_factory=lambda: ["chrf", "bleu"],
-        metadata={"help": f"Of the generated texts: {', '.join(METRIC_VALUES)}."},
+        metadata={"help": f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}."},
     )
     generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.", min=0)
-    generation_num_beams: int = arg(1, "Beams that generation searches with; 1: greedily.", min=1)
+    generation_num_beams: int = arg(1, "Beams of the search in generation; 1: greedy.", min=1)
     generation_length_penalty: float = arg(
-        1.0, "With beams: above 0 favours long texts, below short ones.", min=-10, max=10
+        1.0, "Length penalty of beam search: above 0 favours long texts, below 0 short ones.", min=-10, max=10
     )
-    data_cache_dir: str = arg(".cache/data", "Where tokenised pairs are kept.")
+    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {
         "model_name_or_path", "from_scratch", "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads",

@@ -263,7 +263,7 @@ def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
     assert cached(tmp_path / "c", {"a": 1}, build, is_builder=True) == first
     assert cached(tmp_path / "c", {"a": 1}, build, is_builder=False) == first
     assert cached(tmp_path / "c", {"a": 2}, build, is_builder=True) != first
-    assert len(built) == 2
+    assert len(built) == 2 and len(first.name) == 16
 
     def fail(folder):
         (folder / "x").write_text("1")

@@ -131,6 +131,9 @@ def test_what_is_due_at_a_step(run):
     assert done == [("evaluate", 0), ("evaluate", 2), ("evaluate", 4), ("save", 4), ("evaluate", 5), ("save", 5)]
     _, done = run(eval_steps=0, save_steps=0)
     assert done == [("evaluate", 0), ("evaluate", 5), ("save", 5)]
+    _, done = run(eval_steps=1, save_steps=1)
+    assert [step for kind, step in done if kind == "evaluate"] == [0, 1, 2, 3, 4, 5]
+    assert [step for kind, step in done if kind == "save"] == [1, 2, 3, 4, 5]
 
 
 def test_every_target_counts_in_the_log(run, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Who may import whom, and what a recipe is."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -79,3 +80,31 @@ def test_presets_are_valid():
         parse(module.Args, ["--config", str(path)], world_size=2)
         first = path.read_text().splitlines()[0]
         assert first.startswith("# accelerate launch") and first.endswith(str(path.relative_to(ROOT)))
+
+
+# A text that begins so continues a name that the reader does not see in --help, in a hover, or in grep.
+FRAGMENT = re.compile(
+    "(As|Before|By|For|How|In|Instead|Its|Of|That|The same|Their|Those|To|What|Where|Whether|Which)[ ,:]"
+)
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *RECIPES], ids=lambda path: path.stem)
+def test_docstrings_stand_alone(path):
+    """Each begins with a verb or a noun phrase."""
+    documented = ast.FunctionDef | ast.ClassDef | ast.Module
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
+    found = [text for node in nodes if (text := ast.get_docstring(node)) and FRAGMENT.match(text)]
+    assert not found, "\n".join(text.splitlines()[0] for text in found)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_help_texts_stand_alone(path):
+    """Those of our own fields; trl's are trl's."""
+    ours = [c for c in recipe.load(path).Args.__mro__ if c.__module__.startswith(("accelerate_recipes", "recipe_"))]
+    texts = {
+        name: field.metadata.get("help", "")
+        for c in ours
+        for name, field in getattr(c, "__dataclass_fields__", {}).items()
+        if name in c.__annotations__
+    }
+    assert len(texts) > 40 and not [text for text in texts.values() if FRAGMENT.match(text)]

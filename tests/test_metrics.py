@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ def test_peak_is_dense_bf16_or_unknown(monkeypatch, name, tflops):
 
 def test_a_cpu_has_no_peak():
     assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+def test_peak_memory_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(metrics.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**20))  # in KiB
+    assert metrics.peak_memory_gib(torch.device("cpu")) == 3
 
 
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):

@@ -45,7 +45,7 @@ NAME = "default"  # PEFT's, of a model's only adapter
 
 @dataclass
 class Adapter:
-    """What a checkpoint of adapters says of itself."""
+    """Configuration and base of the adapters in a checkpoint."""
 
     config: "LoraConfig"
     base: dict[str, str | None]  # the model that it belongs to, as `base_of` describes it

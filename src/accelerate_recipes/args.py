@@ -101,19 +101,19 @@ class TrainArgs:
         "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
     )
     seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", min=0)
-    full_determinism: bool = arg(False, "On GPUs: the same bits from the same run, by slower algorithms.")
+    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, which give the same bits in the same run.")
     num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
-    max_steps: int = arg(-1, "Optimizer steps; -1: as --num_train_epochs gives.", min=-1)
+    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs gives.", min=-1)
     total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.", min=1)
     per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.", min=1)
-    per_device_eval_batch_size: int = arg(8, "The same for evaluation.", min=1)
+    per_device_eval_batch_size: int = arg(8, "Sequences per forward pass on one process in evaluation.", min=1)
     learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1)
     lr_scheduler_type: str = arg(
-        "cosine", "Shape after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
+        "cosine", "Shape of the learning rate after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
     )
     min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
-    warmup_steps: float = arg(0.03, "Warm-up: a number of steps, or below 1 a share of all steps.", min=0)
-    weight_decay: float = arg(0.1, "Not applied to norms and biases.", min=0, max=1000)
+    warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0)
+    weight_decay: float = arg(0.1, "Weight decay; norms and biases have none.", min=0, max=1000)
     adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1)
     adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
@@ -122,24 +122,26 @@ class TrainArgs:
     )
     max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0)
     prefetch_layers: int = arg(
-        0, "FSDP2: layers gathered ahead of the one that computes; 0: as torch does, one.", min=0
+        0, "Layers that FSDP2 gathers ahead of the one that computes; 0: torch's choice, one.", min=0
     )
     checkpoint_every_n_layers: int = arg(
-        1, "With the YAML's fsdp_activation_checkpointing: recompute each n-th layer only.", min=1
+        1, "Recompute only each n-th layer, where the YAML has fsdp_activation_checkpointing.", min=1
     )
-    reduce_dtype: str = arg(
-        "fp32", "FSDP: precision in which gradients are summed over the ranks.", choices=list(DTYPES)
-    )
-    logging_steps: int = arg(10, "A log line every so many steps.", min=1)
+    reduce_dtype: str = arg("fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES))
+    logging_steps: int = arg(10, "Write a log line every so many steps.", min=1)
     eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.", min=0)
-    save_steps: int = arg(500, "A checkpoint every so many steps, besides the last; 0: only the last.", min=0)
-    save_minutes: float = arg(
-        0.0, "A checkpoint too when so many minutes have passed since the last; 0: by steps only.", min=0
+    save_steps: int = arg(
+        500, "Save a checkpoint every so many steps, and after the last; 0: only after the last.", min=0
     )
-    save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.", min=0)
-    keep_every_n_steps: int = arg(0, "Keep those of every so many steps too; 0: none besides.", min=0)
-    metric_for_best_model: str = arg("", "Keep the best by this value of the evaluation too, such as `loss`.")
-    greater_is_better: bool | None = arg(None, "Whether more of that is better; unless given: if it is no loss.")
+    save_minutes: float = arg(
+        0.0, "Also save one when so many minutes have passed since the last; 0: by steps only.", min=0
+    )
+    save_total_limit: int = arg(2, "Number of newest complete checkpoints to keep; 0: all.", min=0)
+    keep_every_n_steps: int = arg(0, "Also keep the checkpoint of every so many steps; 0: none.", min=0)
+    metric_for_best_model: str = arg(
+        "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
+    )
+    greater_is_better: bool | None = arg(None, "Higher is better; default: true unless the name ends in `loss`.")
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.", min=1)
@@ -148,19 +150,19 @@ class TrainArgs:
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
     use_peft: bool = arg(False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.")
-    load_in_4bit: bool = arg(False, "QLoRA: hold the frozen model in 4 bits (NF4, by bitsandbytes). Needs a GPU.")
+    load_in_4bit: bool = arg(False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.")
     lora_r: int = arg(16, "Rank of an adapter.", min=1, max=65536)
-    lora_alpha: int = arg(32, "An adapter's output is scaled by this / --lora_r.", min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; beside experts 0.", min=0, below=1)
+    lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", min=1)
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 where experts get one.", min=0, below=1)
     lora_target_modules: list[str] = field(
         default_factory=lambda: [ALL_LINEAR],
         metadata={
-            "help": "Layers that get one, such as q_proj v_proj; all-linear: all linear ones but the output layer, and all experts."
+            "help": "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts."
         },
     )
     use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.")
-    use_dora: bool = arg(False, "DoRA: train the length of each row of a weight apart from its direction.")
-    merge_adapter: bool = arg(False, "export/ holds the model with the adapter merged in, and the adapter in a folder.")
+    use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).")
+    merge_adapter: bool = arg(False, "Export the model with the adapter merged in, beside the adapter.")
 
     # What a checkpoint cannot be continued with once it changed: it decides the order of the data, the model, or
     # what the optimizer keeps.

@@ -28,19 +28,23 @@ class GamesArgs:
     """Arguments that say which games a recipe reads. Goes before TrainArgs in the bases of a recipe's arguments."""
 
     dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
-    dataset_files: str = arg("**/chess_game_0001.parquet", "Which files of it, as a pattern; each is about 528 MB.")
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Instead, local .parquet, .jsonl or .pgn."})
+    dataset_files: str = arg(
+        "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each is about 528 MB."
+    )
+    train_files: list[str] = field(
+        default_factory=list, metadata={"help": "Local .parquet, .jsonl or .pgn files, instead of a dataset."}
+    )
     skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
     heldout_share: float = arg(
         0.002,
-        "Share of the games to test on, chosen by a hash of the moves; one share for chess.py and what follows it.",
+        "Share of the games to test on, chosen by a hash of the moves; keep it in the recipes that follow chess.py.",
         above=0,
         below=1,
     )
     num_positions: int = arg(
         600, "Positions of held-out games to predict the next move in.", min=len(chess_rules.PHASES)
     )
-    data_cache_dir: str = arg(".cache/data", "Where prepared games and positions are kept.")
+    data_cache_dir: str = arg(".cache/data", "Folder in which prepared games and positions are kept.")
 
     fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
         "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share",

@@ -62,35 +62,41 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 class JobArgs:
     """Arguments of the job; those of the run stand behind them, from CONFIG on."""
 
-    name: str = arg("", "Of the job; unless given, that of the recipe.")
-    namespace: str = arg("", "Unless given, the one that kubectl takes.")
-    image: str = arg("", "With a tag other than latest, or a digest.")
-    nodes: int | None = arg(None, "Pods.", min=1)
+    name: str = arg("", "Name of the job; default: that of the recipe.")
+    namespace: str = arg("", "Namespace; default: the one that kubectl takes.")
+    image: str = arg("", "Container image, with a tag other than latest, or a digest.")
+    nodes: int | None = arg(None, "Number of nodes, with a pod on each.", min=1)
     gpus_per_node: int | None = arg(
-        None, "GPUs of each, and its processes; 0: as many processes as --cpus-per-node.", min=0
+        None, "GPUs of a node, each with a process; 0: as many processes as --cpus-per-node.", min=0
     )
-    cpus_per_node: int | None = arg(None, "CPUs that each asks for.", min=1)
-    memory: str = arg("", "Of each, such as 1000Gi: that it asks for, and may use, shared memory included.")
+    cpus_per_node: int | None = arg(None, "CPUs that a pod asks for.", min=1)
+    memory: str = arg("", "Memory that a pod asks for, and may use, shared memory included, such as 1000Gi.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
     instance_type: str = arg(
-        "", "On AWS: sets EFA interfaces and their variables, and selects such nodes; on HyperPod with its ml. before."
+        "", "Type of AWS machines: sets EFA and its variables, and selects such nodes; on HyperPod with its ml. before."
     )
-    efa_per_node: int | None = arg(None, "EFA interfaces of each pod; unless given, all of --instance-type.", min=0)
-    checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to; mounted at {CHECKPOINTS}.")
-    checkpoints_size: str = arg("", "Make that claim too, of this size, such as 1200Gi.")
-    storage_class: str = arg("", "Of the claim that is made.")
+    efa_per_node: int | None = arg(None, "EFA interfaces of each pod; default: all of --instance-type.", min=0)
+    checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to, at {CHECKPOINTS}.")
+    checkpoints_size: str = arg("", "Make that claim, too, with this size, such as 1200Gi.")
+    storage_class: str = arg("", "Storage class of the claim that is made.")
     cache_pvc: str = arg("", f"Claim of a volume with what was downloaded beforehand, at {CACHE}; pods ask no network.")
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     grace_seconds: int | None = arg(
         None,
-        "From SIGTERM to SIGKILL; unless given, time for two saves as long as the longest so far, else 300.",
+        "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",
         min=30,
     )
-    max_restarts: int = arg(20, "Of the whole run, after which the job has failed.", min=0)
-    node_selector: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE of labels of nodes."})
-    toleration: list[str] = field(default_factory=list, metadata={"help": "KEY[=VALUE][:EFFECT] of taints."})
-    queue: str = arg("", "Local queue of Kueue.")
-    annotation: list[str] = field(default_factory=list, metadata={"help": "KEY=VALUE, of the job and its pods."})
+    max_restarts: int = arg(20, "Restarts of the whole run, after which the job has failed.", min=0)
+    node_selector: list[str] = field(
+        default_factory=list, metadata={"help": "Labels of the nodes to run on, as KEY=VALUE."}
+    )
+    toleration: list[str] = field(
+        default_factory=list, metadata={"help": "Taints of nodes to tolerate, as KEY[=VALUE][:EFFECT]."}
+    )
+    queue: str = arg("", "Name of a local queue of Kueue.")
+    annotation: list[str] = field(
+        default_factory=list, metadata={"help": "Annotations of the job and its pods, as KEY=VALUE."}
+    )
 
     owned_elsewhere: ClassVar[dict[str, str]] = {}
     ranges: ClassVar[dict[str, Range]] = {}

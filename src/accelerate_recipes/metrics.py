@@ -1,4 +1,4 @@
-"""What a run says about itself: the log line, metrics.jsonl, trackers, throughput, FLOPs and memory."""
+"""Reports of a run: the log line, metrics.jsonl, trackers, throughput, FLOPs and memory."""
 
 import json
 import math

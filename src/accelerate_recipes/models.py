@@ -83,36 +83,40 @@ class Architecture:
     In its place a file of `recipes/configs/c4/` gives those of a published model.
     """
 
-    model_type: str = arg("llama", "Of a new model.", choices=list(CONFIGS))
+    model_type: str = arg("llama", "Architecture of a new model.", choices=list(CONFIGS))
     vocab_size: int = arg(
         32000, "Rows of the embedding: at least as many as the tokenizer has tokens.", min=1, max=2**24
     )
     hidden_size: int = arg(4096, "Width of the residual stream.", min=1, max=2**20)
     intermediate_size: int = arg(11008, "Width inside the MLP; in mixtral, of one expert.", min=1, max=2**20)
-    num_hidden_layers: int = arg(32, "Layers.", min=1, max=10_000)
-    num_attention_heads: int = arg(32, "Query heads.", min=1, max=2**20)
-    num_key_value_heads: int = arg(0, "Key and value heads; 0: as many as query heads.", min=0)
+    num_hidden_layers: int = arg(32, "Number of layers.", min=1, max=10_000)
+    num_attention_heads: int = arg(32, "Number of query heads.", min=1, max=2**20)
+    num_key_value_heads: int = arg(0, "Number of key and value heads; 0: as many as query heads.", min=0)
     head_dim: int = arg(0, "Width of a head; 0: hidden_size / num_attention_heads.", min=0, max=2**20)
     max_position_embeddings: int = arg(4096, "Longest sequence the model is made for, in tokens.", min=1)
-    tie_word_embeddings: bool = arg(False, "Input embedding and output layer are one matrix.")
+    tie_word_embeddings: bool = arg(False, "Make input embedding and output layer one matrix.")
     rms_norm_eps: float = arg(1e-5, "Epsilon of the norms.", above=0, max=1)
     initializer_range: float = arg(0.02, "Standard deviation of the first weights.", min=0, max=10)
     attention_dropout: float = arg(0.0, "Dropout on attention weights.", min=0, below=1)
     rope_theta: float = arg(10000.0, "Base of the rotary embedding.", min=1)
-    rope_scaling_factor: float = arg(1.0, "Above 1: Llama 3's stretching (rope_type llama3), by this factor.", min=1)
+    rope_scaling_factor: float = arg(
+        1.0, "Factor by which positions are stretched as in Llama 3 (rope_type llama3); 1: not.", min=1
+    )
     rope_low_freq_factor: float = arg(
-        1.0, "With it: waves longer than the original context / this are stretched whole.", above=0
+        1.0, "With --rope_scaling_factor: waves longer than the original context / this are stretched whole.", above=0
     )
     rope_high_freq_factor: float = arg(
-        4.0, "With it: waves shorter than the original context / this, not at all.", above=0
+        4.0, "With --rope_scaling_factor: waves shorter than the original context / this are not stretched.", above=0
     )
-    rope_original_max_position_embeddings: int = arg(8192, "With it: the original context, in tokens.", min=1)
+    rope_original_max_position_embeddings: int = arg(
+        8192, "With --rope_scaling_factor: the original context, in tokens.", min=1
+    )
     sliding_window: int = arg(0, "mistral and mixtral: tokens that attention looks back; 0: all.", min=0)
     num_local_experts: int = arg(8, "mixtral: experts in a layer.", min=1, max=10_000)
     num_experts_per_tok: int = arg(2, "mixtral: experts that compute a token.", min=1)
     router_aux_loss_coef: float = arg(0.0, "mixtral: weight of the loss that balances the experts.", min=0)
-    bos_token_id: int = arg(1, "Of the tokenizer; goes into the model's config.json.", min=0)
-    eos_token_id: int = arg(2, "The same.", min=0)
+    bos_token_id: int = arg(1, "The tokenizer's begin token, for the model's config.json.", min=0)
+    eos_token_id: int = arg(2, "The tokenizer's end token, for the model's config.json.", min=0)
 
     def architecture_problems(self) -> list[str]:
         """List the sizes that no model can be made of, one sentence each."""

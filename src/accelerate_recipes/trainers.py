@@ -63,7 +63,7 @@ class TrainerArgs(TrainArgs):
     """Arguments that every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
 
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
-    attn_implementation: str = arg("sdpa", "Kernel of the attention, as transformers names it.")
+    attn_implementation: str = arg("sdpa", "Attention kernel, as transformers names it.")
 
     fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path", "train_sampling_strategy"}
     ranges = (
