@@ -47,11 +47,11 @@ test-hub: .venv/dev
 
 # Under a real Slurm of two nodes, which the tests start and stop on this machine. That needs root.
 test-slurm: .venv/dev
-	@missing=; for program in slurmctld slurmd sbatch munged shellcheck; do \
+	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
 	if [ "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
-			slurmctld slurmd slurm-client munge shellcheck >/dev/null; fi
+			slurmctld slurmd slurm-client munge >/dev/null; fi
 	$(BIN)/python -m pytest -m slurm
 
 # Builds the container image on a Debian that it makes, and trains in it. That needs root, the network, and 8 GB in .cache/image, which stay.
@@ -69,6 +69,8 @@ mutants: .venv/dev
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/shellcheck .ci/run slurm/*.sh
 	$(BIN)/hadolint Dockerfile
 
 fix: .venv/dev

@@ -84,7 +84,7 @@ def test_presets_are_valid():
 
 # A text that begins so continues a name that the reader does not see in --help, in a hover, or in grep.
 FRAGMENT = re.compile(
-    "(As|Before|By|For|How|In|Instead|Its|Of|That|The same|Their|Those|To|What|Where|Whether|Which)[ ,:]"
+    "(As|Before|By|For|How|In|Instead|Its|Of|That|The same|Their|Those|To|What|Where|Whether|Which|Why)[ ,:]"
 )
 
 

@@ -344,12 +344,6 @@ def test_the_job_checks_first(jobs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_scripts_are_clean():
-    scripts = sorted((ROOT / "slurm").glob("*.sh"))
-    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert len(scripts) >= 4 and done.returncode == 0, done.stdout
-
-
 def test_flags_in_the_documentation(jobs):
     """All that stand for sbatch in the READMEs are sbatch's."""
     text = (ROOT / "README.md").read_text() + (ROOT / "slurm/README.md").read_text()

@@ -174,7 +174,7 @@ class TrainArgs:
     # Fields that are no arguments, and who decides instead.
     owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
 
-    # Of fields that another library declares.
+    # Ranges of fields that another library declares.
     ranges: ClassVar[Mapping[str, Range]] = {}
 
     # Folders that only the machine of the run sees: whether a file is there cannot be known here.

@@ -91,7 +91,7 @@ def checksum(file: Path) -> str:
 
 
 def defect(checkpoint: Path) -> str | None:
-    """Why this directory is not a complete checkpoint, or None if it is one.
+    """Say why this directory is no complete checkpoint, or return None.
 
     Looks at names and sizes only, and at the content of what is read to choose a checkpoint: marker and arguments.
     """

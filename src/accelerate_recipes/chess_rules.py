@@ -55,7 +55,7 @@ def all_uci_moves() -> list[str]:
 
 
 def defect_of_moves(moves: object) -> str:
-    """Why a value is no list of texts, or an empty string."""
+    """Say why a value is no list of texts, or return an empty string."""
     if isinstance(moves, list) and all(isinstance(move, str) for move in moves):
         return ""
     return f"its Moves are no list of texts, but {moves!r:.80}"
@@ -114,7 +114,7 @@ def read_pgn(path: str) -> Iterator[dict]:
 
 
 def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
-    """Why a game of which `num_moves` were read is not whole, or not normal chess; or an empty string."""
+    """Say why a game of which `num_moves` were read is not whole, or not normal chess; or return an empty string."""
     variant = game.headers.get("Variant", "Standard")
     if variant.lower() not in ("standard", "from position", "chess", "normal"):
         return f"it is {variant}, not normal chess"

@@ -38,7 +38,7 @@ MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additiona
 
 
 class Unavailable(Exception):
-    """Why one repository cannot be had, in a sentence with the remedy."""
+    """Reason why one repository cannot be had, in a sentence with the remedy."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from accelerate_recipes.args import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
-# Of these `from_pretrained` takes the first that there is. An index names the files that weights are spread over.
+# `from_pretrained` takes the first of these that exists. An index names the files that weights are spread over.
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
@@ -96,7 +96,7 @@ def matches(file: str, pattern: str) -> bool:
 
 
 def place_of(pattern: str) -> tuple[str, bool]:
-    """The folder that everything that matches lies in, and whether some of it may lie in folders of that.
+    """Find the deepest folder that holds all matches, and whether matches may lie deeper.
 
     To list less than a whole repository: all files of C4 are tens of thousands.
     """

@@ -444,7 +444,10 @@ def pod(job: JobArgs, plan: Plan, files_name: str, container: str, address: str,
 
 
 def command(plan: Plan, address: str, port: str) -> list[str]:
-    """No shell: it would have to pass on signals, and to quote. The recipe lies in the image where it lies here."""
+    """Build the pod's command, without a shell, which would have to pass on signals, and to quote.
+
+    The recipe lies in the image where it lies here.
+    """
     words = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *plan.launch[2:]]
     words += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
     return [*words, plan.command[0], "--config", f"{FILES}/recipe.yaml"]

@@ -18,7 +18,7 @@ from accelerate_recipes.status import attempt
 HEARTBEAT = 5.0  # seconds between two touches of the file
 SILENCE = 3 * HEARTBEAT  # seconds without a touch after which its owner is dead
 
-# Of this process, which has one output directory. None until `take`.
+# The lock of this process, which has one output directory. None until `take`.
 _mine: tuple[Path, dict] | None = None
 
 

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from accelerate_recipes.args import TrainArgs
 
-# Of a parameter in a checkpoint: the weight and what the optimizer keeps of it. Adafactor's rows and columns are few.
+# Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's rows and columns are few.
 CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
 
 # What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.

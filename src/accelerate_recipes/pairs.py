@@ -168,7 +168,7 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
     wanted = {source_column: types[source_column]}
     wanted[target_column] = types[target_column].value_type if several else types[target_column]
     for column, kind in wanted.items():
-        # Of values of several types `datasets` keeps the JSON; which of them are no text is said row by row.
+        # `datasets` keeps values of several types as JSON; which of them are no text is said row by row.
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType)
         if not (is_text or pa.types.is_null(kind)):
             raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
@@ -225,7 +225,7 @@ def values(batch: dict[str, list], column: str) -> list:
 
 
 def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
-    """Why a pair cannot be used, or ""."""
+    """Say why a pair cannot be used, or return ""."""
     for name, texts in (("source", [source]), ("target", references)):
         for text in texts or [None]:
             if not (text is None or isinstance(text, str)):  # a file of JSON may hold both

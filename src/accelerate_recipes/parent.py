@@ -15,7 +15,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 
-# Of this process: the launcher's id, None where there is none, or another than this process can know; and its own.
+# The launcher's process id, None where there is none that this process can know; and this process's own.
 _launcher: int | None = None
 _process: int | None = None
 

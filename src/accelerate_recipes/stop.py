@@ -21,7 +21,7 @@ from accelerate_recipes.status import read_status
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
 
-# Of this process, as signals are. `_file` is None until `listen` was called.
+# The state of this process, as signals are a process's. `_file` is None until `listen` was called.
 _file: Path | None = None
 _asked_by: str | None = None
 _job_ends = float("inf")
@@ -60,7 +60,7 @@ def requested() -> str | None:
     """Return what asked this rank to stop, or None."""
     if _asked_by is None and _file is not None and _file.exists():
         return f"file {_file}"
-    # Of each two: the step that is about to begin and one more; a save in flight, and the last.
+    # Reserve time for two steps and two saves: a save may be in flight when the last begins.
     if _asked_by is None and time.time() > _job_ends - 2 * (_last_step + _longest_save) - LEAVE_SECONDS:
         ask("the job's end")
     return _asked_by

@@ -225,7 +225,7 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
 
 
 def write_manifest(folder: Path, key: dict, num_shards: int) -> None:
-    """When all shards are there, whichever rank makes them."""
+    """Return when all shards are there, whichever rank makes them."""
     entries = [shard_file(folder, shard, "json") for shard in range(num_shards)]
     while not all(entry.exists() for entry in entries):
         time.sleep(0.2)

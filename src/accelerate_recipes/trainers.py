@@ -46,8 +46,8 @@ from accelerate_recipes.stop import Stopped
 # trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-# Of transformers.TrainingArguments, besides those that TrainArgs has too. The others would do again, or otherwise, what
-# is done here.
+# Fields of transformers.TrainingArguments that stay, besides those that TrainArgs has. The others would do again, or
+# otherwise, what is done here.
 KEPT = {
     "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "label_smoothing_factor",
     "liger_kernel_config", "neftune_noise_alpha", "remove_unused_columns", "torch_empty_cache_steps",
@@ -81,7 +81,7 @@ class TrainerArgs(TrainArgs):
     )  # fmt: skip
 
     def __post_init__(self):
-        """Not that of TrainingArguments, which starts the process group: `trl_config` makes a real one, when that is up."""
+        """Leave out that of TrainingArguments, which starts the process group: `trl_config` makes one when that is up."""
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)

@@ -172,7 +172,7 @@ class Watch:
         os._exit(1)
 
 
-# Of this process. None until `start`.
+# The watch of this process. None until `start`.
 _watch: Watch | None = None
 
 
