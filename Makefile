@@ -27,7 +27,7 @@ test: .venv/dev
 
 # For the inner loop of an editor: what starts no runs.
 FAST := args attention changed_data checkpoint chess_rules configs data engine init layout metrics metrics_of_texts models \
-	optim recipe requeue rows
+	optim recipe requeue rows upstream
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 

@@ -1,0 +1,111 @@
+"""What this project touches inside the pinned libraries: when a pin is raised, begin here.
+
+Each row: the owner, the name, the module that uses it and what for, and the parameters that it must have. Where upstream's
+behaviour is worked around, a test beside the workaround tells when it is needed no more: `grep -r upstream tests`.
+"""
+
+import ast
+import inspect
+
+import datasets
+import pytest
+import torch
+import torch.distributed._state_dict_utils as state_dict_utils
+import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint_wrapper
+import torch.distributed.checkpoint._nested_dict as nested_dict
+import torch.distributed.distributed_c10d as c10d
+from accelerate import Accelerator
+from accelerate.commands import launch
+from accelerate.state import PartialState
+from helpers import ROOT
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+
+TOUCHED = [
+    # torch
+    (state_dict_utils, "_copy_state_dict", "checkpoint", "copies a state in the background of a step", "state_dict copy_state_dict non_blocking type_check"),
+    (state_dict_utils, "_create_cpu_state_dict", "checkpoint", "pinned memory for that copy", "state_dict pin_memory share_memory"),
+    (torch._C, "_accelerator_getAllocatorSettings", "checkpoint", "the pinned allocator's threshold", None),
+    (torch._C, "_accelerator_setAllocatorSettings", "checkpoint", "the same, set", None),
+    (nested_dict, "set_element", "state_reader", "flat keys back into a nested state", "root_dict path value"),
+    (FileSystemReader, "_get_metadata_path", "state_reader", ".metadata is read before it is unpickled", "self rank"),
+    (torch.optim.AdamW, "_init_group", "optim", "a group's moments, for the Kahan sum", "self group params_with_grad grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps"),
+    (torch.serialization, "_get_layout", "state_reader", "allowed in .metadata", "name"),
+    (checkpoint_wrapper, "CheckpointWrapper", "distributed", "recompute each n-th layer", "mod checkpoint_impl checkpoint_fn checkpoint_fn_kwargs"),
+    (checkpoint_wrapper, "OffloadWrapper", "distributed", "activations on the CPU", "mod"),
+    (checkpoint_wrapper.ActivationWrapper, "_checkpoint_wrapped_module", "distributed", "the layer inside", None),
+    (FSDPModule, "_get_fsdp_state", "distributed", "prefetching", "self"),
+    (FSDPState, "_fsdp_param_group", "distributed", "whether a unit has parameters", None),
+    (FullyShardedDataParallel, "_fsdp_wrapped_module", "distributed", "class names of FSDP1's units", None),
+    (torch.nn.Module, "_parameters", "init", "first values of sharded parameters", None),
+    (torch.nn.Module, "_buffers", "init", "first values of buffers", None),
+    (LambdaLR.__mro__[1], "_step_count", "checkpoint", "the schedule at a step", None),
+    (LambdaLR.__mro__[1], "_last_lr", "checkpoint", "the schedule at a step", None),
+    (c10d, "_get_default_store", "watch", "ranks tell each other what they are doing", ""),
+    # accelerate
+    (PartialState, "_shared_state", "distributed", "DDP on a CPU in one process", None),
+    (Accelerator, "_optimizers", "distributed", "the optimizer is made on the sharded model", None),
+    (launch, "_validate_launch_command", "preflight", "what the launcher would start", "args"),
+    # transformers
+    (PreTrainedModel, "_init_weights", "init", "the model's own rule for first values", "self module"),
+    (PreTrainedModel, "_no_split_modules", "preflight", "what FSDP wraps by default", None),
+    (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
+    (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
+    (Trainer, "_get_dataloader", "trainers", "workers outlive SIGTERM", "self dataset description batch_size sampler_fn is_training dataloader_key"),
+    (Trainer, "_inner_training_loop", "trainers", "resume from our checkpoint", "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval"),
+    (Trainer, "_init_training_state", "trainers", "the step to go on from", "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
+    (Trainer, "_prepare_for_training", "trainers", "our prepare, optimizer and schedule", "self max_steps train_dataloader resume_from_checkpoint"),
+    (Trainer, "_load_rng_state", "trainers", "our random states", "self checkpoint"),
+    (Trainer, "_get_grad_norm", "trainers", "a norm that is not finite ends the run", "self model grad_norm"),
+    (Trainer, "_maybe_log_save_evaluate", "trainers", "what is due after a step", "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"),
+    (Trainer, "_globalstep_last_logged", "trainers", "steps of a log line", None),
+    (Trainer, "_total_loss_scalar", "trainers", "Trainer's own mean loss", None),
+    (Trainer, "get_batch_samples", "trainers", "time spent waiting for data", "self epoch_iterator num_batches device"),
+    (Trainer, "compute_loss", "trainers", "targets are counted", "self model inputs return_outputs num_items_in_batch"),
+    (Trainer, "create_accelerator_and_postprocess", "trainers", "our Accelerator", "self"),
+    # trl, datasets
+    (SFTTrainer, "_send_telemetry", "trainers", "a run tells nobody of itself", "self"),
+    (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
+    (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
+    (datasets.Dataset, "_indices", "data", "rows that only point to a table", None),
+]  # fmt: skip
+# Names of the standard library's, or public in spite of the underscore.
+NOT_UPSTREAM = {"_actions", "_asdict", "_check_value", "_current_frames", "_exit", "_fields", "_option_string_actions"}
+
+
+@pytest.mark.parametrize("owner, name, user, why, parameters", TOUCHED, ids=[f"{row[2]}-{row[1]}" for row in TOUCHED])
+def test_it_is_still_there(owner, name, user, why, parameters):
+    found = getattr(owner, name, None)
+    if found is None:  # given to each object when it is made
+        assert name in inspect.getsource(owner), f"{user}: {why}"
+    if parameters is not None:
+        assert " ".join(inspect.signature(found).parameters) == parameters, f"{user}: {why}"
+
+
+def test_the_table_is_complete():
+    """Each private name that a module uses of something else's is in the table, under that module."""
+    used = set()
+    for path in [*(ROOT / "src/accelerate_recipes").glob("*.py"), *(ROOT / "recipes").glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        own = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not (
+                ast.unparse(node.value) == "self" and node.attr in defined | own
+            ):
+                used.add((path.stem, node.attr))
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("accelerate_recipes"):
+                used |= {(path.stem, alias.name) for alias in node.names}
+    private = {
+        (user, name) for user, name in used if name.startswith("_") and not name.startswith("__") and name != "_C"
+    }
+    private = {(user, name) for user, name in private if name not in NOT_UPSTREAM}
+    assert private <= {(user, name) for _, name, user, _, _ in TOUCHED}
