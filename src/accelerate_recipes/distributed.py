@@ -230,6 +230,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{os.environ.get('RANK', 0)}")
+    resolve_vector_math()
     keep_cudnn_from_masks()
     if args.full_determinism:
         make_deterministic()
@@ -254,6 +255,37 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         )
     set_seed(args.seed)
     return accelerator
+
+
+def resolve_vector_math() -> None:
+    """Call the functions of MKL's vector math once, on one number and so in one thread.
+
+    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. When several threads make that
+    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792): in the first step, now and then,
+    a rotary embedding.
+    """
+    for name in [
+        "acos",
+        "asin",
+        "atan",
+        "cos",
+        "erf",
+        "erfc",
+        "erfinv",
+        "exp",
+        "expm1",
+        "lgamma",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "sin",
+        "sqrt",
+        "tan",
+        "tanh",
+    ]:
+        for dtype in (torch.float32, torch.float64):
+            getattr(torch, name)(torch.ones(1, dtype=dtype))
 
 
 def make_deterministic() -> None:

@@ -35,7 +35,7 @@ from accelerate_recipes.adapters import adapter_of, add_adapters, load_settings
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
 from accelerate_recipes.checkpoint import Checkpointer, step_of
 from accelerate_recipes.data import check_content, checksum_of_rows
-from accelerate_recipes.distributed import max_over_ranks, prepare, sum_over_ranks
+from accelerate_recipes.distributed import max_over_ranks, on_first_rank, prepare, sum_over_ranks
 from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, log_is_due
 from accelerate_recipes.metrics import Window, peak_memory_gib
 from accelerate_recipes.models import load_model
@@ -252,7 +252,8 @@ class RecipeTrainer:
         self.checkpointer = Checkpointer(
             accelerator, model, self.optimizer, self.lr_scheduler, args, artifacts, self.resumed_from
         )
-        self.content = checksum_of_rows(self.train_dataset, self.train_dataset.column_names)
+        rows = self.train_dataset
+        self.content = on_first_rank(lambda: checksum_of_rows(rows, rows.column_names))
         step, self.log_file = begin(self.checkpointer, max_steps, self.evaluate_fn, flops_per_token=None)
         check_content(self.content, self.checkpointer.data_states)
         self._load_rng_state(self.resumed_from)
