@@ -257,6 +257,13 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     return accelerator
 
 
+# What torch leaves to MKL, element by element.
+VECTOR_MATH = (
+    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin",
+    "sqrt", "tan", "tanh",
+)  # fmt: skip
+
+
 def resolve_vector_math() -> None:
     """Call the functions of MKL's vector math once, on one number and so in one thread.
 
@@ -264,26 +271,7 @@ def resolve_vector_math() -> None:
     call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792): in the first step, now and then,
     a rotary embedding.
     """
-    for name in [
-        "acos",
-        "asin",
-        "atan",
-        "cos",
-        "erf",
-        "erfc",
-        "erfinv",
-        "exp",
-        "expm1",
-        "lgamma",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "sin",
-        "sqrt",
-        "tan",
-        "tanh",
-    ]:
+    for name in VECTOR_MATH:
         for dtype in (torch.float32, torch.float64):
             getattr(torch, name)(torch.ones(1, dtype=dtype))
 
