@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import datasets
@@ -90,7 +91,13 @@ def test_checksum_of_conversations():
         "x": 0.5,
         "ok": True,
     }
-    others = [row | {"n": 2}, row | {"x": 0.25}, row | {"ok": False}, row | {"messages": row["messages"][:1]}]
+    others = [
+        row | {"at": datetime(2026, 1, 3)},
+        row | {"n": 2},
+        row | {"x": 0.25},
+        row | {"ok": False},
+        row | {"messages": row["messages"][:1]},
+    ]
     others += [
         row | {"messages": [row["messages"][0] | change, row["messages"][1]]}
         for change in ({"role": "bot"}, {"content": "ab "})
@@ -100,12 +107,12 @@ def test_checksum_of_conversations():
         return checksum_of_rows(rows, rows.column_names)
 
     single = [checksum(datasets.Dataset.from_list([each])) for each in [row, *others]]
-    assert len(set(single)) == 7
+    assert len(set(single)) == 8
     table = datasets.Dataset.from_list([row, *others])
     assert checksum(table) == checksum(
-        datasets.concatenate_datasets([table.select(range(3)), table.select(range(3, 7))])
+        datasets.concatenate_datasets([table.select(range(3)), table.select(range(3, 8))])
     )
-    assert len({checksum(table), checksum(table.select([1, 0, *range(2, 7)])), checksum(table.shuffle(seed=0))}) == 3
+    assert len({checksum(table), checksum(table.select([1, 0, *range(2, 8)])), checksum(table.shuffle(seed=0))}) == 3
 
 
 def test_rows_of_a_checkpoint():

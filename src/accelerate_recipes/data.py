@@ -368,7 +368,7 @@ def check_content(now: str, states: list[dict]) -> None:
 
 
 def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
-    """XXH3 of columns, whatever chunks they lie in."""
+    """Compute XXH3 of columns of any type, whatever chunks they lie in."""
     chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
     if rows._indices is not None:  # of rows that were shuffled or chosen: which of the table they are
         chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
@@ -382,7 +382,7 @@ def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
 
 
 def leaves(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray]]:
-    """Names and contents of the plain arrays that an array of texts, lists or structures consists of."""
+    """Yield names and contents of the plain arrays that an array of texts, lists or structures consists of."""
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         yield f"{name}, lengths", np.ascontiguousarray(array.value_lengths().fill_null(0))
         yield from leaves(f"{name}[]", array.flatten())
@@ -397,7 +397,7 @@ def leaves(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray
     elif pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
         yield name, np.ascontiguousarray(array.fill_null(0))
     else:
-        yield name, repr(array.to_pylist()).encode()
+        yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
 
 
 def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:
