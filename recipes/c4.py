@@ -76,10 +76,10 @@ class Args(TrainArgs, Architecture):
     dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.")
     validation_dataset_files: str = arg("en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.")
     train_files: list[str] = field(
-        default_factory=list, metadata={"help": "Paths or URLs of files to train on, instead."}
+        default_factory=list, metadata={"help": "Paths or URLs of files to train on, instead of a dataset."}
     )
     validation_files: list[str] = field(
-        default_factory=list, metadata={"help": "Paths or URLs of files to validate on, instead."}
+        default_factory=list, metadata={"help": "Paths or URLs of files to validate on, instead of a dataset."}
     )
     text_column: str = arg("text", "Key or column of the text.")
     pretokenize: str = arg("", "Tokenise all training text once, into this folder, and read it from there.")
