@@ -33,7 +33,7 @@ from accelerate_recipes.download import download, existing
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.shards import DataError
 from accelerate_recipes.status import attempt, is_wish_of_a_person, update_status
-from accelerate_recipes.stop import Stopped
+from accelerate_recipes.stop import Stopped, requested
 
 # Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
@@ -137,6 +137,8 @@ def run(
             # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
             # exit first, the launcher would end the other before it has said so. It ends this one instead.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if requested():  # before this line: it asks once
+                leave(2)
             time.sleep(30)
         fail(args, str(error))
     except (Exception, KeyboardInterrupt) as error:
