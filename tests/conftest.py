@@ -14,6 +14,14 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="huggingface-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exact_vector_math():
+    """For tests that compute in this process, as `make_accelerator` does for runs."""
+    from accelerate_recipes.distributed import resolve_vector_math
+
+    resolve_vector_math()
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
     from helpers import IMPORTS, TRL, ForkServer  # what it imports reads the variable above
