@@ -162,10 +162,10 @@ def test_two_nodes(jobs, chess_run, tmp_path):
 
 
 def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
-    """Processes that no signal reaches look at the clock: one step takes nearly all of the minute that there is."""
+    """Processes that no signal reaches look at the clock: one step takes nearly all of the two minutes that there are."""
     command = FIRST_ATTEMPT + "sleep $((JOB_END_TIME - $(date +%s) - 25))"
     fault = {"event": "toy.loss", "path": "step 5.", "command": command}
-    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=1", "--signal=B:CONT@1", fault=fault)
+    job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=2", "--signal=B:CONT@1", fault=fault)
     jobs.completed(job, restarts=1)
     first, _ = attempts(tmp_path / "out")
     assert (first["state"], first["reason"], first["step"]) == ("stopped", "the job's end", 6)
