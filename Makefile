@@ -61,7 +61,7 @@ test-image: .venv/dev
 			buildah debootstrap >/dev/null; fi
 	$(BIN)/python -m pytest -m image
 
-# Small faults in the core that no test notices: make mutants ARGS="--number 200 --seed 0" takes two hours.
+# Small faults in the core that no test notices: make mutants ARGS="--number 200 --seed 0" takes hours.
 mutants: .venv/dev
 	@test -d .venv/mutants || $(BIN)/pip install --quiet --target .venv/mutants cosmic-ray==8.7.0
 	$(BIN)/python tests/mutants.py $(ARGS)

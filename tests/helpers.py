@@ -30,7 +30,7 @@ ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
 
-# Behind a preset of chess.py: its model has a twentieth of the size, and a hundred games are held out.
+# Flags behind a preset of chess.py: a small model, and a hundred games to test on.
 SMALL_CHESS = ["--hidden_size", "64", "--intermediate_size", "128", "--num_hidden_layers", "2"]
 SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_steps", "0"]
 

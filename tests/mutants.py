@@ -22,12 +22,16 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / ".venv/mutants"))  # behind what is installed: it brings other versions of some libraries
+# Behind what is installed: it brings other versions of some libraries.
+sys.path += [str(ROOT / ".venv/mutants"), str(ROOT / "tests/children")]
 
 from cosmic_ray import plugins  # noqa: E402
 from cosmic_ray.ast import ast_nodes, get_ast_from_path  # noqa: E402
 from cosmic_ray.mutating import mutate_code  # noqa: E402
+from forked import run_and_exit  # noqa: E402
 
 PACKAGE = ROOT / "src/accelerate_recipes"
 # What each module's tests are; not all that touch it, but those that promise what it does.
@@ -42,7 +46,7 @@ TESTS = {
     "optim": ["test_optim.py", "test_levers.py"],
     "streams": ["test_streams.py"],
 }  # fmt: skip
-LIBRARIES = ["accelerate", "datasets", "evaluate", "hypothesis", "peft", "pytest", "transformers.models.llama.modeling_llama"]  # fmt: skip
+LIBRARIES = ["accelerate", "datasets", "evaluate", "hypothesis", "peft", "transformers.models.llama.modeling_llama"]  # fmt: skip
 SECONDS = 400  # more than any module's tests take; what takes longer is a fault that was noticed
 
 
@@ -68,20 +72,16 @@ def run_tests(module: str, source: str, log: Path) -> str:
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         (package / f"{module}.py").write_text(source)
         (Path(folder) / "requirements.txt").symlink_to(ROOT / "requirements.txt")  # which the package looks for
+        log.unlink(missing_ok=True)
         child = os.fork()
         if not child:
             os.setsid()
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
             os.environ |= {"PYTHONPATH": str(package.parent), "TMPDIR": folder}  # of processes that tests start, too
             tempfile.tempdir = None
             sys.path.insert(0, str(package.parent))
-            import pytest
-
             tests = [str(ROOT / "tests" / test) for test in TESTS[module]]
-            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests])
-            os._exit(code)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+            run_and_exit(lambda: sys.exit(pytest.main([*options, *tests])), str(log))
         deadline = time.monotonic() + SECONDS
         try:
             while time.monotonic() < deadline:

@@ -81,9 +81,12 @@ DEFAULTS = {
 
 
 def test_defaults_and_ranges():
-    ranges = {field.name: field.metadata.get("choices") for field in fields(TrainArgs)}
-    found = {name: (getattr(TrainArgs(), name), ranges[name]) for name in ranges}
-    assert {k: (v, str(r) if isinstance(r, Range) else None) for k, (v, r) in found.items()} == DEFAULTS
+    def range_of(field) -> str | None:
+        limits = field.metadata.get("choices")
+        return str(limits) if isinstance(limits, Range) else None
+
+    defaults = TrainArgs()
+    assert {field.name: (getattr(defaults, field.name), range_of(field)) for field in fields(TrainArgs)} == DEFAULTS
 
 
 def test_defaults_then_preset_then_flags(tmp_path):

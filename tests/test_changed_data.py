@@ -90,6 +90,7 @@ def test_checksum_of_conversations():
         "n": 1,
         "x": 0.5,
         "ok": True,
+        "at": datetime(2026, 1, 2),
     }
     others = [
         row | {"at": datetime(2026, 1, 3)},

@@ -280,6 +280,22 @@ def test_copies_are_an_error():
     assert "copy of its own" in message
 
 
+def test_vector_math_is_resolved_before_anything_computes(monkeypatch):
+    """Each function in fp32 and fp64, on one number: of more, several threads would take parts."""
+    called = []
+    for name in distributed.VECTOR_MATH:
+        monkeypatch.setattr(torch, name, lambda tensor, name=name: called.append((name, tensor.dtype, tensor.numel())))
+
+    def the_next_thing() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(distributed, "keep_cudnn_from_masks", the_next_thing)
+    with pytest.raises(InterruptedError):
+        distributed.make_accelerator(TrainArgs())
+    assert {"cos", "sin", "exp"} < set(distributed.VECTOR_MATH)
+    assert called == [(name, d, 1) for name in distributed.VECTOR_MATH for d in (torch.float32, torch.float64)]
+
+
 def test_upstream_still_chooses_kernels_of_vector_math_in_the_first_call():
     """As MKL does before 2025 (pytorch #188792); one process in a hundred meets it, which no test can wait for."""
     if "Math Kernel Library" not in torch.__config__.show():

@@ -156,15 +156,15 @@ ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
 
 
 def first_rows(connection) -> None:
-    """In a process of its own: sends its workers' ids, and its rows, the second and later ones after SIGTERM to all workers."""
+    """In a process of its own: sends its workers' ids, and its rows, the last four after SIGTERM to all workers."""
     parent.follow_launcher()
     batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
-    rows = [next(batches).item()]
+    rows = [next(batches).item() for _ in range(2)]  # from both workers: no signal meets one that has just started
     workers = [process.pid for process in multiprocessing.active_children()]
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
     time.sleep(0.2)
-    rows += [next(batches).item() for _ in range(5)]
+    rows += [next(batches).item() for _ in range(4)]
     connection.send((workers, rows))
     time.sleep(60)
 
@@ -175,7 +175,8 @@ def test_workers_live_as_long_as_their_process():
     here, there = context.Pipe()
     process = context.Process(target=first_rows, args=(there,))
     process.start()
-    assert here.poll(30)
+    there.close()
+    assert here.poll(60)
     workers, rows = here.recv()
     assert [[row] for row in rows] == list(itertools.islice(StepOrder(8, ARGS, 0, 1), 6))
     process.kill()

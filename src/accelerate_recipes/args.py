@@ -134,7 +134,7 @@ class TrainArgs:
         500, "Save a checkpoint every so many steps, and after the last; 0: only after the last.", min=0
     )
     save_minutes: float = arg(
-        0.0, "Also save one when so many minutes have passed since the last; 0: by steps only.", min=0
+        0.0, "Also save a checkpoint when so many minutes have passed since the last; 0: by steps only.", min=0
     )
     save_total_limit: int = arg(2, "Number of newest complete checkpoints to keep; 0: all.", min=0)
     keep_every_n_steps: int = arg(0, "Also keep the checkpoint of every so many steps; 0: none.", min=0)

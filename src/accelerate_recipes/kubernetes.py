@@ -73,7 +73,7 @@ class JobArgs:
     memory: str = arg("", "Memory that a pod asks for, and may use, shared memory included, such as 1000Gi.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
     instance_type: str = arg(
-        "", "Type of AWS machines: sets EFA and its variables, and selects such nodes; on HyperPod with its ml. before."
+        "", "Type of AWS machines: sets EFA and its variables, and selects such nodes; on HyperPod it begins with ml."
     )
     efa_per_node: int | None = arg(None, "EFA interfaces of each pod; default: all of --instance-type.", min=0)
     checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to, at {CHECKPOINTS}.")

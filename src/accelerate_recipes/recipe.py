@@ -137,7 +137,7 @@ def run(
             # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
             # exit first, the launcher would end the other before it has said so. It ends this one instead.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if requested():  # before this line: it asks once
+            if requested():  # SIGTERM came before this line, and the launcher sends it once
                 leave(2)
             time.sleep(30)
         fail(args, str(error))

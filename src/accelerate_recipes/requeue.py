@@ -23,7 +23,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
         # An earlier attempt wrote it; this one did not come as far.
         status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
     state, reason = status["state"], status.get("reason", "")
-    # A run that is killed just when a checkpoint gets its name does not come to say so.
+    # The status lags behind where a run is killed just after a checkpoint got its name.
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
     step = max([status.get("step", 0), *(int(name) for name in saved if name.isdecimal())])
     output_dir.mkdir(parents=True, exist_ok=True)
