@@ -22,6 +22,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import conftest  # noqa: F401  which sets what the libraries read of the environment
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
