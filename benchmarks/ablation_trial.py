@@ -25,17 +25,17 @@ import numpy as np
 import psutil
 import torch
 import transformers
-from accelerate import Accelerator
 from machine import machine
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs, parse
+from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.distributed import launch_problems, num_accelerators, strategy_name
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
 from accelerate_recipes.metrics import peak_memory_gib
+from accelerate_recipes.run import Run
 
 GIB = 2**30
 # How memory that cannot be had shows in a traceback: on a GPU, in Python, torch, C++, a thread, oneDNN.
@@ -62,9 +62,10 @@ class Trial:
         path.with_suffix(".partial").replace(path)
 
     def prepare(self, original):
-        """The recipe's `prepare`, within the memory that a trial may have."""
+        """`Run.prepare`, within the memory that a trial may have."""
 
-        def prepare_within_limit(accelerator: Accelerator, model: nn.Module, *rest):
+        def prepare_within_limit(run: Run, model: nn.Module, *rest, **settings):
+            accelerator = run.accelerator
             self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
             self.held_before = 0.0
             if accelerator.device.type == "cpu":
@@ -75,29 +76,17 @@ class Trial:
                 if self.memory_gib:
                     return_freed_memory()
                     limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
-            return original(accelerator, model, *rest)
+            original(run, model, *rest, **settings)
 
         return prepare_within_limit
 
-    def measure(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
-        train_loader: TrainLoader,
-        args: TrainArgs,
-        *,
-        loss_fn: LossFn,
-        count_fn: CountFn,
-        flops_per_token: float,
-        **_: object,
-    ) -> None:
+    def measure(self, run: Run, train_loader: TrainLoader, *, loss_fn: LossFn, count_fn: CountFn, **_: object) -> None:
         """In the place of `engine.train`; does not return.
 
         Tokens are targets, as in the log of a run. Throughput is that of the rows as they come, behind three steps of
         warm-up; peak memory that of all.
         """
+        accelerator, args, model, optimizer = run.accelerator, run.args, run.model, run.optimizer
         sizes: dict[str, int] = {}
         optimizer.register_step_post_hook(lambda *_: sizes.update(state_bytes(model, optimizer, accelerator.device)))
         train_loader.start_at(0, [])
@@ -108,16 +97,8 @@ class Trial:
         def step(batch: Batch) -> tuple[float, int]:
             """Seconds, and targets of all ranks."""
             start = time.perf_counter()
-            done = train_step(
-                accelerator,
-                model,
-                optimizer,
-                [to_device(batch, accelerator.device)],
-                loss_fn,
-                count_fn,
-                args.max_grad_norm,
-            )
-            scheduler.step()
+            done = train_step(run, [to_device(batch, accelerator.device)], loss_fn, count_fn)
+            run.scheduler.step()
             num_targets = done.num_targets.item()
             if accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -137,7 +118,7 @@ class Trial:
             num_processes=accelerator.num_processes,
             device_type=accelerator.device.type,
             tokens_per_second=tokens_per_second,
-            tflops_per_device=flops_per_token * tokens_per_second / accelerator.num_processes / 1e12,
+            tflops_per_device=run.flops_per_token * tokens_per_second / accelerator.num_processes / 1e12,
             step_seconds=seconds,
             peak_memory_gib=peak_memory_gib(accelerator.device) - self.held_before,
             **sizes,
@@ -236,7 +217,7 @@ def main() -> None:
         module = recipe.load(flags.recipe)
         args = parse(module.Args, flags.arguments, other_problems=launch_problems)
         args.max_steps = 10**6  # the rows begin anew as often as large batches need
-        module.prepare, module.train = trial.prepare(module.prepare), trial.measure
+        Run.prepare, module.train = trial.prepare(Run.prepare), trial.measure
         if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
             described = machine(torch.device("cuda" if num_accelerators() else "cpu"))
             del described["command"]  # results.jsonl has that of the launch

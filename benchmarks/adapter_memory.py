@@ -23,15 +23,16 @@ import torch
 from machine import machine
 from transformers import LlamaConfig, MixtralConfig
 
-from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg, parse
-from accelerate_recipes.distributed import make_accelerator, num_accelerators, prepare
+from accelerate_recipes.distributed import make_accelerator, num_accelerators
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.optim import local
 from accelerate_recipes.recipe import leave
+from accelerate_recipes.run import Run
 
 # Name: flags of the launcher, arguments.
 WAYS = {"full": ("", ""), "LoRA": ("", "--use_peft"), "DoRA": ("", "--use_peft --use_dora")}
@@ -87,8 +88,9 @@ def measure(args: Args) -> None:
     """One process of a launch: writes what it holds to a file."""
     before = psutil.Process().memory_info().rss / MIB
     accelerator = make_accelerator(args)
-    model = add_adapters(load_model(args.model_name_or_path, "sdpa", **load_settings(args)), args)
-    model, optimizer = prepare(accelerator, model, args)
+    run = Run(args, accelerator)
+    run.shard(load_model(args.model_name_or_path, "sdpa", **load_settings(args)))
+    model, optimizer = run.model, run.optimizer
     forget_peak(accelerator.device)
     ids = torch.arange(args.num_tokens, device=accelerator.device).unsqueeze(0)
     batch = {"input_ids": ids, "position_ids": ids, "labels": ids}
@@ -101,7 +103,7 @@ def measure(args: Args) -> None:
     optimizer.register_step_pre_hook(look)
     model.train()
     for _ in range(2):
-        train_step(accelerator, model, optimizer, [batch], next_token_loss_without_logits, count_next_tokens, 1.0)
+        train_step(run, [batch], next_token_loss_without_logits, count_next_tokens)
     result = {
         "frozen": mib(p for p in model.parameters() if not p.requires_grad),
         "trained": mib(p for p in model.parameters() if p.requires_grad),

@@ -34,11 +34,12 @@ from machine import machine
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import Checkpointer
-from accelerate_recipes.distributed import make_accelerator, max_over_ranks, prepare
+from accelerate_recipes.distributed import make_accelerator, max_over_ranks
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.run import Run
 
 SEGMENTS = ("none", "async", "sync", "save_state")
 LENGTH = 64  # tokens in a row
@@ -86,10 +87,11 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     artifacts = [model.config, model.generation_config]
-    model, optimizer = prepare(accelerator, model, args)
-    accelerator._optimizers.append(optimizer)  # for save_state; `prepare` keeps it from Accelerate
-    scheduler = make_scheduler(optimizer, args, 100)
-    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None)
+    run = Run(args, accelerator)
+    run.shard(model)
+    accelerator._optimizers.append(run.optimizer)  # for save_state; `prepare` keeps it from Accelerate
+    scheduler = make_scheduler(run.optimizer, args, 100)
+    checkpointer = Checkpointer(accelerator, run.model, run.optimizer, scheduler, args, artifacts, resumed_from=None)
     (output_dir / "metrics.jsonl").touch()
 
     generator = torch.Generator().manual_seed(accelerator.process_index)
@@ -106,7 +108,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
             checkpointer.save(number, {})
         stall = max_over_ranks(time.perf_counter() - start, accelerator.device)
         for _ in range(flags.steps):
-            train_step(accelerator, model, optimizer, [batch], next_token_loss, count_next_tokens, args.max_grad_norm)
+            train_step(run, [batch], next_token_loss, count_next_tokens)
         checkpointer.wait()
         found = {"stall": stall, "total": now(accelerator) - start}
         if name == "save_state":

@@ -51,11 +51,12 @@ from accelerate_recipes import chess_rules, engine
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.chess_games import GamesArgs, prepare_games
 from accelerate_recipes.data import PackedRows, make_train_loader, rows_of_step
-from accelerate_recipes.distributed import make_accelerator, prepare, strategy_name
+from accelerate_recipes.distributed import make_accelerator, strategy_name
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
+from accelerate_recipes.run import Run
 
 LOOPS = ("ours", "trainer", "bare")
 GAMES = Path(__file__).parents[1] / "data" / "chess" / "games_20k.parquet"
@@ -95,30 +96,22 @@ class OurLoop:
     is no part of a step), and for its checkpointer, whose `save` is the last act of a run and stops it.
     """
 
-    resumed_from = newest = None
+    newest = None
     data_states: ClassVar[list] = []
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
-        self.accelerator, self.args, self.loader = accelerator, args, loader
-        self.model, self.optimizer = prepare(accelerator, model, args)
-        self.scheduler = make_scheduler(self.optimizer, args, args.max_steps)
-        self.step = 0
+        self.training = Run(args, accelerator)
+        self.training.shard(model)
+        self.training.scheduler = make_scheduler(self.training.optimizer, args, args.max_steps)
+        self.training.flops_per_token = 0.0
+        self.training.checkpointer = self
+        self.model, self.loader, self.step = self.training.model, loader, 0
 
     def run(self, num_steps: int) -> np.ndarray:
         with contextlib.redirect_stdout(io.StringIO()):
+            self.training.total_steps = self.step + num_steps
             records = engine.train(
-                self.accelerator,
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                self,
-                self.args,
-                total_steps=self.step + num_steps,
-                loss_fn=next_token_loss,
-                count_fn=count_next_tokens,
-                evaluate_fn=lambda step: {},
-                checkpointer=self,
-                flops_per_token=0.0,
+                self.training, self, loss_fn=next_token_loss, count_fn=count_next_tokens, evaluate_fn=lambda step: {}
             )
         self.last_loss = [record["loss"] for record in records if "loss" in record][-1]
         return self.seconds

@@ -90,7 +90,7 @@ def save(flags: argparse.Namespace) -> None:
         tie_word_embeddings=False,
     )
     artifacts = [model.config, model.generation_config]
-    model, optimizer = prepare(accelerator, model, args)
+    model, optimizer, _ = prepare(accelerator, model, args)
     model(input_ids=torch.arange(8)[None]).logits.logsumexp(-1).sum().backward()
     optimizer.step()  # gives AdamW its state, two thirds of the checkpoint
     scheduler = make_scheduler(optimizer, args, 1)

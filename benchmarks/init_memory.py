@@ -56,7 +56,7 @@ def measure(args: Args) -> None:
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     largest = max(parameter.numel() for parameter in model.parameters())
-    model, optimizer = prepare(accelerator, model, args)
+    model, optimizer, _ = prepare(accelerator, model, args)
     seconds = time.perf_counter() - start
     assert optimizer.param_groups[0]["params"]
     on_cpu = accelerator.device.type == "cpu"

@@ -18,20 +18,18 @@ from datasets import load_from_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import chess_rules
-from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_games
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
-from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
-from accelerate_recipes.metrics import flops_per_token, trained_share
+from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import check_length, load_model, load_tokenizer, new_llama, new_word_tokenizer
 from accelerate_recipes.next_moves import NextMoves
-from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import draw_run
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.picture import Bars
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 ATTENTION = ["sdpa", "eager", "flex_attention"]
@@ -49,14 +47,9 @@ class Args(GamesArgs, TrainArgs):
     intermediate_size: int = arg(384, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
     num_hidden_layers: int = arg(4, "Number of layers (with --from_scratch).", min=1, max=10_000)
     num_attention_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
-    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION)
+    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
-
-    fixed_on_resume = TrainArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
-        "model_name_or_path", "from_scratch", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "max_length", "document_mask",
-    }  # fmt: skip
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -86,8 +79,7 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
-        return add_adapters(model, args)
+        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
     return new_llama(
         args.attn_implementation,
         args.param_dtype,
@@ -105,10 +97,7 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
 
 
 def main(args: Args) -> None:
-    find_resume(args)  # refuses, before any work, what could not be continued
-    accelerator = make_accelerator(args)
-    resumed_from = agree_on_resume(accelerator, args)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    run = start(args)
 
     # Tokenizer and data
     tokenizer = make_tokenizer(args)
@@ -121,65 +110,55 @@ def main(args: Args) -> None:
         for name in ("train", "heldout")
     )
 
-    # Model and optimizer
-    model = make_model(args, tokenizer)
-    artifacts = [model.config, model.generation_config, tokenizer]
-    flops = flops_per_token(model.config, model.num_parameters(), train_rows.attended_length, trained_share(model))
-    model, optimizer = prepare(accelerator, model, args)
+    # Model
+    run.prepare(
+        make_model(args, tokenizer),
+        tokenizer,
+        total_steps=num_steps(args, len(train_rows)),
+        flops_fn=lambda model: flops_per_token(model, train_rows.attended_length),
+    )
     if args.document_mask:
-        check_document_mask(model, accelerator.device)
-    total_steps = num_steps(args, len(train_rows))
-    scheduler = make_scheduler(optimizer, args, total_steps)
-    accelerator.on_main_process(print)(
+        check_document_mask(run.model, run.accelerator.device)
+    run.print(
         f"Data: {facts['train']:,} games to train on, {facts['heldout']:,} held out, {facts['skipped']:,} skipped; "
         f"{len(train_rows):,} rows of {args.max_length} tokens, {train_rows.padding_share:.1%} padding"
     )
 
     # Training and evaluation
-    heldout_loader = make_eval_loader(heldout_rows, args, rank, world_size)
+    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size)
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        loss = evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)
-        return {"loss": loss} | next_moves.evaluate(accelerator, model, args.per_device_eval_batch_size)
+        loss = evaluate_loss(run.accelerator, run.model, heldout_loader, next_token_loss, count_next_tokens)
+        return {"loss": loss} | next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        make_train_loader(train_rows, args, rank, world_size, content=facts["content"]),
-        args,
-        total_steps=total_steps,
+        run,
+        make_train_loader(train_rows, args, run.rank, run.world_size, content=facts["content"]),
         loss_fn=next_token_loss,
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,
-        checkpointer=checkpointer,
-        flops_per_token=flops,
     )
 
     # Result
-    game = next_moves.play(accelerator, model, 40)
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        before, *_, after = (record for record in records if "eval_loss" in record)
+    game = next_moves.play(run.accelerator, run.model, 40)
+
+    def result(before: dict, after: dict) -> Result:
         baseline = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
         results = {"before": before, "baseline": baseline, "after": after}
         parts = [part for part in (*chess_rules.PHASES, "unseen") if f"eval_legal_move_rate_{part}" in after]
         bars = {
-            name: {part: 100 * result[f"eval_legal_move_rate_{part}"] for part in parts}
-            for name, result in results.items()
+            name: {part: 100 * values[f"eval_legal_move_rate_{part}"] for part in parts}
+            for name, values in results.items()
         }
-        draw_run(output_dir / "result.png", records, bars, "Legal next moves in held-out games", "%")
-        start = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
-        description = f"{start} on {facts['train']:,} chess games in UCI, from {args.game_source}."
-        export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        print(f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n")
-        print(next_moves.summary(results))
-        print(f"Model: {output_dir / 'export'}   picture: {output_dir / 'result.png'}", flush=True)
-    accelerator.end_training()
+        against_itself = f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n\n"
+        text = against_itself + next_moves.summary(results)
+        return Result(text, Bars(bars, "Legal next moves in held-out games", "%"))
+
+    begin = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+    description = f"{begin} on {facts['train']:,} chess games in UCI, from {args.game_source}."
+    finish(run, records, description, result)
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

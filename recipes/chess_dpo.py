@@ -21,19 +21,14 @@ from trl import DPOConfig, DPOTrainer
 
 from accelerate_recipes import hub, stop
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_pairs import RULES, make_pairs
 from accelerate_recipes.chess_rules import PHASES
-from accelerate_recipes.distributed import (
-    make_accelerator,
-    on_first_of_machine_before_others,
-    on_first_rank,
-    prepare,
-)
+from accelerate_recipes.distributed import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
@@ -52,11 +47,11 @@ class Args(GamesArgs, TrainerArgs, DPOConfig):
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
-    precompute_ref_log_probs: bool = arg(True, "Ask the reference model once, before training, and then let it go.")
+    precompute_ref_log_probs: bool = arg(
+        True, "Ask the reference model once, before training, and then let it go.", fixed=False
+    )
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
-        "num_train_positions", "reject", "max_length",
-    }  # fmt: skip
+    fixed = TrainerArgs.fixed | {"max_length"}
     ranges = (
         TrainerArgs.ranges
         | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
@@ -112,9 +107,7 @@ def load_pairs(
 
 
 def main(args: Args) -> None:
-    find_resume(args)  # refuses, before any work, what could not be continued
-    accelerator = make_accelerator(args)
-    resumed_from = agree_on_resume(accelerator, args)
+    run = start(args)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -130,11 +123,11 @@ def main(args: Args) -> None:
     positions = datasets.load_from_disk(folder / "train")
     file = on_first_rank(lambda: pair_file(args, folder))
     if not file.exists():
-        stop.listen(Path(args.output_dir))
-        model, _ = prepare(accelerator, make_model(args), args)
+        stop.listen(run.output_dir)
+        run.shard(make_model(args))
         make_pairs(
-            accelerator,
-            model,
+            run.accelerator,
+            run.model,
             tokenizer,
             positions.to_list(),
             args.reject,
@@ -142,36 +135,31 @@ def main(args: Args) -> None:
             next_moves.max_new_tokens,
             args.per_device_eval_batch_size,
         )
-        del model
-        accelerator.free_memory()
+        run.release()
 
     # Model and trainer
     model = make_model(args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
     pairs = on_first_of_machine_before_others(lambda: load_pairs(file, args, positions, tokenizer, max_length))
-    config = trl_config(args, DPOConfig, accelerator, max_length=max_length)
-    trainer = Trainer(args, config, accelerator, model, tokenizer, resumed_from, train_dataset=pairs)
-    accelerator.on_main_process(print)(
+    config = trl_config(run, DPOConfig, max_length=max_length)
+    trainer = Trainer(run, config, model, tokenizer, train_dataset=pairs)
+    run.print(
         f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(facts['positions']):,} positions held out"
     )
 
     # Training and evaluation
     def evaluate_fn(step: int) -> dict[str, float]:
-        return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
+        return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    trainer.evaluate_fn = evaluate_fn
-    records = trainer.train()
+    records = trainer.train(evaluate_fn)
 
     # Result
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        before, *_, after = (record for record in records if "eval_legal_move_rate" in record)
-        description = f"{args.model_name_or_path}, trained by DPO to prefer the moves of {args.game_source} to its own."
-        export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        print(next_moves.summary({"before": before, "after": after}))
-        print(f"Model: {output_dir / 'export'}", flush=True)
-    accelerator.end_training()
+    def result(before: dict, after: dict) -> Result:
+        return Result(next_moves.summary({"before": before, "after": after}))
+
+    description = f"{args.model_name_or_path}, trained by DPO to prefer the moves of {args.game_source} to its own."
+    finish(run, records, description, result)
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

@@ -11,21 +11,20 @@ after training, in positions of held-out games: the share of legal moves and of 
 import contextlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.chess_rules import PHASES
-from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
@@ -43,23 +42,20 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
-    reward_weights: list[float] = field(
-        default_factory=lambda: [0.2, 1.0, 0.5, 1.0],
-        metadata={
-            "help": "Rewards of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
-            "choices": Range(),
-        },
+    reward_weights: list[float] = arg(
+        [0.2, 1.0, 0.5, 1.0],
+        "Rewards of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
+        fixed=False,
+        choices=Range(),
     )
     stockfish: str = arg(
-        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does."
+        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does.", fixed=False
     )
     stockfish_nodes: int = arg(
-        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", min=1
+        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", fixed=False, min=1
     )
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | GamesArgs.fixed_on_resume | {
-        "num_train_positions", "max_prompt_length", "num_generations", "num_iterations", "shuffle_dataset",
-    }  # fmt: skip
+    fixed = TrainerArgs.fixed | {"num_generations", "num_iterations", "shuffle_dataset"}
     ranges = (
         TrainerArgs.ranges
         | dict.fromkeys(("beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold"), Range(min=0))
@@ -119,9 +115,7 @@ class Trainer(RecipeTrainer, GRPOTrainer):
 
 
 def main(args: Args) -> None:
-    find_resume(args)  # refuses, before any work, what could not be continued
-    accelerator = make_accelerator(args)
-    resumed_from = agree_on_resume(accelerator, args)
+    run = start(args)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -148,22 +142,14 @@ def main(args: Args) -> None:
         "max_completion_length": next_moves.max_new_tokens,
         "reward_weights": args.reward_weights[: len(REWARDS) + bool(args.stockfish)],
     }
-    config = trl_config(args, GRPOConfig, accelerator, **decided)
+    config = trl_config(run, GRPOConfig, **decided)
     with contextlib.ExitStack() as engines:
         rewards = REWARDS
         if args.stockfish:
             rewards = [*REWARDS, engines.enter_context(stockfish_reward(args.stockfish, args.stockfish_nodes))]
-        trainer = Trainer(
-            args,
-            config,
-            accelerator,
-            model,
-            tokenizer,
-            resumed_from,
-            reward_funcs=rewards,
-            train_dataset=datasets.Dataset.from_list(positions),
-        )
-        accelerator.on_main_process(print)(
+        train_dataset = datasets.Dataset.from_list(positions)
+        trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=train_dataset)
+        run.print(
             f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
             f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
             "positions a step"
@@ -171,23 +157,17 @@ def main(args: Args) -> None:
 
         # Training and evaluation
         def evaluate_fn(step: int) -> dict[str, float]:
-            return next_moves.evaluate(accelerator, trainer.model_wrapped, args.per_device_eval_batch_size)
+            return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-        trainer.evaluate_fn = evaluate_fn
-        records = trainer.train()
+        records = trainer.train(evaluate_fn)
 
     # Result
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        before, *_, after = (record for record in records if "eval_legal_move_rate" in record)
-        description = (
-            f"{args.model_name_or_path}, trained by GRPO for legal and played moves in positions of {args.game_source}."
-        )
-        export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        print(next_moves.summary({"before": before, "after": after}))
-        print(f"Model: {output_dir / 'export'}", flush=True)
-    accelerator.end_training()
+    def result(before: dict, after: dict) -> Result:
+        return Result(next_moves.summary({"before": before, "after": after}))
+
+    begin = f"{args.model_name_or_path}, trained by GRPO for legal and played moves"
+    finish(run, records, f"{begin} in positions of {args.game_source}.", result)
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

@@ -12,7 +12,7 @@ Every argument of trl's SFTConfig that is about data and loss is one here: --pac
 
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -23,14 +23,14 @@ from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.checkpoint import agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader
-from accelerate_recipes.distributed import make_accelerator, on_first_of_machine_before_others
+from accelerate_recipes.distributed import on_first_of_machine_before_others
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.pairs import falls_under
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.rows import check_texts_or_messages, read_files, reading
+from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
@@ -43,9 +43,7 @@ class Args(TrainerArgs, SFTConfig):
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
     train_split: str = arg("train", "Split to train on.")
-    train_files: list[str] = field(
-        default_factory=list, metadata={"help": "Local .jsonl, .parquet or .csv files, instead of a dataset."}
-    )
+    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
     heldout_share: float = arg(
         0.05,
         "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or what the user asks first.",
@@ -53,12 +51,10 @@ class Args(TrainerArgs, SFTConfig):
         below=1,
     )
 
-    fixed_on_resume = TrainerArgs.fixed_on_resume | {
-        "dataset_name", "dataset_config", "train_split", "train_files", "heldout_share", "dataset_text_field",
-        "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode", "packing", "packing_strategy",
-        "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
+    fixed = TrainerArgs.fixed | {
+        "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode", "packing",
+        "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
     }  # fmt: skip
-
     ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
@@ -162,10 +158,7 @@ def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def main(args: Args) -> None:
-    find_resume(args)  # refuses, before any work, what could not be continued
-    accelerator = make_accelerator(args)
-    resumed_from = agree_on_resume(accelerator, args)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    run = start(args)
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -174,48 +167,37 @@ def main(args: Args) -> None:
     # Model and trainer
     # The model whose template is taken at its commit, too: trl would ask the Hub.
     template = str(hub.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    config = trl_config(args, SFTConfig, accelerator, chat_template_path=template)
-    trainer = Trainer(
-        args,
-        config,
-        accelerator,
-        make_model(args),
-        tokenizer,
-        resumed_from,
-        train_dataset=rows["train"],
-        eval_dataset=rows["test"],
-    )
+    config = trl_config(run, SFTConfig, chat_template_path=template)
+    trainer = Trainer(run, config, make_model(args), tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])
+    resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
         raise ConfigError(
             f"{resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
             "another --output_dir"
         )
-    accelerator.on_main_process(print)(
+    run.print(
         f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "
         f"{len(trainer.train_dataset):,} sequences of at most {args.max_length} tokens"
     )
 
     # Training and evaluation
     heldout = HeldOutRows(trainer.eval_dataset)
-    heldout_loader = make_eval_loader(heldout, args, rank, world_size, collate_fn=trainer.data_collator)
+    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=trainer.data_collator)
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        return {"loss": evaluate_loss(accelerator, trainer.model_wrapped, heldout_loader, loss_fn, count_targets)}
+        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, loss_fn, count_targets)}
 
-    trainer.evaluate_fn = evaluate_fn
-    records = trainer.train()
+    records = trainer.train(evaluate_fn)
 
     # Result
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        before, *_, after = (record["eval_loss"] for record in records if "eval_loss" in record)
-        source = ", ".join(args.train_files) or args.dataset_name
-        description = f"{args.model_name_or_path}, fine-tuned on {len(rows['train']):,} rows of {source}."
-        export(trainer.checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-        print(f"Held-out rows ({len(rows['test']):,}), loss: before {before:.4f}, after {after:.4f}")
-        print(f"Model: {output_dir / 'export'}", flush=True)
-    accelerator.end_training()
+    def result(before: dict, after: dict) -> Result:
+        losses = f"before {before['eval_loss']:.4f}, after {after['eval_loss']:.4f}"
+        return Result(f"Held-out rows ({len(rows['test']):,}), loss: {losses}")
+
+    source = ", ".join(args.train_files) or args.dataset_name
+    description = f"{args.model_name_or_path}, fine-tuned on {len(rows['train']):,} rows of {source}."
+    finish(run, records, description, result)
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

@@ -12,27 +12,26 @@ its share of the sources, from weights that stay sharded; the texts go to predic
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import load_from_disk
 from transformers import PreTrainedModel
 
-from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
-from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
 from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
-from accelerate_recipes.distributed import make_accelerator, on_first_rank, prepare
+from accelerate_recipes.distributed import on_first_rank
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.hub import BUILDERS
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import load_t5, load_tokenizer, new_bpe_tokenizer, new_t5
-from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.pairs import Pairs, PairSource, prepare_pairs, source_texts
-from accelerate_recipes.picture import draw_run
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.picture import Bars
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.text_metrics import TextMetrics
 
 ATTENTION = ["sdpa", "eager"]
@@ -64,9 +63,13 @@ class Args(TrainArgs):
     )
     num_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
     dropout_rate: float = arg(
-        0.1, "Dropout, also of a pretrained model: v1.1 was pretrained without, and needs it now.", min=0, below=1
+        0.1,
+        "Dropout, also of a pretrained model: v1.1 was pretrained without, and needs it now.",
+        fixed=False,
+        min=0,
+        below=1,
     )
-    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION)
+    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
     dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
@@ -74,39 +77,37 @@ class Args(TrainArgs):
     train_split: str = arg("train", "Split to train on.")
     eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
     eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
-    train_files: list[str] = field(
-        default_factory=list, metadata={"help": "Local .csv, .jsonl or .parquet files, instead of a dataset."}
-    )
-    eval_files: list[str] = field(default_factory=list, metadata={"help": "Local files to evaluate on."})
+    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.")
+    eval_files: list[str] = arg([], "Local files to evaluate on.")
     source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
     target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
-    eval_source_column: str = arg("", "Column of the texts to read in evaluation; default: --source_column.")
-    eval_target_column: str = arg("", "Column of the texts to write in evaluation; default: --target_column.")
+    eval_source_column: str = arg(
+        "", "Column of the texts to read in evaluation; default: --source_column.", fixed=False
+    )
+    eval_target_column: str = arg(
+        "", "Column of the texts to write in evaluation; default: --target_column.", fixed=False
+    )
     task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
     heldout_share: float = arg(
         0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
     )
-    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", min=1)
+    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
     skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
     max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.", min=2)
     max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
-    metrics: list[str] = field(
-        default_factory=lambda: ["chrf", "bleu"],
-        metadata={"help": f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}."},
+    metrics: list[str] = arg(
+        ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
     )
-    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.", min=0)
-    generation_num_beams: int = arg(1, "Beams of the search in generation; 1: greedy.", min=1)
+    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.", fixed=False, min=0)
+    generation_num_beams: int = arg(1, "Beams of the search in generation; 1: greedy.", fixed=False, min=1)
     generation_length_penalty: float = arg(
-        1.0, "Length penalty of beam search: above 0 favours long texts, below 0 short ones.", min=-10, max=10
+        1.0,
+        "Length penalty of beam search: above 0 favours long texts, below 0 short ones.",
+        fixed=False,
+        min=-10,
+        max=10,
     )
-    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.")
-
-    fixed_on_resume = TrainArgs.fixed_on_resume | {
-        "model_name_or_path", "from_scratch", "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads",
-        "dataset_name", "dataset_config", "dataset_revision", "dataset_files", "train_split", "eval_split",
-        "eval_dataset_name", "train_files", "eval_files", "source_column", "target_column", "task_prefix",
-        "heldout_share", "skip_bad_pairs", "max_source_length", "max_target_length",
-    }  # fmt: skip
+    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.", fixed=False)
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -172,8 +173,7 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
     if not args.from_scratch:
-        model = load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
-        return add_adapters(model, args)
+        return load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
     return new_t5(
         args.attn_implementation,
         args.param_dtype,
@@ -189,16 +189,13 @@ def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
 
 
 def main(args: Args) -> None:
-    find_resume(args)  # refuses, before any work, what could not be continued
-    accelerator = make_accelerator(args)
-    resumed_from = agree_on_resume(accelerator, args)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    run = start(args)
 
     # Tokenizer and data
     if not args.from_scratch:
         tokenizer = load_tokenizer(args.model_name_or_path)
-    elif resumed_from:
-        tokenizer = load_tokenizer(str(resumed_from))
+    elif run.resumed_from:
+        tokenizer = load_tokenizer(str(run.resumed_from))
     else:
         tokenizer = on_first_rank(
             lambda: new_bpe_tokenizer(source_texts(args.train_sources), args.vocab_size, "$A </s>")
@@ -228,7 +225,7 @@ def main(args: Args) -> None:
         Pairs(rows, tokenizer.pad_token_id) for rows in (load_from_disk(folder / "train"), heldout)
     )
 
-    # Model and optimizer
+    # Model
     model = make_model(
         args,
         vocab_size=len(tokenizer),
@@ -243,12 +240,14 @@ def main(args: Args) -> None:
     }
     # early_stopping is of beams: left over from the model, it would contradict a greedy search.
     model.generation_config.update(**generation, early_stopping=False)
-    artifacts = [model.config, model.generation_config, tokenizer]
-    flops = flops_per_target(model, train_pairs.num_tokens("source"), train_pairs.num_tokens("target"))
-    model, optimizer = prepare(accelerator, model, args)
-    total_steps = num_steps(args, len(train_pairs))
-    scheduler = make_scheduler(optimizer, args, total_steps)
-    accelerator.on_main_process(print)(
+    lengths = train_pairs.num_tokens("source"), train_pairs.num_tokens("target")
+    run.prepare(
+        model,
+        tokenizer,
+        total_steps=num_steps(args, len(train_pairs)),
+        flops_fn=lambda model: flops_per_target(model, *lengths),
+    )
+    run.print(
         f"Data: {facts['train']['pairs']:,} pairs to train on, of which {facts['train']['truncated_sources']:,} sources are "
         f"cut at {args.max_source_length} tokens and {facts['train']['truncated_targets']:,} targets at "
         f"{args.max_target_length}; {facts['skipped']:,} skipped; evaluated on {len(heldout):,} of "
@@ -257,19 +256,19 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     heldout_loader = make_eval_loader(
-        heldout_pairs, args, rank, world_size, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
+        heldout_pairs, args, run.rank, run.world_size, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
     )
     metrics = TextMetrics(METRICS, args.metrics)
     sources, references = heldout["source"][:], heldout["references"][:]
     prompts = heldout["source_ids"][:]
-    predictions_dir = Path(args.output_dir) / "predictions"
+    predictions_dir = run.output_dir / "predictions"
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        loss = evaluate_loss(accelerator, model, heldout_loader, sequence_to_sequence_loss, count_labels)
+        loss = evaluate_loss(run.accelerator, run.model, heldout_loader, sequence_to_sequence_loss, count_labels)
         texts = generate_texts(
-            accelerator, model, tokenizer, prompts, batch_size=args.per_device_eval_batch_size, **generation
+            run.accelerator, run.model, tokenizer, prompts, batch_size=args.per_device_eval_batch_size, **generation
         )
-        if accelerator.is_main_process:
+        if run.is_first:
             predictions_dir.mkdir(exist_ok=True)
             with (predictions_dir / f"step-{step}.jsonl").open("w") as file:
                 for source, right, text in zip(sources, references, texts, strict=True):
@@ -277,64 +276,61 @@ def main(args: Args) -> None:
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         return {"loss": loss} | on_first_rank(lambda: metrics.compute(texts, references, sources))
 
-    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     records = train(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
+        run,
         make_train_loader(
             train_pairs,
             args,
-            rank,
-            world_size,
+            run.rank,
+            run.world_size,
             lengths=train_pairs.lengths,
             collate_fn=train_pairs.collate,
             content=facts["content"],
         ),
-        args,
-        total_steps=total_steps,
         loss_fn=sequence_to_sequence_loss,
         count_fn=count_labels,
         evaluate_fn=evaluate_fn,
-        checkpointer=checkpointer,
-        flops_per_token=flops,
     )
 
     # Result
-    last_predictions = predictions_dir / f"step-{total_steps}.jsonl"
+    last_predictions = predictions_dir / f"step-{run.total_steps}.jsonl"
     if not on_first_rank(last_predictions.exists):  # the last evaluation was of a run with another --output_dir
-        evaluate_fn(total_steps)
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        before, *_, after = (record for record in records if "eval_loss" in record)
+        evaluate_fn(run.total_steps)
+
+    def result(before: dict, after: dict) -> Result:
         copied = {f"eval_{name}": value for name, value in metrics.compute(sources, references, sources).items()}
         results = {"before": before, "source copied": copied, "after": after}
         names = [name for metric in args.metrics for name in METRIC_VALUES[metric]]
-        bars = {key: {name: result[f"eval_{name}"] for name in names} for key, result in results.items()}
-        draw_run(output_dir / "result.png", records, bars, "Generated texts against the held-out targets", "of 100")
-        start = "A new T5, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
-        origin = ", ".join(map(str, args.train_sources))
-        description = f"{start} on {facts['train']['pairs']:,} pairs of texts from {origin}."
-        export(checkpointer.newest, output_dir / "export", description, merge_adapter=args.merge_adapter)
-
         texts = [json.loads(line)["prediction"] for line in last_predictions.read_text().splitlines()]
-        score = [
-            metrics.compute(*([value] for value in row))[names[0]]
-            for row in zip(texts, references, sources, strict=True)
+        lines = [
+            "",
+            *examples(sources, texts, references, names[0], metrics),
+            "",
         ]
-        ranked = sorted(range(len(texts)), key=lambda i: score[i])
-        places = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
-        print(f"\nHeld-out pairs, from the best {names[0]} to the worst:")
-        for i in dict.fromkeys(ranked[place] for place in places):
-            print(f"  {score[i]:5.1f}  {sources[i]!r}\n      ->  {texts[i]!r}\n  target  {references[i][0]!r}")
-        print()
         for name in names:
-            values = ", ".join(f"{key} {result[f'eval_{name}']:.1f}" for key, result in results.items())
-            print(f"Held-out pairs ({len(sources):,}), {name}: {values}")
-        print(f"Model: {output_dir / 'export'}   picture: {output_dir / 'result.png'}", flush=True)
-    accelerator.end_training()
+            values = ", ".join(f"{key} {values[f'eval_{name}']:.1f}" for key, values in results.items())
+            lines.append(f"Held-out pairs ({len(sources):,}), {name}: {values}")
+        bars = {key: {name: values[f"eval_{name}"] for name in names} for key, values in results.items()}
+        return Result("\n".join(lines), Bars(bars, "Generated texts against the held-out targets", "of 100"))
+
+    begin = "A new T5, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+    origin = ", ".join(map(str, args.train_sources))
+    finish(run, records, f"{begin} on {facts['train']['pairs']:,} pairs of texts from {origin}.", result)
+
+
+def examples(
+    sources: list[str], texts: list[str], references: list[list[str]], name: str, metrics: TextMetrics
+) -> list[str]:
+    """Lines with a few of the generated texts, from the best by the metric `name` to the worst."""
+    rows = zip(texts, references, sources, strict=True)
+    score = [metrics.compute(*([value] for value in row))[name] for row in rows]
+    ranked = sorted(range(len(texts)), key=lambda i: score[i])
+    places = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
+    lines = [f"Held-out pairs, from the best {name} to the worst:"]
+    for i in dict.fromkeys(ranked[place] for place in places):
+        lines.append(f"  {score[i]:5.1f}  {sources[i]!r}\n      ->  {texts[i]!r}\n  target  {references[i][0]!r}")
+    return lines
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

@@ -524,7 +524,8 @@ def test_experts(tmp_path, name, in_parts):
         save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     settings = {"use_peft": True, "lora_dropout": 0.0, "lora_r": 3, "merge_adapter": True, "use_rslora": True}
     args = toy.Args(model_name_or_path=str(base), **settings)
-    model = add_adapters(load_model(str(base), "sdpa"), args)
+    model = load_model(str(base), "sdpa")
+    config = add_adapters(model, args).config
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
         for key, parameter in trained.items():
@@ -533,10 +534,10 @@ def test_experts(tmp_path, name, in_parts):
     assert abs(wanted - before) > 0.01
     adapter = {key: parameter.detach() for key, parameter in trained.items()}
 
-    files = base_tensors(model.adapter.config)
+    files = base_tensors(config)
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(MIXTURES[name])
-    weight_named = merged(plain, files, adapter, model.adapter.config)
+    weight_named = merged(plain, files, adapter, config)
     changed = {key: weight_named(key).contiguous() for key in files}
     shutil.copytree(base, tmp_path / "merged")
     save_file(changed, tmp_path / "merged/model.safetensors", metadata={"format": "pt"})
@@ -546,7 +547,7 @@ def test_experts(tmp_path, name, in_parts):
         "all linear layers and experts have adapters"
     )
 
-    model.adapter.config.save_pretrained(tmp_path / "adapter")
+    config.save_pretrained(tmp_path / "adapter")
     tensors = {peft_name(key): tensor for key, tensor in adapter.items()}
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
@@ -632,7 +633,7 @@ def test_a_base_of_the_hub(base, monkeypatch, tmp_path):
     torch.save(weights, place / "pytorch_model.bin")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     args = toy.Args(model_name_or_path="me/base", use_peft=True, merge_adapter=True)
-    adapter = add_adapters(load_model(str(base), "sdpa"), args).adapter
+    adapter = add_adapters(load_model(str(base), "sdpa"), args)
     assert adapter.base["revision"] == adapter.config.revision == "abc"
     found = base_tensors(adapter.config)
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)

@@ -159,6 +159,18 @@ def test_numbers_that_contradict(argv, reason):
         parse(TrainArgs, argv, world_size=1)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--num_train_epochs", "0", "--max_steps", "5"],
+        ["--metric_for_best_model", "loss", "--save_steps", "4", "--eval_steps", "2"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_numbers_that_go_together(argv):
+    parse(TrainArgs, argv, world_size=1)
+
+
 def test_abbreviations_are_unknown():
     with pytest.raises(ConfigError, match="unknown argument 'learning'"):
         parse(TrainArgs, ["--learning", "1"], world_size=1)

@@ -59,7 +59,7 @@ def make_run(tmp_path, monkeypatch):
             num_key_value_heads=2, tie_word_embeddings=True,
         )  # fmt: skip
         config, generation_config = model.config, model.generation_config
-        model, optimizer = prepare(accelerator, model, args)
+        model, optimizer, _ = prepare(accelerator, model, args)
         scheduler = make_scheduler(optimizer, args, 100)
         Path(args.output_dir).mkdir(exist_ok=True)
         (Path(args.output_dir) / "metrics.jsonl").touch()
@@ -502,7 +502,7 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
         metadata.storage_meta.modules = [Payload(proof)]
         (strange / "state/.metadata").write_bytes(pickle.dumps(metadata))
     else:
-        real = checkpoint.trained_state
+        real = checkpoint.get_state_dict
 
         def with_payload(model, optimizer):
             weights, rest = real(model, optimizer)
@@ -510,9 +510,9 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
             return weights, rest
 
         run.args.async_save = False
-        monkeypatch.setattr(checkpoint, "trained_state", with_payload)
+        monkeypatch.setattr(checkpoint, "get_state_dict", with_payload)
         strange = save(run, 10)
-        monkeypatch.setattr(checkpoint, "trained_state", real)
+        monkeypatch.setattr(checkpoint, "get_state_dict", real)
     assert not proof.exists()
     for load in (make_run(resumed_from=strange).resume, lambda: export(strange, tmp_path / "export")):
         with contextlib.suppress(ConfigError, dcp.CheckpointException):
@@ -715,7 +715,7 @@ def test_an_export_that_could_not_be_written_is_known_before_training(make_run):
 
 def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
     """An earlier export, too: adapters need it, and who trained it."""
-    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: args.model_name_or_path))
+    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
     run = make_run()
     export(save(run, 10), Path(run.args.output_dir) / "export")
     monkeypatch.setattr(

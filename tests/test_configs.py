@@ -271,7 +271,7 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What a recipe fails with in this process, which `recipe.run` would end."""
+    """What a recipe fails with in this process, which `recipe.run_recipe` would end."""
     said = []
 
     def fail(args, reason):
@@ -294,7 +294,7 @@ def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, s
     toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])
     with pytest.raises(SystemExit, match="2"):
-        recipe.run(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
+        recipe.run_recipe(lambda args: pytest.fail("it ran"), toy.Args, toy.requirements)
     (said,) = started
     assert f"--output_dir {place} cannot be written to: " in said or (not place and "--output_dir is empty" in said)
     assert (tmp_path / "file").read_text() == "a user's"
@@ -315,7 +315,7 @@ def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):
     toy = recipe.load(CHILDREN / "toy.py")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
-        recipe.run(main, toy.Args, toy.requirements)
+        recipe.run_recipe(main, toy.Args, toy.requirements)
     assert started == ["[Errno 13] Permission denied: '/shared/games.parquet'"]
 
 

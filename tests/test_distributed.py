@@ -257,7 +257,8 @@ def test_upstream_still_generates_beside_the_forward_pass():
     call = "model.generate(ids, max_new_tokens=2)"
     assert run_python(shared.replace("CALL", call)) != "fine"
     ours = shared.replace(
-        "accelerator.prepare(model, torch.optim.SGD(model.parameters()))", "prepare(accelerator, model, TrainArgs())"
+        "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))",
+        "model, *_ = prepare(accelerator, model, TrainArgs())",
     )
     assert run_python(ours.replace("CALL", call)) == "fine"
 

@@ -15,12 +15,12 @@ from transformers import Trainer, TrainingArguments
 from accelerate_recipes import metrics, stop
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import PackedRows, StepOrder, make_train_loader
-from accelerate_recipes.distributed import prepare
-from accelerate_recipes.engine import NonFiniteError, evaluate_loss, train, train_step
+from accelerate_recipes.engine import NonFiniteError, evaluate_loss, to_device, train, train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.run import Run
 
 ARGS = TrainArgs(
     total_batch_size=8,
@@ -50,16 +50,20 @@ def make_rows() -> PackedRows:
     return PackedRows(Dataset.from_dict(rows), 32, 0, document_mask=True)
 
 
+def make_run(args: TrainArgs) -> Run:
+    run = Run(args, Accelerator(cpu=True))
+    run.shard(make_model())
+    return run
+
+
 def our_losses() -> list[float]:
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = prepare(accelerator, model, ARGS)
-    scheduler = make_scheduler(optimizer, ARGS, ARGS.max_steps)
+    run = make_run(ARGS)
+    scheduler = make_scheduler(run.optimizer, ARGS, ARGS.max_steps)
     batches = iter(make_train_loader(make_rows(), ARGS, 0, 1))
     found = []
     for _ in range(ARGS.max_steps):
         micro = [next(batches), next(batches)]
-        done = train_step(accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, ARGS.max_grad_norm)
+        done = train_step(run, micro, next_token_loss, count_next_tokens)
         scheduler.step()
         found.append(done.loss.item())
     return found
@@ -99,14 +103,15 @@ def run(tmp_path, monkeypatch):
     """Trains for 5 steps with a checkpointer that saves nothing; returns what is logged of steps, and what was due when."""
     monkeypatch.setattr(stop, "listen", lambda output_dir: None)
 
-    def train_with(**changes) -> tuple[list[dict], list[tuple]]:
+    def train_with(resumed_at: int = 0, **changes) -> tuple[list[dict], list[tuple]]:
         done = []
         args = replace(ARGS, output_dir=str(tmp_path / str(changes)), **changes)
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = prepare(accelerator, make_model(), args)
-        checkpointer = SimpleNamespace(
-            accelerator=accelerator, args=args, resumed_from=None, newest=None, data_states=[],
-            resume=lambda: 0, save=lambda step, data_state: done.append(("save", step)), wait=lambda: None,
+        run = make_run(args)
+        run.total_steps, run.flops_per_token = args.max_steps, 1e6
+        run.scheduler = make_scheduler(run.optimizer, args, args.max_steps)
+        run.checkpointer = SimpleNamespace(
+            newest=None, data_states=[], resume=lambda: resumed_at, save=lambda step, data_state: done.append(("save", step)),
+            wait=lambda: None,
         )  # fmt: skip
 
         def evaluate_fn(step: int) -> dict[str, float]:
@@ -114,11 +119,12 @@ def run(tmp_path, monkeypatch):
             return {"loss": 0.0}
 
         records = train(
-            accelerator, model, optimizer, make_scheduler(optimizer, args, args.max_steps),
-            make_train_loader(make_rows(), args, 0, 1), args,
-            total_steps=args.max_steps, loss_fn=next_token_loss, count_fn=count_next_tokens,
-            evaluate_fn=evaluate_fn, checkpointer=checkpointer, flops_per_token=1e6,
-        )  # fmt: skip
+            run,
+            make_train_loader(make_rows(), args, 0, 1),
+            loss_fn=next_token_loss,
+            count_fn=count_next_tokens,
+            evaluate_fn=evaluate_fn,
+        )
         return [record for record in records if "loss" in record], done
 
     return train_with
@@ -134,6 +140,10 @@ def test_what_is_due_at_a_step(run):
     _, done = run(eval_steps=1, save_steps=1)
     assert [step for kind, step in done if kind == "evaluate"] == [0, 1, 2, 3, 4, 5]
     assert [step for kind, step in done if kind == "save"] == [1, 2, 3, 4, 5]
+    _, done = run(resumed_at=3, eval_steps=2, save_steps=0)
+    assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
+    _, done = run(resumed_at=4, eval_steps=2, save_steps=0)  # stopped before its evaluation
+    assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
 
 
 def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
@@ -167,10 +177,8 @@ def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_leaves_the_weights(poison):
-    accelerator = Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = prepare(accelerator, model, ARGS)
-    before = [p.detach().clone() for p in model.parameters()]
+    run = make_run(ARGS)
+    before = [p.detach().clone() for p in run.model.parameters()]
     batch = torch.utils.data.default_collate([make_rows()[i] for i in range(4)])
 
     def loss_fn(model, batch):
@@ -181,8 +189,8 @@ def test_a_step_that_is_not_finite_leaves_the_weights(poison):
         return loss
 
     with pytest.raises(NonFiniteError, match=r"inf|nan"):
-        train_step(accelerator, model, optimizer, [batch], loss_fn, count_next_tokens, 1.0)
-    for parameter, old in zip(model.parameters(), before, strict=True):
+        train_step(run, [batch], loss_fn, count_next_tokens)
+    for parameter, old in zip(run.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
 
 
@@ -200,13 +208,29 @@ def test_evaluation_weights_tokens_and_skips_empty_rows():
     assert model.training
 
 
+def test_evaluation_keeps_nothing_for_gradients():
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(torch.is_grad_enabled())
+        return next_token_loss(model, batch)
+
+    batch = torch.utils.data.default_collate([make_rows()[0]])
+    evaluate_loss(Accelerator(cpu=True), make_model(), [batch], loss_fn, count_next_tokens)
+    assert seen == [False] and torch.is_grad_enabled()
+
+
+def test_tensors_of_a_batch_go_to_the_device():
+    batch = to_device({"input_ids": torch.ones(2), "max_length": 2}, torch.device("meta"))
+    assert batch["input_ids"].is_meta and batch["max_length"] == 2
+
+
 @pytest.mark.parametrize("limit", [float("nan"), -1.0, float("inf")])
 def test_a_limit_of_the_norm_that_is_none_changes_no_weight(limit):
     """Loss and norm before clipping would be finite, and what it made of the gradients in the weights."""
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = prepare(accelerator, make_model(), ARGS)
-    before = [parameter.clone() for parameter in model.parameters()]
+    run = make_run(replace(ARGS, max_grad_norm=limit))
+    before = [parameter.clone() for parameter in run.model.parameters()]
     micro = [next(iter(make_train_loader(make_rows(), ARGS, 0, 1)))]
     with pytest.raises(AssertionError):
-        train_step(accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, limit)
-    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        train_step(run, micro, next_token_loss, count_next_tokens)
+    assert all(torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True))

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, fields
 
 import pytest
 from helpers import ROOT
@@ -19,7 +20,8 @@ ALLOWED = {
     "status": set(),
     "optim": {"args"},
     "metrics": {"args"},
-    "engine": {"args", "checkpoint", "distributed", "metrics", "status", "stop", "watch"},
+    "agenda": {"args", "checkpoint", "distributed", "metrics", "run", "status", "stop", "watch"},
+    "engine": {"agenda", "checkpoint", "distributed", "metrics", "run", "stop"},
 }
 
 
@@ -56,9 +58,46 @@ def test_recipe(path):
 def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
     """Before anything else it agrees on the checkpoint, which verifies it and makes the output directory its own."""
     main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
-    assert [ast.unparse(statement) for statement in main.body[:3]] == [
-        "find_resume(args)", "accelerator = make_accelerator(args)", "resumed_from = agree_on_resume(accelerator, args)",
-    ]  # fmt: skip
+    assert ast.unparse(main.body[0]) == "run = start(args)"
+
+
+# Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.
+# Of c4, data may change place: what was read is compared by content.
+MAY_CHANGE = {
+    "attn_implementation", "data_cache_dir", "dropout_rate", "whole_logits", "pretokenize",
+    "dataset_name", "dataset_revision", "dataset_files", "train_files",
+    "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
+    "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
+    "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
+}  # fmt: skip
+MAY_CHANGE_IN_C4_ONLY = {"dataset_name", "dataset_revision", "dataset_files", "train_files"}
+SHARED_FIXED = {
+    "seed", "total_batch_size", "optim", "use_peft", "load_in_4bit", "lora_r", "lora_alpha", "lora_target_modules",
+    "use_rslora", "use_dora",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_a_resumed_run_may_change(path):
+    args = recipe.load(path).Args
+    names = {field.name for field in fields(args) if "fixed" in field.metadata}
+    may_change = MAY_CHANGE - (MAY_CHANGE_IN_C4_ONLY if path.stem != "c4" else set())
+    own = names - {field.name for field in fields(recipe.TrainArgs)}
+    fixed = args.fixed_on_resume()
+    assert fixed & names == SHARED_FIXED | own - may_change
+    assert {"model_name_or_path", "max_length"} & {f.name for f in fields(args)} <= fixed
+
+
+def test_another_default_leaves_an_argument_fixed():
+    """In a class that derives from a recipe's arguments."""
+
+    @dataclass
+    class Games(recipe.load(ROOT / "recipes/chess.py").Args):
+        heldout_share: float = 0.1
+        learning_rate: float = 1.0
+
+    fixed = Games.fixed_on_resume()
+    assert "heldout_share" in fixed and not {"learning_rate", "num_positions"} & fixed
 
 
 def test_python_chess_is_found_beside_a_recipe_of_its_name():

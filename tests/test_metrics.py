@@ -18,12 +18,12 @@ LLAMA_7B = LlamaConfig(
 
 def test_flops_per_token():
     """6 N + 12 L H Q T: of 6,738,415,616 parameters 131,072,000 are the input embedding."""
-    found = metrics.flops_per_token(LLAMA_7B, 6_738_415_616, attended_length=4096)
+    found = metrics.decoder_flops(LLAMA_7B, 6_738_415_616, attended_length=4096)
     assert found == 6 * (6_738_415_616 - 131_072_000) + 12 * 32 * 4096 * 4096
     tied = LlamaConfig(**(LLAMA_7B.to_dict() | {"tie_word_embeddings": True}))
-    assert metrics.flops_per_token(tied, 1000, attended_length=0) == 6000
+    assert metrics.decoder_flops(tied, 1000, attended_length=0) == 6000
     # Mixtral 8x7B: 12.9 of 46.7 billion parameters are active, less the input embedding.
-    found = metrics.flops_per_token(MixtralConfig(), 46_702_792_704, attended_length=0)
+    found = metrics.decoder_flops(MixtralConfig(), 46_702_792_704, attended_length=0)
     assert found == 6 * (12_879_925_248 - 131_072_000)
 
 

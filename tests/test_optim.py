@@ -51,7 +51,8 @@ def test_kahan_is_adamw():
     ends = {}
     for optim in ("adamw_torch_fused", "adamw_bf16_kahan"):
         model = nn.ParameterList([start.clone()])
-        follow(build(model, optim, learning_rate=1e-4, weight_decay=1.0), model, gradients)
+        settings = {"learning_rate": 1e-4, "weight_decay": 1.0, "adam_beta1": 0.5, "adam_beta2": 0.99}
+        follow(build(model, optim, **settings), model, gradients)
         ends[optim] = model[0].detach().float()
     whole = (ends["adamw_torch_fused"] - start).norm()
     assert (ends["adamw_bf16_kahan"] - ends["adamw_torch_fused"]).norm() < 0.02 * whole
@@ -145,6 +146,9 @@ def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
 
 
 def test_a_run_that_ends_before_the_peak_is_told(capsys):
+    rates(warmup_steps=2 * STEPS)
+    said = capsys.readouterr().err
+    assert said.startswith("warning: --warmup_steps") and f"{(STEPS - 1) / (2 * STEPS):.0%} of its peak" in said
     rates(warmup_steps=STEPS)
     assert capsys.readouterr().err.startswith("warning: --warmup_steps")
     rates(warmup_steps=STEPS - 1)

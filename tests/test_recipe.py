@@ -33,7 +33,7 @@ def run(tmp_path, monkeypatch):
                 raise error
 
         with pytest.raises(Left) as left:
-            recipe.run(main, TrainArgs, lambda args: recipe.Requirements())
+            recipe.run_recipe(main, TrainArgs, lambda args: recipe.Requirements())
         assert not (tmp_path / "lock.json").exists()
         status = tmp_path / "status.json"
         return left.value.args[0], json.loads(status.read_text()) if status.exists() else {}

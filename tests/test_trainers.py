@@ -29,6 +29,7 @@ from accelerate_recipes.chess_pairs import is_worse
 from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.preflight import preflight
+from accelerate_recipes.run import Run
 from accelerate_recipes.trainers import trl_config
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
@@ -115,7 +116,7 @@ def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch
     PartialState()
     accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision="no", num_processes=1)
     try:
-        assert trl_config(args, config_class, accelerator).n_gpu == 1
+        assert trl_config(Run(args, accelerator), config_class).n_gpu == 1
     finally:
         PartialState._reset_state()
 

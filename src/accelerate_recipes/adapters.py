@@ -126,20 +126,20 @@ def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
-def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
+def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
     """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
 
     An adapter's first weights depend on the seed and the layer's name only: they are the same on any number of
     processes. One that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first.
 
     Returns:
-        The same model.
+        What a checkpoint says of them; None without --use_peft.
 
     Raises:
         ConfigError: for layers that are not there, and where --merge_adapter would not find them in the model's files.
     """
     if not args.use_peft:
-        return model
+        return None
     from peft import LoraConfig, TaskType, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -159,7 +159,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
         use_dora=args.use_dora,
     )
     is_real = not any(parameter.is_meta for parameter in model.parameters())  # else preflight's, or of another rank
-    model.adapter = Adapter(config, on_first_rank(lambda: base_of(config) if is_real else {}))
+    base = on_first_rank(lambda: base_of(config) if is_real else {})
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -182,7 +182,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> PreTrainedModel:
         with torch.device("meta"):
             plain = type(model)(model.config)
         names_in_files(plain, base_tensors(config), [weight_of(name, layer) for name, layer in layers.items()])
-    return model
+    return Adapter(config, base)
 
 
 def read_config(checkpoint: Path) -> "LoraConfig":
@@ -211,11 +211,6 @@ def base_of(config: "LoraConfig") -> dict[str, str | None]:
         weights = "".join(threads.map(described, sorted(base_tensors(config).items())))
     checksum = xxhash.xxh3_128_hexdigest(weights.encode())
     return {"name": config.base_model_name_or_path, "revision": config.revision, "checksum": checksum}
-
-
-def adapter_of(model: nn.Module) -> Adapter | None:
-    """Return the adapter of a prepared model, or None."""
-    return next((vars(module)["adapter"] for module in model.modules() if "adapter" in vars(module)), None)
 
 
 def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:

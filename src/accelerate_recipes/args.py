@@ -77,7 +77,11 @@ class Range:
 
 
 class Parser(HfArgumentParser):
-    """Knows that the choices of a number are a range."""
+    """Knows that the choices of a number are a range, and what else `arg` notes at a field."""
+
+    def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
+        """Leave out what is not argparse's: HfArgumentParser hands on all that is noted at a field."""
+        return super().add_argument(*names, **settings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action.choices, Range):
@@ -86,10 +90,20 @@ class Parser(HfArgumentParser):
             super()._check_value(action, value)
 
 
-def arg(default: Any, help: str, *, choices: Sequence[str] | None = None, **bounds: float) -> Any:
-    """A dataclass field with its help text, as HfArgumentParser reads it. `bounds`, of a number, are those of `Range`."""
-    allowed = {"choices": choices or Range(**bounds)} if choices or bounds else {}
-    return field(default=default, metadata={"help": help} | allowed)
+def arg(
+    default: Any, help: str, *, choices: Sequence[str] | Range | None = None, fixed: bool | None = None, **bounds: float
+) -> Any:
+    """A dataclass field with its help text, as HfArgumentParser reads it. `bounds`, of a number, are those of `Range`.
+
+    `fixed`: no checkpoint can be continued once it changed, since it decides the model, the order of the data, or what the
+    optimizer keeps. Default: a recipe's own fields are, those of TrainArgs are not.
+    """
+    metadata = {"help": help, "fixed": fixed}
+    if choices or bounds:
+        metadata["choices"] = choices or Range(**bounds)
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -100,11 +114,13 @@ class TrainArgs:
     resume_from_checkpoint: str = arg(
         "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
     )
-    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", min=0)
+    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", fixed=True, min=0)
     full_determinism: bool = arg(False, "Use slower algorithms on GPUs, which give the same bits in the same run.")
     num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
     max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs gives.", min=-1)
-    total_batch_size: int = arg(16, "Sequences per optimizer step, over all processes and accumulation.", min=1)
+    total_batch_size: int = arg(
+        16, "Sequences per optimizer step, over all processes and accumulation.", fixed=True, min=1
+    )
     per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.", min=1)
     per_device_eval_batch_size: int = arg(8, "Sequences per forward pass on one process in evaluation.", min=1)
     learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1)
@@ -118,7 +134,10 @@ class TrainArgs:
     adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
     adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
     optim: str = arg(
-        "adamw_torch_fused", "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.", choices=OPTIMIZERS
+        "adamw_torch_fused",
+        "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.",
+        choices=OPTIMIZERS,
+        fixed=True,
     )
     max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0)
     prefetch_layers: int = arg(
@@ -149,33 +168,30 @@ class TrainArgs:
         300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
-    use_peft: bool = arg(False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.")
-    load_in_4bit: bool = arg(False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.")
-    lora_r: int = arg(16, "Rank of an adapter.", min=1, max=65536)
-    lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 where experts get one.", min=0, below=1)
-    lora_target_modules: list[str] = field(
-        default_factory=lambda: [ALL_LINEAR],
-        metadata={
-            "help": "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts."
-        },
+    use_peft: bool = arg(
+        False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.", fixed=True
     )
-    use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.")
-    use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).")
+    load_in_4bit: bool = arg(
+        False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.", fixed=True
+    )
+    lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
+    lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", fixed=True, min=1)
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 where experts get one.", min=0, below=1)
+    lora_target_modules: list[str] = arg(
+        [ALL_LINEAR],
+        "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
+        fixed=True,
+    )
+    use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.", fixed=True)
+    use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
     merge_adapter: bool = arg(False, "Export the model with the adapter merged in, beside the adapter.")
-
-    # What a checkpoint cannot be continued with once it changed: it decides the order of the data, the model, or
-    # what the optimizer keeps.
-    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
-        "seed", "total_batch_size", "optim", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_rslora",
-        "use_dora", "load_in_4bit",
-    })  # fmt: skip
 
     # Fields that are no arguments, and who decides instead.
     owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
 
-    # Ranges of fields that another library declares.
+    # Of fields that another library declares: ranges, and those that are fixed on a resume.
     ranges: ClassVar[Mapping[str, Range]] = {}
+    fixed: ClassVar[frozenset[str]] = frozenset()
 
     # Folders that only the machine of the run sees: whether a file is there cannot be known here.
     elsewhere = ()
@@ -272,6 +288,21 @@ class TrainArgs:
     @property
     def trackers(self) -> list[str]:
         return [] if self.report_to == "none" else [name.strip() for name in self.report_to.split(",")]
+
+    @classmethod
+    def fixed_on_resume(cls) -> set[str]:
+        """Names of the arguments that no checkpoint can be continued with once they changed; see `arg`."""
+        found = set(cls.fixed)
+        for name in (f.name for f in fields(cls)):
+            if shared := TrainArgs.__dataclass_fields__.get(name):
+                is_fixed = shared.metadata["fixed"]
+            else:  # a class that only gives another default does not say
+                declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
+                said = [f.metadata["fixed"] for f in declared if f is not None and "fixed" in f.metadata]
+                is_fixed = said and said[0] is not False
+            if is_fixed:
+                found.add(name)
+        return found
 
     def accumulation_steps(self, world_size: int) -> int:
         """Forward passes per optimizer step on one process."""

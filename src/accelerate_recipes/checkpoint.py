@@ -292,10 +292,11 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
     Raises:
         ConfigError: where a difference would change the model, or the order of the data under way.
     """
+    fixed = args.fixed_on_resume()
     fatal = [
         f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
         for name, (before, now) in changed_arguments(checkpoint, args).items()
-        if name in args.fixed_on_resume
+        if name in fixed
     ]
     if fatal:
         raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
@@ -352,6 +353,7 @@ class Checkpointer:
     args: TrainArgs
     artifacts: Sequence[Any]  # what has `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
+    adapter: adapters.Adapter | None = None  # then only what is trained is saved
     newest: Path | None = None
     data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
 
@@ -363,7 +365,6 @@ class Checkpointer:
                 raise ConfigError(
                     f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
                 ) from None
-        self.adapter = adapters.adapter_of(self.model)
         self.stager = HostCopy()
         # What is said in the background must not come between the collectives of training.
         self.group = None
@@ -400,7 +401,7 @@ class Checkpointer:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
                 (unfinished / "data.json").write_text(json.dumps(data_states))
-        model_state, optimizer_state = trained_state(self.model, self.optimizer)
+        model_state, optimizer_state = self._trained_state()
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
         if self.args.async_save:
@@ -536,7 +537,7 @@ class Checkpointer:
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if self.adapter:
             on_first_rank(lambda: check_base(checkpoint, marker, self.adapter.base))
-        model_state, optimizer_state = trained_state(self.model, self.optimizer)
+        model_state, optimizer_state = self._trained_state()
         state = {"model": model_state, "optimizer": optimizer_state}
         check_shapes(checkpoint, model_state)
         dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
@@ -559,6 +560,16 @@ class Checkpointer:
         )
         return marker["step"]
 
+    def _trained_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        if self.adapter:
+            # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+            named = self.model.named_parameters()
+            trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
+            model_state = {name: model_state[name] for name in trained}
+        return model_state, optimizer_state
+
     def restore_rng(self) -> None:
         """Set the random generators to where they were at `resumed_from`: again, if something drew after `resume`."""
         marker = read_marker(self.resumed_from)
@@ -567,16 +578,6 @@ class Checkpointer:
             set_rng_state(torch.load(file, weights_only=True))
         else:  # no generator fits a rank that was not there: derive one from the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
-
-
-def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    if adapters.adapter_of(model):
-        # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
-        trained = [WRAPPERS.sub("", name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        model_state = {name: model_state[name] for name in trained}
-    return model_state, optimizer_state
 
 
 def broken_weight(model: nn.Module) -> str | None:

@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import datasets
 import numpy as np
@@ -31,9 +30,7 @@ class GamesArgs:
     dataset_files: str = arg(
         "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each is about 528 MB."
     )
-    train_files: list[str] = field(
-        default_factory=list, metadata={"help": "Local .parquet, .jsonl or .pgn files, instead of a dataset."}
-    )
+    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.")
     skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
     heldout_share: float = arg(
         0.002,
@@ -42,13 +39,9 @@ class GamesArgs:
         below=1,
     )
     num_positions: int = arg(
-        600, "Positions of held-out games to predict the next move in.", min=len(chess_rules.PHASES)
+        600, "Positions of held-out games to predict the next move in.", fixed=False, min=len(chess_rules.PHASES)
     )
-    data_cache_dir: str = arg(".cache/data", "Folder in which prepared games and positions are kept.")
-
-    fixed_on_resume: ClassVar[frozenset[str]] = frozenset({
-        "dataset_name", "dataset_files", "train_files", "skip_bad_games", "heldout_share",
-    })  # fmt: skip
+    data_cache_dir: str = arg(".cache/data", "Folder in which prepared games and positions are kept.", fixed=False)
 
     def problems(self, world_size: int) -> list[str]:
         return super().problems(world_size) + self.file_problems("train_files", SUFFIXES)

@@ -335,8 +335,14 @@ def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelP
     return FullyShardedDataParallelPlugin(**settings)
 
 
-def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepare(
+    accelerator: Accelerator, model: nn.Module, args: TrainArgs
+) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Module]]:
     """Shard the model as the strategy says, then build the optimizer of `args` on what this rank holds.
+
+    Returns:
+        Model, optimizer, and the modules whose parameters a forward pass gathers before it computes anything (see
+        `accumulate`): embedding and first layer.
 
     A new model (`models.new_model`) gets its first weights here, seeded as `make_accelerator` seeded all ranks: under
     FSDP2 once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it
@@ -350,8 +356,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
-    # Not whether parameters are meta: those that a checkpoint lacks may be too, and on some ranks only.
-    is_new = getattr(model, "is_new", False)
+    # Of a pretrained model parameters may be meta too: those that its files lack, or on some ranks all.
+    is_new = not args.base_model and next(model.parameters()).is_meta
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     if accelerator.is_fsdp2:
@@ -379,14 +385,11 @@ def prepare(accelerator: Accelerator, model: nn.Module, args: TrainArgs) -> tupl
             )
         if shards > 1 and local >= total and not is_no_shard(accelerator):
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
-    # Embedding and first layer: what a forward pass gathers before it computes anything (see `accumulate`). Kept with
-    # the model: whatever outlives it keeps process groups alive into the interpreter's end, where gloo aborts.
-    model.first_units = units[:2]
     if args.prefetch_layers:
         layer_names = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
-    return model, make_optimizer(model)
+    return model, make_optimizer(model), units[:2]
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:
@@ -526,14 +529,16 @@ def report_strategy(
 
 
 @contextlib.contextmanager
-def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Iterator[None]:
+def accumulate(
+    accelerator: Accelerator, model: nn.Module, first_units: Sequence[nn.Module], is_last: bool
+) -> Iterator[None]:
     """Communicate no more than must be in forward and backward of one micro-batch.
 
     DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole gradients until
     the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
     between replicas (the slow network) with the last only.
 
-    What the next forward pass needs first, the backward pass gathered last: under FSDP2 that stays gathered from one
+    What the next forward pass needs first, `first_units`, the backward pass gathered last: under FSDP2 that stays gathered from one
     micro-batch to the next, when no activations are there. Where all parameters stay gathered from forward to backward
     (reshard_after_forward: false), all stay. Neither raises the peak.
     """
@@ -545,7 +550,7 @@ def accumulate(accelerator: Accelerator, model: nn.Module, is_last: bool) -> Ite
         if num_replicas(accelerator) > 1:
             model.set_requires_all_reduce(is_last)
         if accelerator.state.fsdp_plugin.reshard_after_forward:
-            for unit in model.first_units:
+            for unit in first_units:
                 unit.set_reshard_after_backward(is_last, recurse=False)
         else:
             model.set_reshard_after_backward(is_last)

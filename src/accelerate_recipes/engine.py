@@ -1,8 +1,8 @@
-"""The loop: `train()` is the calendar, `train_step()` the arithmetic of one optimizer step.
+"""The loop: `train()` goes from step to step, `train_step()` is the arithmetic of one.
 
 Model, data and loss are handed in. A recipe gives the sum of token losses of a batch and the number of its
 targets; only here is one divided by the other, over all micro-batches and ranks, so that the result does not
-depend on how the batch was divided. The clock is the completed optimizer step.
+depend on how the batch was divided. What is due besides, `agenda.Agenda` knows.
 """
 
 import contextlib
@@ -15,16 +15,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import nn
 
-from accelerate_recipes import stop, watch
-from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer, SaveError, complete_checkpoints, step_of
-from accelerate_recipes.distributed import accumulate, max_over_ranks, on_all_ranks, sum_over_ranks
-from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
-from accelerate_recipes.status import update_status
-from accelerate_recipes.stop import Stopped
+from accelerate_recipes import stop
+from accelerate_recipes.agenda import Agenda, EvaluateFn
+from accelerate_recipes.checkpoint import SaveError, complete_checkpoints, step_of
+from accelerate_recipes.distributed import accumulate, on_all_ranks, sum_over_ranks
+from accelerate_recipes.metrics import Window
+from accelerate_recipes.run import Run
 
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
@@ -73,13 +71,10 @@ class Step(NamedTuple):
 
 
 def train_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    run: Run,
     micro_batches: Sequence[Batch],
     loss_fn: LossFn,
     count_fn: CountFn,
-    max_grad_norm: float,
     wants_save: bool = False,
     is_uneven: bool = False,
 ) -> Step:
@@ -88,6 +83,7 @@ def train_step(
     Raises:
         NonFiniteError: before the weights change.
     """
+    accelerator, model, max_grad_norm = run.accelerator, run.model, run.args.max_grad_norm
     # The norm is looked at before the weights change, not what it is divided into.
     assert 0 <= max_grad_norm < float("inf"), max_grad_norm
     # One collective for all that the ranks must agree on: number of targets, a wish to save, one to stop, and whether
@@ -100,7 +96,7 @@ def train_step(
     scale = accelerator.num_processes / num_targets.clamp(min=1)
     micro_losses = []
     for i, batch in enumerate(micro_batches):
-        with accumulate(accelerator, model, is_last=i == len(micro_batches) - 1):
+        with accumulate(accelerator, model, run.first_units, is_last=i == len(micro_batches) - 1):
             loss = loss_fn(model, batch)
             accelerator.backward(loss * scale)
         micro_losses.append(loss.detach())
@@ -114,27 +110,15 @@ def train_step(
     if not (loss_is_finite and norm_is_finite):
         message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
         raise NonFiniteError(message, torch.stack(micro_losses).tolist())
-    optimizer.step()
-    optimizer.zero_grad()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     return Step(loss, grad_norm, num_targets, *wanted)
 
 
 def train(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    train_loader: TrainLoader,
-    args: TrainArgs,
-    *,
-    total_steps: int,
-    loss_fn: LossFn,
-    count_fn: CountFn,
-    evaluate_fn: Callable[[int], dict[str, float]],
-    checkpointer: Checkpointer,
-    flops_per_token: float,
+    run: Run, train_loader: TrainLoader, *, loss_fn: LossFn, count_fn: CountFn, evaluate_fn: EvaluateFn
 ) -> list[dict]:
-    """Train to `total_steps`, from the checkpoint that `checkpointer` is to resume if there is one.
+    """Train to the run's last step, from the checkpoint that is to be resumed if there is one.
 
     `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`.
 
@@ -145,151 +129,46 @@ def train(
         Stopped: when a rank was asked to stop; what was done until then is saved.
         NonFiniteError: naming the step and the last good checkpoint.
     """
-    output_dir = Path(args.output_dir)
-    if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        args.save(output_dir / "args.yaml")
-    # Not earlier: before there is something to save, a signal should end the process, also one that waits for another.
-    stop.listen(output_dir)
-    set_seed(args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
-    step, log = begin(checkpointer, total_steps, evaluate_fn, flops_per_token)
+    accelerator, args, checkpointer = run.accelerator, run.args, run.checkpointer
+    agenda = Agenda(run, evaluate_fn, train_loader.state)
+    step = agenda.begin()
     train_loader.start_at(step, checkpointer.data_states)
     micro_batches = iter(train_loader)
-    accumulation_steps = args.accumulation_steps(accelerator.num_processes)
+    accumulation_steps = args.accumulation_steps(run.world_size)
     window = Window()
-    model.train()
-    last_save = time.perf_counter()
-    step_timeout = args.ddp_timeout  # the first step may compile, and start the data's workers
-    while step < total_steps:
+    run.model.train()
+    while step < run.total_steps:
         # A network that fails is tried again for longer than a step may take: each try counts.
-        watch.expect(f"the data of step {step + 1}", step_timeout, lambda: train_loader.counts().get("retries"))
+        agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
         batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
         data_seconds = time.perf_counter() - start
-        watch.expect(f"step {step + 1}", step_timeout)
-        # The first rank's clock counts.
-        save_by_time = accelerator.is_main_process and 0 < 60 * args.save_minutes < start - last_save
+        agenda.expect(f"step {step + 1}")
         try:
-            done = train_step(
-                accelerator, model, optimizer, batches, loss_fn, count_fn, args.max_grad_norm, save_by_time,
-                train_loader.is_uneven,
-            )  # fmt: skip
+            done = train_step(run, batches, loss_fn, count_fn, agenda.save_is_overdue(), train_loader.is_uneven)
         except NonFiniteError as error:
             with contextlib.suppress(SaveError):
                 checkpointer.wait()
-            file, good = dump_non_finite(accelerator, output_dir, step, batches, error, checkpointer.newest)
+            file, good = dump_non_finite(accelerator, run.output_dir, step, batches, error, checkpointer.newest)
             raise NonFiniteError(
                 f"step {step + 1}: {error}. The weights were not changed; the rows of the batch are in {file}. "
                 f"Last good checkpoint: {good or 'none yet'}",
                 error.micro_losses,
             ) from None
         train_loader.is_uneven = done.is_uneven
-        lr = scheduler.get_last_lr()[0]
-        scheduler.step()
+        lr = run.scheduler.get_last_lr()[0]
+        run.scheduler.step()
         step += 1
         seconds = time.perf_counter() - start
-        stop.step_took(seconds)
         window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
-        if step_timeout == args.ddp_timeout:
-            step_timeout = max(args.step_timeout, 4 * seconds)
-        log.progress.update()
-
-        watch.expect(f"what follows step {step}", args.ddp_timeout)
-        stopped = Stopped(stop.reason(accelerator)) if done.stop else None
-        if stopped or log_is_due(step, total_steps, args):
-            gib = max_over_ranks(peak_memory_gib(accelerator.device), accelerator.device)
+        agenda.completed(step, seconds, wants_stop=done.stop)
+        if agenda.log_is_due:
             parts = on_all_ranks(train_loader.counts())
             counts = {name: sum(part[name] for part in parts) for name in parts[0]}
-            log.log_step(step, window, done.grad_norm.item(), lr, gib, counts)
+            agenda.log_window(window, done.grad_norm.item(), lr, counts)
             window = Window()
-        if evaluate_and_save(step, log, evaluate_fn, checkpointer, train_loader.state, save=done.save, stopped=stopped):
-            last_save = time.perf_counter()
-    watch.expect("what follows training", float("inf"))
-    log.progress.close()
-    return log.records
-
-
-def begin(
-    checkpointer: Checkpointer,
-    total_steps: int,
-    evaluate_fn: Callable[[int], dict[str, float]],
-    flops_per_token: float | None,
-) -> tuple[int, MetricsLog]:
-    """Restore the checkpoint that is to be resumed, and measure the model before the first step.
-
-    Returns:
-        The step to go on from, and the log with the records of earlier parts of the run.
-
-    Raises:
-        ConfigError: for a checkpoint behind the last step, and if --metric_for_best_model is not among what the
-            evaluation gives.
-    """
-    accelerator, args = checkpointer.accelerator, checkpointer.args
-    output_dir = Path(args.output_dir)
-    checkpoint = checkpointer.resumed_from
-    if checkpoint and step_of(checkpoint) > total_steps:
-        raise ConfigError(
-            f"{checkpoint} is further on than the {total_steps} steps of this run; give as many steps or more, or begin "
-            "anew in another --output_dir"
-        )
-    step = checkpointer.resume()
-    log = MetricsLog(accelerator, output_dir, total_steps, flops_per_token)
-    log.restore(checkpointer.resumed_from)
-    if args.trackers:
-        # TensorBoard takes plain values only.
-        config = {
-            name: value if isinstance(value, int | float | str) else str(value) for name, value in args.values().items()
-        }
-        accelerator.init_trackers(output_dir.name, config=config)
-    if accelerator.is_main_process:
-        update_status(output_dir, state="running", step=step, checkpoint=str(checkpointer.newest or ""), reason="")
-    # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
-    if evaluation_is_due(step, total_steps, args) and not log.has_evaluation(step):
-        log.log_evaluation(step, evaluate_fn(step))
-    best = args.metric_for_best_model
-    measured = {name.removeprefix("eval_") for record in log.records for name in record if name.startswith("eval_")}
-    if best and best not in measured:
-        known = ", ".join(sorted(measured))
-        raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
-    return step, log
-
-
-def evaluate_and_save(
-    step: int,
-    log: MetricsLog,
-    evaluate_fn: Callable[[int], dict[str, float]],
-    checkpointer: Checkpointer,
-    data_state_fn: Callable[[], dict],
-    *,
-    save: bool,
-    stopped: Stopped | None,
-) -> bool:
-    """Evaluate and save, as far as that is due after a step and its log line.
-
-    `save`: a rank wants a checkpoint; `stopped`: a rank was asked to stop, so that a save is all that is still due.
-
-    Returns:
-        Whether a checkpoint was saved.
-
-    Raises:
-        Stopped: `stopped`, or one that was wished during the evaluation; what was done until then is saved.
-    """
-    args, total_steps = checkpointer.args, log.total_steps
-    if not stopped and evaluation_is_due(step, total_steps, args):
-        try:
-            log.log_evaluation(step, evaluate_fn(step))
-        except Stopped as error:
-            stopped = error
-    ends = stopped is not None or step == total_steps
-    save = save or ends or (args.save_steps > 0 and step % args.save_steps == 0)
-    if save:
-        checkpointer.save(step, data_state_fn())
-    if ends:
-        checkpointer.wait()
-    if stopped:
-        checkpointer.accelerator.end_training()
-        raise stopped
-    return save
+        agenda.evaluate_and_save(wants_save=done.save)
+    return agenda.end()
 
 
 def dump_non_finite(
@@ -316,14 +195,6 @@ def dump_non_finite(
         micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
         file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
     return file, newest
-
-
-def log_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:
-    return step == total_steps or step % args.logging_steps == 0
-
-
-def evaluation_is_due(step: int, total_steps: int, args: TrainArgs) -> bool:
-    return step in (0, total_steps) or (args.eval_steps > 0 and step % args.eval_steps == 0)
 
 
 @torch.no_grad()

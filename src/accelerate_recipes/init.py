@@ -48,7 +48,6 @@ def initialize(
                     del value  # before the next is drawn
             for name, _ in module.named_buffers(recurse=False):
                 module._buffers[name] = first_value(model, module, path, name, seed, device)
-    model.is_new = False
     return model
 
 

@@ -48,7 +48,12 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def flops_per_token(
+def flops_per_token(model: PreTrainedModel, attended_length: float) -> float:
+    """Training FLOPs per token of a decoder whose weights are not sharded yet, see `decoder_flops`."""
+    return decoder_flops(model.config, model.num_parameters(), attended_length, trained_share(model))
+
+
+def decoder_flops(
     config: PreTrainedConfig, num_parameters: int, attended_length: float, trained_share: float = 1.0
 ) -> float:
     """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`, of which 2 N are the gradients of weights that train.
@@ -78,7 +83,7 @@ def trained_share(model: PreTrainedModel) -> float:
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
     """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
 
-    As `flops_per_token`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of
+    As `decoder_flops`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of
     tokens of which one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see
     the source; the rest of the decoder and the output layer, the target.
     """

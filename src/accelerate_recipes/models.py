@@ -193,7 +193,6 @@ def new_model(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.config.architectures = [type(model).__name__]
-    model.is_new = True  # until it has them
     return model
 
 

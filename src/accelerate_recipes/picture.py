@@ -1,10 +1,19 @@
 """One picture of a run: its loss curve, and bars of what it was to improve."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 
-def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]], bars_title: str, unit: str) -> None:
-    """Write a PNG. `records` as in metrics.jsonl; `bars` maps each series to its values, in `unit`, by label."""
+class Bars(NamedTuple):
+    """A bar chart: of each series its values, in `unit`, by label."""
+
+    values: dict[str, dict[str, float]]
+    title: str
+    unit: str
+
+
+def draw_run(path: Path, records: list[dict], bars: Bars) -> None:
+    """Write a PNG. `records` as in metrics.jsonl."""
     import matplotlib  # here, where one process needs it, and not at the start of each
     from matplotlib.figure import Figure
 
@@ -20,14 +29,14 @@ def draw_run(path: Path, records: list[dict], bars: dict[str, dict[str, float]],
     curve.grid(alpha=0.3)
     curve.legend()
 
-    width = 0.8 / len(bars)
+    width = 0.8 / len(bars.values)
     colors = ("0.75", "tab:orange", "tab:blue")
-    for i, (series, values) in enumerate(bars.items()):
-        places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(values))]
+    for i, (series, values) in enumerate(bars.values.items()):
+        places = [place + (i - (len(bars.values) - 1) / 2) * width for place in range(len(values))]
         drawn = chart.bar(places, list(values.values()), width * 0.95, label=series, color=colors[i % 3])
         chart.bar_label(drawn, fmt="%.3g", fontsize=8)
         chart.set_xticks(range(len(values)), list(values))
-    chart.set(ylabel=unit, title=bars_title)
+    chart.set(ylabel=bars.unit, title=bars.title)
     chart.margins(y=0.12)
     chart.grid(alpha=0.3, axis="y")
     chart.legend()

@@ -392,7 +392,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Plan | None
     for model in models:
         problems += wrap_problems(model, env)
     try:
-        models = [add_adapters(model, args) for model in models]
+        for model in models:
+            add_adapters(model, args)
     except ConfigError as error:
         problems.append(str(error))
     sizes = []

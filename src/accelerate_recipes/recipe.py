@@ -1,7 +1,7 @@
 """Meeting point of library and recipe: running one, and loading one by its path.
 
 A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`, does nothing at import, and ends with
-`run(main, Args, requirements)`.
+`run_recipe(main, Args, requirements)`.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def needs_of(command: Sequence[str]) -> list[hub.Need]:
     return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
 
 
-def run(
+def run_recipe(
     main: Callable[[TrainArgs], None],
     args_class: type[TrainArgs],
     requirements: Callable[[TrainArgs], Requirements],

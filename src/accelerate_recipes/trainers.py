@@ -12,36 +12,33 @@ A recipe declares
 checkpoints, export, signals and lock are those of `engine.train`; loss, data, sampling and generation are trl's.
 """
 
-import copy
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from accelerate_recipes import stop, watch
-from accelerate_recipes.adapters import adapter_of, add_adapters, load_settings
+from accelerate_recipes import stop
+from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
-from accelerate_recipes.checkpoint import Checkpointer, step_of
+from accelerate_recipes.checkpoint import step_of
 from accelerate_recipes.data import check_content, checksum_of_rows
-from accelerate_recipes.distributed import max_over_ranks, on_first_rank, prepare, sum_over_ranks
-from accelerate_recipes.engine import NonFiniteError, begin, evaluate_and_save, log_is_due
-from accelerate_recipes.metrics import Window, peak_memory_gib
+from accelerate_recipes.distributed import on_first_rank, sum_over_ranks
+from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import load_model
-from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.parent import start_worker
-from accelerate_recipes.stop import Stopped
+from accelerate_recipes.run import Run
 
 # trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -63,9 +60,9 @@ class TrainerArgs(TrainArgs):
     """Arguments that every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
 
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
-    attn_implementation: str = arg("sdpa", "Attention kernel, as transformers names it.")
+    attn_implementation: str = arg("sdpa", "Attention kernel, as transformers names it.", fixed=False)
 
-    fixed_on_resume = TrainArgs.fixed_on_resume | {"model_name_or_path", "train_sampling_strategy"}
+    fixed = frozenset({"train_sampling_strategy"})
     ranges = (
         dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
         | dict.fromkeys(("neftune_noise_alpha", "router_aux_loss_coef"), Range(min=0))
@@ -97,9 +94,7 @@ class TrainerArgs(TrainArgs):
         return self.model_name_or_path
 
 
-def trl_config(
-    args: TrainerArgs, config_class: type[TrainingArguments], accelerator: Accelerator, **decided: Any
-) -> TrainingArguments:
+def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
     """The arguments as trl's trainer takes them, with what it is to leave alone switched off.
 
     `decided` are fields that the recipe fills.
@@ -107,6 +102,7 @@ def trl_config(
     Raises:
         ConfigError: for what trl refuses.
     """
+    args, accelerator = run.args, run.accelerator
     names = {field.name for field in fields(config_class)} - args.owned_elsewhere.keys()
     values = {name: getattr(args, name) for name in names}
     values |= {
@@ -136,38 +132,31 @@ def trl_config(
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
-    model = load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
-    return add_adapters(model, args)
+    return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
 
 
 class RecipeTrainer:
-    """Goes before one of trl's trainers in the bases of a class.
+    """Goes before one of trl's trainers in the bases of a class."""
 
-    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`; set it before `train`.
-    """
-
-    evaluate_fn: Callable[[int], dict[str, float]]
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
 
     def __init__(
         self,
-        args: TrainerArgs,
+        run: Run[TrainerArgs],
         config: TrainingArguments,
-        accelerator: Accelerator,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        resumed_from: Path | None,
         **settings: Any,
     ):
-        self.recipe_args = args
-        self.resumed_from = resumed_from
-        self.accelerator = accelerator
+        self.run = run
+        self.accelerator = run.accelerator
+        run.adapter = add_adapters(model, run.args)
         self.use_cache = model.config.use_cache  # which transformers' Trainer switches off, in the model's own settings
-        self.num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl looks there
         num_embeddings = model.get_input_embeddings().num_embeddings
-        adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if adapter_of(model) else []
+        adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
         except (ValueError, TemplateError) as error:  # the other of a chat template, or of rows that it does not take
@@ -176,7 +165,7 @@ class RecipeTrainer:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
         if adapter and model.get_input_embeddings().num_embeddings != num_embeddings:
             raise ConfigError(
-                f"--chat_template_path {args.chat_template_path} is a model, for whose tokens trl changes the rows of the "
+                f"--chat_template_path {run.args.chat_template_path} is a model, for whose tokens trl changes the rows of the "
                 "embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
@@ -187,7 +176,7 @@ class RecipeTrainer:
     def create_accelerator_and_postprocess(self) -> None:
         """Ours is there already."""
         self.accelerator.dataloader_config = DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=self.recipe_args.seed
+            use_seedable_sampler=True, data_seed=self.run.args.seed
         )
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = False
@@ -203,8 +192,10 @@ class RecipeTrainer:
         )
         return loader
 
-    def train(self) -> list[dict]:
+    def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
         """Train to the end, from the checkpoint that is to be resumed if there is one.
+
+        `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`.
 
         Returns:
             The records of metrics.jsonl, of earlier parts of the run too.
@@ -213,62 +204,51 @@ class RecipeTrainer:
             Stopped: when a rank was asked to stop; what was done until then is saved.
             NonFiniteError: naming the step and the last good checkpoint.
         """
-        self.output_dir = Path(self.recipe_args.output_dir)
-        if self.accelerator.is_main_process:
-            self.recipe_args.save(self.output_dir / "args.yaml")
-        stop.listen(self.output_dir)
-        set_seed(self.recipe_args.seed, device_specific=True)
+        # The order of its data follows from the step.
+        self.agenda = Agenda(self.run, evaluate_fn, lambda: {"content": self.content})
         super().train()
-        watch.expect("what follows training", float("inf"))
-        self.log_file.progress.close()
-        return self.log_file.records
+        return self.agenda.end()
 
     def _inner_training_loop(self, **settings: Any):
         # Not through `train`, which looks for a file of the Trainer's own in the checkpoint.
-        return super()._inner_training_loop(**settings | {"resume_from_checkpoint": self.resumed_from})
+        return super()._inner_training_loop(**settings | {"resume_from_checkpoint": self.run.resumed_from})
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
         super()._init_training_state(max_steps, steps_per_epoch, *others)
-        self.state.global_step = step_of(self.resumed_from) if self.resumed_from else 0
+        self.state.global_step = step_of(self.run.resumed_from) if self.run.resumed_from else 0
         epoch, steps = divmod(self.state.global_step, steps_per_epoch)
         return epoch, steps * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any):
         """Shard the model, make optimizer and schedule, restore the checkpoint, evaluate what is due before step 1."""
-        args, accelerator = self.recipe_args, self.accelerator
+        run = self.run
         if len(train_dataloader) == 0:
             raise ConfigError(
-                f"the training data have {len(self.train_dataset)} rows, which fill no batch on {accelerator.num_processes} "
+                f"the training data have {len(self.train_dataset)} rows, which fill no batch on {run.world_size} "
                 "processes; lower --per_device_train_batch_size and --total_batch_size, or give more data"
             )
-        # Only now: trl and transformers' Trainer change all three until here. What is trained is what is exported.
-        artifacts = copy.deepcopy([self.model.config, self.model.generation_config, self.processing_class])
-        artifacts[0].use_cache = self.use_cache
-        model, self.optimizer = prepare(accelerator, self.model, args)
-        self.lr_scheduler = make_scheduler(self.optimizer, args, max_steps)
-        self.model_wrapped = model
+        # Only now: trl and transformers' Trainer change model, settings and tokenizer until here.
+        run.prepare(self.model, self.processing_class, max_steps)
+        run.artifacts[0].use_cache = self.use_cache
+        self.model_wrapped, self.optimizer, self.lr_scheduler = run.model, run.optimizer, run.scheduler
         if self.is_fsdp_enabled:
-            self.model = model
-        self.checkpointer = Checkpointer(
-            accelerator, model, self.optimizer, self.lr_scheduler, args, artifacts, self.resumed_from
-        )
+            self.model = run.model
         rows = self.train_dataset
         self.content = on_first_rank(lambda: checksum_of_rows(rows, rows.column_names))
-        step, self.log_file = begin(self.checkpointer, max_steps, self.evaluate_fn, flops_per_token=None)
-        check_content(self.content, self.checkpointer.data_states)
-        self._load_rng_state(self.resumed_from)
+        self.last_step = self.agenda.begin()
+        check_content(self.content, run.checkpointer.data_states)
+        self._load_rng_state(run.resumed_from)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self.last_step, self.step_timeout = step, args.ddp_timeout  # the first step may compile
-        self.last_save = self.step_start = time.perf_counter()
+        self.step_start = time.perf_counter()
         self._open_window()
-        watch.expect(f"step {step + 1}", self.step_timeout)
-        return model, train_dataloader
+        self.agenda.expect(f"step {self.last_step + 1}")
+        return run.model, train_dataloader
 
     def _load_rng_state(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:
-            self.checkpointer.restore_rng()
+            self.run.checkpointer.restore_rng()
 
     def _open_window(self) -> None:
         """Begin to count the steps until the next log line."""
@@ -295,7 +275,7 @@ class RecipeTrainer:
         if not torch.isfinite(grad_norm):
             raise NonFiniteError(
                 f"step {self.state.global_step + 1}: gradient norm {grad_norm.item()}. The weights were not changed. "
-                f"Last good checkpoint: {self.checkpointer.newest or 'none yet'}",
+                f"Last good checkpoint: {self.run.checkpointer.newest or 'none yet'}",
                 [],
             )
         return grad_norm
@@ -303,34 +283,20 @@ class RecipeTrainer:
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any, learning_rate: float, **__: Any
     ) -> None:
-        """Log, evaluate and save what is due after a step, as `engine.train`. Called at an epoch's end once more."""
-        step, args = self.state.global_step, self.recipe_args
+        """Log, evaluate and save what is due after a step. Called at an epoch's end once more."""
+        step, agenda = self.state.global_step, self.agenda
         if step == self.last_step:
             return
         self.last_step = step
         seconds = time.perf_counter() - self.step_start
-        stop.step_took(seconds)
-        if self.step_timeout == args.ddp_timeout:
-            self.step_timeout = max(args.step_timeout, 4 * seconds)
-        watch.expect(f"what follows step {step}", args.ddp_timeout)
-        overdue = self.accelerator.is_main_process and 0 < 60 * args.save_minutes < time.perf_counter() - self.last_save
-        wishes = torch.tensor([int(overdue), int(stop.requested() is not None)], device=self.accelerator.device)
-        save, must_stop = (n > 0 for n in sum_over_ranks(wishes).tolist())
-        stopped = Stopped(stop.reason(self.accelerator)) if must_stop else None
-        if stopped or log_is_due(step, self.state.max_steps, args):
+        wishes = [int(agenda.save_is_overdue()), int(stop.requested() is not None)]
+        wishes = sum_over_ranks(torch.tensor(wishes, device=self.accelerator.device))
+        wants_save, wants_stop = (n > 0 for n in wishes.tolist())
+        agenda.completed(step, seconds, wants_stop=wants_stop)
+        if agenda.log_is_due:
             self._log_window(step, tr_loss, grad_norm, learning_rate)
-        # The order of its data follows from the step.
-        if evaluate_and_save(
-            step,
-            self.log_file,
-            self.evaluate_fn,
-            self.checkpointer,
-            lambda: {"content": self.content},
-            save=save,
-            stopped=stopped,
-        ):
-            self.last_save = time.perf_counter()
-        watch.expect(f"step {step + 1}", self.step_timeout)
+        agenda.evaluate_and_save(wants_save=wants_save)
+        agenda.expect(f"step {step + 1}")
         self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
@@ -345,11 +311,9 @@ class RecipeTrainer:
         self.log(values)  # trl adds its own
         values = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in self.left_out}
         window = Window()
-        samples = steps * self.recipe_args.total_batch_size
+        samples = steps * self.run.args.total_batch_size
         window.add(loss, sum_over_ranks(self.num_targets.clone()), samples, seconds, self.data_seconds)
-        gib = max_over_ranks(peak_memory_gib(self.accelerator.device), self.accelerator.device)
-        self.log_file.log_step(step, window, grad_norm.item(), learning_rate, gib, values)
-        self.log_file.progress.update(steps)
+        self.agenda.log_window(window, grad_norm.item(), learning_rate, values)
         self._open_window()
 
 

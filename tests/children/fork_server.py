@@ -50,7 +50,7 @@ def rank_process(rank: int, job: dict) -> int:
             # Repacks weights in place at evaluation, which FSDP then shards otherwise; GPUs have nothing like it.
             importlib.import_module("bitsandbytes.nn.modules").has_avx512bf16 = lambda: False
         module = recipe.load(job["script"])
-        recipe.run(module.main, module.Args, module.requirements)
+        recipe.run_recipe(module.main, module.Args, module.requirements)
 
     run_and_exit(run, job["log"])
 

@@ -14,10 +14,11 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from accelerate_recipes.data import PackedRows, make_train_loader
-from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.recipe import run
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
 
 STEPS = 3
 
@@ -33,7 +34,9 @@ requirements = toy.requirements
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     model, _ = toy.make_model(args)
-    model, optimizer = prepare(accelerator, model, args)
+    run = Run(args, accelerator)
+    run.shard(model)
+    model = run.model
     calls = []
     layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
     for i, layer in enumerate(layers):
@@ -51,12 +54,7 @@ def main(args: Args) -> None:
     dist.reduce_scatter_single = record
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     batches = iter(make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes))
-    losses = [
-        train_step(
-            accelerator, model, optimizer, [next(batches)], next_token_loss, count_next_tokens, args.max_grad_norm
-        ).loss.item()
-        for _ in range(STEPS)
-    ]
+    losses = [train_step(run, [next(batches)], next_token_loss, count_next_tokens).loss.item() for _ in range(STEPS)]
     if accelerator.is_main_process:
         result = {
             "losses": losses,
@@ -70,4 +68,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

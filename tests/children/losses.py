@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import fsdp_units, make_accelerator, prepare
+from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import (
@@ -24,7 +24,8 @@ from accelerate_recipes.losses import (
 )
 from accelerate_recipes.models import Architecture, new_config, new_model, new_word_tokenizer
 from accelerate_recipes.optim import WRAPPERS
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Run
 
 MODELS = {
     "llama": {},
@@ -68,7 +69,7 @@ def main(args: Args) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     settings = dict(vars(plugin)) if plugin else {}
 
-    def new(values: dict, prefetch: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def new(values: dict, prefetch: int = 0) -> Run:
         set_seed(args.seed)
         # One model at a time; the plugin remembers the layer class of the first.
         accelerator.free_memory()
@@ -77,19 +78,19 @@ def main(args: Args) -> None:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
         config = new_config(Architecture(vocab_size=len(tokenizer), initializer_range=0.2, **sizes, **values))
         model = new_model(config, "sdpa")
-        return prepare(accelerator, model, replace(args, prefetch_layers=prefetch))
+        run = Run(replace(args, prefetch_layers=prefetch), accelerator)
+        run.shard(model)
+        return run
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def train(run: Run) -> list[float]:
         return [
-            train_step(
-                accelerator, model, optimizer, [batch], next_token_loss_without_logits, count_next_tokens, 1.0
-            ).loss.item()
-            for _ in range(3)
+            train_step(run, [batch], next_token_loss_without_logits, count_next_tokens).loss.item() for _ in range(3)
         ]
 
     result = {"world_size": world_size, "models": {}}
     for name, values in MODELS.items():
-        model, optimizer = new(values)
+        run = new(values)
+        model = run.model
         losses, grads = [], []
         for loss_fn in (next_token_loss, next_token_loss_without_logits):
             loss = loss_fn(model, batch)
@@ -99,18 +100,19 @@ def main(args: Args) -> None:
         found = {
             "losses": losses,
             "distance": {key: ((grads[1][key] - g).norm() / g.norm()).item() for key, g in grads[0].items()},
-            "trajectory": train(model, optimizer),
+            "trajectory": train(run),
             "texts": generate_texts(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
         }
         if accelerator.is_fsdp2:
-            model, optimizer = new(values, prefetch=2)
+            run = new(values, prefetch=2)
+            model = run.model
             index = {id(unit._get_fsdp_state()): i for i, unit in enumerate(fsdp_units(model))}
             states = [unit._get_fsdp_state() for unit in fsdp_units(model)]
             found["prefetched"] = {
                 way: [[index[id(other)] for other in getattr(state, f"_states_to_{way}_prefetch")] for state in states]
                 for way in ("forward", "backward")
             }
-            found["trajectory with prefetching"] = train(model, optimizer)
+            found["trajectory with prefetching"] = train(run)
         result["models"][name] = found
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
@@ -118,4 +120,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

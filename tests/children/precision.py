@@ -12,11 +12,12 @@ import torch
 import toy
 from toy import requirements
 
-from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
-from accelerate_recipes.recipe import run
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
 
 LENGTHS = (32, 32, 4096)
 
@@ -24,6 +25,7 @@ LENGTHS = (32, 32, 4096)
 @dataclass
 class Args(toy.Args):
     total_batch_size: int = 4
+    max_grad_norm: float = 0.0
 
 
 def main(args: Args) -> None:
@@ -32,7 +34,9 @@ def main(args: Args) -> None:
         "sdpa", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=max(LENGTHS), initializer_range=0.5,
     )  # fmt: skip
-    model, optimizer = prepare(accelerator, model, args)
+    run = Run(args, accelerator)
+    run.shard(model)
+    model = run.model
     generator = torch.Generator().manual_seed(0)
 
     def micro_batches(length: int) -> list[dict[str, torch.Tensor]]:
@@ -47,7 +51,7 @@ def main(args: Args) -> None:
     norms = []
     for length in LENGTHS:
         batches = micro_batches(length)
-        done = train_step(accelerator, model, optimizer, batches, next_token_loss, count_next_tokens, 0.0)
+        done = train_step(run, batches, next_token_loss, count_next_tokens)
         losses.append(done.loss.item())
         norms.append(done.grad_norm.item())
     if accelerator.is_main_process:
@@ -63,4 +67,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

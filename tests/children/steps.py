@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from toy import requirements
 
-from accelerate_recipes.checkpoint import Checkpointer
 from accelerate_recipes.data import PackedRows, make_train_loader
-from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator, prepare
+from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.optim import WRAPPERS, make_scheduler
-from accelerate_recipes.recipe import run
+from accelerate_recipes.optim import WRAPPERS
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
 
 STEPS = 4
 
@@ -47,14 +47,13 @@ def checksums(model: nn.Module) -> dict[str, list[float]]:
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     model, tokenizer = toy.make_model(args)
-    artifacts = [model.config, model.generation_config, tokenizer]
     total = sum(p.numel() for p in model.parameters())
-    model, optimizer = prepare(accelerator, model, args)
+    run = Run(args, accelerator)
+    run.prepare(model, tokenizer, 2 * STEPS)
+    model, checkpointer = run.model, run.checkpointer
     start = checksums(model)
-    scheduler = make_scheduler(optimizer, args, 2 * STEPS)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
     loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes)
-    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from=None)
 
     def steps(first: int) -> tuple[list[float], list[float]]:
         loader.start_at(first, checkpointer.data_states)
@@ -65,10 +64,8 @@ def main(args: Args) -> None:
                 to_device(next(batches), accelerator.device)
                 for _ in range(args.accumulation_steps(accelerator.num_processes))
             ]
-            done = train_step(
-                accelerator, model, optimizer, micro, next_token_loss, count_next_tokens, args.max_grad_norm
-            )
-            scheduler.step()
+            done = train_step(run, micro, next_token_loss, count_next_tokens)
+            run.scheduler.step()
             found.append((done.loss.item(), done.grad_norm.item()))
             if len(found) + first == STEPS // 2:
                 if accelerator.is_main_process:
@@ -104,4 +101,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

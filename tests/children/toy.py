@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import faults
 import numpy as np
@@ -21,16 +20,16 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from accelerate_recipes.adapters import add_adapters, load_settings
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume, step_of
+from accelerate_recipes.checkpoint import export, step_of
 from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
-from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
-from accelerate_recipes.optim import WRAPPERS, make_scheduler
-from accelerate_recipes.recipe import Requirements, run
+from accelerate_recipes.optim import WRAPPERS
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import start
 from accelerate_recipes.shards import DataError
 
 LENGTH = 32
@@ -75,8 +74,7 @@ def make_rows(num_rows: int) -> Dataset:
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
     if args.model_name_or_path:
-        model = load_model(args.model_name_or_path, "sdpa", **load_settings(args))
-        return add_adapters(model, args), tokenizer
+        return load_model(args.model_name_or_path, "sdpa", **load_settings(args)), tokenizer
     model = new_llama(
         "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
@@ -90,10 +88,8 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def main(args: Args) -> None:
-    find_resume(args)
-    accelerator = make_accelerator(args)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    resumed_from = agree_on_resume(accelerator, args)
+    run = start(args)
+    rank, world_size = run.rank, run.world_size
 
     def look_at_data(step: int) -> None:
         if rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
@@ -102,19 +98,16 @@ def main(args: Args) -> None:
     look_at_data(0)
     rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
     model, tokenizer = make_model(args)
-    artifacts = [model.config, model.generation_config, tokenizer]
-    model, optimizer = prepare(accelerator, model, args)
-    total_steps = num_steps(args, len(rows))
-    scheduler = make_scheduler(optimizer, args, total_steps)
+    run.prepare(model, tokenizer, num_steps(args, len(rows)), lambda model: 1.0)
     heldout_loader = make_eval_loader(rows, args, rank, world_size)
-    first_step = step_of(resumed_from) if resumed_from else 0
+    first_step = step_of(run.resumed_from) if run.resumed_from else 0
     num_passes = 0
 
     def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         nonlocal num_passes
         step = first_step + num_passes // args.accumulation_steps(world_size) + 1
         num_passes += 1
-        with (Path(args.output_dir) / "rows.jsonl").open("a") as file:
+        with (run.output_dir / "rows.jsonl").open("a") as file:
             file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
         look_at_data(step)
@@ -126,36 +119,26 @@ def main(args: Args) -> None:
 
     def evaluate_fn(step: int) -> dict[str, float]:
         sys.audit("toy.evaluation", f"step {step}.")
-        return {"loss": evaluate_loss(accelerator, model, heldout_loader, next_token_loss, count_next_tokens)}
+        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, next_token_loss, count_next_tokens)}
 
     if limit := os.environ.get("TOY_FSIZE"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    checkpointer = Checkpointer(accelerator, model, optimizer, scheduler, args, artifacts, resumed_from)
     train(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
+        run,
         make_train_loader(rows, args, rank, world_size),
-        args,
-        total_steps=total_steps,
         loss_fn=loss_fn,
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,
-        checkpointer=checkpointer,
-        flops_per_token=1.0,
     )
-    if accelerator.is_main_process:
-        export(checkpointer.newest, Path(args.output_dir) / "export", merge_adapter=args.merge_adapter)
+    if run.is_first:
+        export(run.checkpointer.newest, run.output_dir / "export", merge_adapter=args.merge_adapter)
     if args.use_peft:
-        frozen = {name: whole(p) for name, p in model.named_parameters() if not p.requires_grad}
-        if accelerator.is_main_process:
-            save_file(
-                {WRAPPERS.sub("", name): p for name, p in frozen.items()}, Path(args.output_dir) / "frozen.safetensors"
-            )
-    accelerator.end_training()
+        frozen = {name: whole(p) for name, p in run.model.named_parameters() if not p.requires_grad}
+        if run.is_first:
+            save_file({WRAPPERS.sub("", name): p for name, p in frozen.items()}, run.output_dir / "frozen.safetensors")
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":
     faults.arm()
-    run(main, Args, requirements)
+    run_recipe(main, Args, requirements)

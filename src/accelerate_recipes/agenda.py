@@ -1,0 +1,149 @@
+"""Calendar of a run: when to log, evaluate, save and stop. Our loop and trl's trainers keep it alike."""
+
+import time
+from collections.abc import Callable
+
+from accelerate.utils import set_seed
+
+from accelerate_recipes import stop, watch
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.checkpoint import step_of
+from accelerate_recipes.distributed import max_over_ranks
+from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.run import Run
+from accelerate_recipes.status import update_status
+from accelerate_recipes.stop import Stopped
+
+EvaluateFn = Callable[[int], dict[str, float]]
+
+
+class Agenda:
+    """Does what is due before the first step and after each; call its methods on every rank.
+
+    The clock is the completed optimizer step.
+
+    `evaluate_fn(step)` is called before and after training and every `eval_steps`; `data_state_fn()` gives what a
+    checkpoint needs of this rank's data besides the step.
+
+    To make one begins the training: a signal from now on ends it in good order.
+    """
+
+    log: MetricsLog
+    step = 0  # completed
+    stopped: Stopped | None = None  # once a rank was asked to
+
+    def __init__(self, run: Run, evaluate_fn: EvaluateFn, data_state_fn: Callable[[], dict]):
+        self.run = run
+        self.evaluate_fn = evaluate_fn
+        self.data_state_fn = data_state_fn
+        self.step_timeout: float | None = None  # seconds, once the first step has told how long one takes
+        if run.is_first:
+            run.output_dir.mkdir(parents=True, exist_ok=True)
+            run.args.save(run.output_dir / "args.yaml")
+        # Not earlier: before there is something to save, a signal should end the process, also one that waits for another.
+        stop.listen(run.output_dir)
+        set_seed(run.args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
+
+    def begin(self) -> int:
+        """Restore the checkpoint that is to be resumed, and measure the model before the first step.
+
+        Returns:
+            The step to go on from.
+
+        Raises:
+            ConfigError: for a checkpoint behind the last step, and if --metric_for_best_model is not among what the
+                evaluation gives.
+        """
+        run, args = self.run, self.run.args
+        checkpoint = run.resumed_from
+        if checkpoint and step_of(checkpoint) > run.total_steps:
+            raise ConfigError(
+                f"{checkpoint} is further on than the {run.total_steps} steps of this run; give as many steps or more, or "
+                "begin anew in another --output_dir"
+            )
+        self.step = run.checkpointer.resume()
+        self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops_per_token)
+        self.log.restore(checkpoint)
+        if args.trackers:
+            # TensorBoard takes plain values only.
+            config = {
+                name: value if isinstance(value, int | float | str) else str(value)
+                for name, value in args.values().items()
+            }
+            run.accelerator.init_trackers(run.output_dir.name, config=config)
+        if run.is_first:
+            newest = str(run.checkpointer.newest or "")
+            update_status(run.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
+        # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
+        if self.evaluation_is_due and not self.log.has_evaluation(self.step):
+            self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+        best = args.metric_for_best_model
+        found = {name for record in self.log.records for name in record if name.startswith("eval_")}
+        measured = {name.removeprefix("eval_") for name in found}
+        if best and best not in measured:
+            known = ", ".join(sorted(measured))
+            raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
+        self.last_save = time.perf_counter()
+        return self.step
+
+    def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
+        """Tell the watch what this rank does next. The first step may compile, and start the data's workers."""
+        watch.expect(what, self.step_timeout or self.run.args.ddp_timeout, progress)
+
+    def save_is_overdue(self) -> bool:
+        """Tell whether --save_minutes have passed; rank 0's clock counts."""
+        return self.run.is_first and 0 < 60 * self.run.args.save_minutes < time.perf_counter() - self.last_save
+
+    def completed(self, step: int, seconds: float, *, wants_stop: bool) -> None:
+        """Note a step and how long it took; `wants_stop`: a rank was asked to stop, so a log line and a save are all that is due."""
+        self.step = step
+        stop.step_took(seconds)
+        if self.step_timeout is None:
+            self.step_timeout = max(self.run.args.step_timeout, 4 * seconds)
+        self.log.progress.update()
+        watch.expect(f"what follows step {step}", self.run.args.ddp_timeout)
+        self.stopped = Stopped(stop.reason(self.run.accelerator)) if wants_stop else None
+
+    @property
+    def log_is_due(self) -> bool:
+        run = self.run
+        return self.stopped is not None or self.step == run.total_steps or self.step % run.args.logging_steps == 0
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        eval_steps = self.run.args.eval_steps
+        return self.step in (0, self.run.total_steps) or (eval_steps > 0 and self.step % eval_steps == 0)
+
+    def log_window(self, window: Window, grad_norm: float, learning_rate: float, values: dict[str, float]) -> None:
+        """Log the steps of the window in one line; `values` are further ones."""
+        device = self.run.accelerator.device
+        gib = max_over_ranks(peak_memory_gib(device), device)
+        self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)
+
+    def evaluate_and_save(self, *, wants_save: bool) -> None:
+        """Evaluate and save, as far as that is due after a step and its log line; `wants_save`: a rank wants a checkpoint.
+
+        Raises:
+            Stopped: where a rank was asked to stop, also during the evaluation; what was done until then is saved.
+        """
+        run, save_steps = self.run, self.run.args.save_steps
+        if not self.stopped and self.evaluation_is_due:
+            try:
+                self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+            except Stopped as error:
+                self.stopped = error
+        ends = self.stopped is not None or self.step == run.total_steps
+        if wants_save or ends or (save_steps > 0 and self.step % save_steps == 0):
+            run.checkpointer.save(self.step, self.data_state_fn())
+            self.last_save = time.perf_counter()
+        if ends:
+            run.checkpointer.wait()
+        if self.stopped:
+            run.accelerator.end_training()
+            raise self.stopped
+
+    def end(self) -> list[dict]:
+        """Close the log; returns the records of metrics.jsonl, of earlier parts of the run too."""
+        watch.expect("what follows training", float("inf"))
+        self.log.progress.close()
+        return self.log.records

@@ -1,0 +1,156 @@
+"""A run from its start to its result, as the `main` of every recipe goes through it.
+
+run = start(args)
+...                                             tokenizer and data
+run.prepare(model, tokenizer, total_steps)
+records = train(run, loader, ...)               of `engine`, or of one of trl's trainers
+finish(run, records, description, result_fn)
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from accelerate_recipes.adapters import Adapter, add_adapters
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
+from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.metrics import is_evaluation
+from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.picture import Bars, draw_run
+
+Args = TypeVar("Args", bound=TrainArgs)
+
+
+@dataclass
+class Run(Generic[Args]):
+    """Everything that belongs to one run. `shard` fills the first fields below, `prepare` all."""
+
+    args: Args
+    accelerator: Accelerator
+    resumed_from: Path | None = None  # the checkpoint that it begins with
+
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    adapter: Adapter | None = field(init=False, default=None)
+    first_units: list[nn.Module] = field(init=False)  # of the model: what a forward pass gathers before it computes
+    scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
+    artifacts: list[Any] = field(init=False)  # configuration, generation config and tokenizer, as they are exported
+    checkpointer: Checkpointer = field(init=False)
+    total_steps: int = field(init=False)
+    flops_per_token: float | None = field(init=False, default=None)
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which writes and prints for all."""
+        return self.accelerator.is_main_process
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.args.output_dir)
+
+    def print(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Put the adapters of --use_peft into a model, shard it as the strategy says, and make its optimizer."""
+        self.adapter = self.adapter or add_adapters(model, self.args)
+        self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
+
+    def release(self) -> None:
+        """Let go of a model that was sharded, so that another can be."""
+        del self.model, self.optimizer, self.first_units
+        self.adapter = None
+        self.accelerator.free_memory()
+
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        total_steps: int,
+        flops_fn: Callable[[PreTrainedModel], float] | None = None,
+    ) -> None:
+        """Make all that is trained, saved and restored, from a model that is not sharded yet.
+
+        `flops_fn(model)` counts the FLOPs of training by a target token, for MFU.
+
+        Raises:
+            ConfigError: for adapters, a strategy or settings that the model cannot have.
+        """
+        self.adapter = self.adapter or add_adapters(model, self.args)
+        self.artifacts = copy.deepcopy([model.config, model.generation_config, tokenizer])
+        self.flops_per_token = flops_fn(model) if flops_fn else None
+        self.shard(model)
+        self.total_steps = total_steps
+        self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
+        self.checkpointer = Checkpointer(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.args,
+            self.artifacts,
+            self.resumed_from,
+            self.adapter,
+        )
+
+
+def start(args: Args) -> Run[Args]:
+    """Begin a run: start the processes' world, and agree on the checkpoint that it goes on from.
+
+    What could not be continued is refused before any work. From here on the output directory is this run's.
+
+    Raises:
+        ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
+    """
+    find_resume(args)
+    accelerator = make_accelerator(args)
+    return Run(args, accelerator, agree_on_resume(accelerator, args))
+
+
+class Result(NamedTuple):
+    """Lines for people that say what a run has reached, and bars for its picture."""
+
+    text: str
+    bars: Bars | None = None
+
+
+def finish(run: Run, records: list[dict], description: str, result_fn: Callable[[dict, dict], Result]) -> None:
+    """Draw, export and print the result of a run that has trained to its end.
+
+    `description` begins the model card. `result_fn` is called on rank 0, with the first record of an evaluation and the
+    last.
+    """
+    if run.is_first:
+        before, *_, after = filter(is_evaluation, records)
+        result = result_fn(before, after)
+        places = f"Model: {run.output_dir / 'export'}"
+        if result.bars:
+            draw_run(run.output_dir / "result.png", records, result.bars)
+            places += f"   picture: {run.output_dir / 'result.png'}"
+        export(
+            run.checkpointer.newest,
+            run.output_dir / "export",
+            description,
+            merge_adapter=run.args.merge_adapter,
+        )
+        print(result.text)
+        print(places, flush=True)
+    run.accelerator.end_training()
