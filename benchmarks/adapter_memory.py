@@ -61,10 +61,6 @@ class Args(TrainArgs):
     num_tokens: int = arg(256, "Of a row; each process has one.")
     total_batch_size: int = 2
 
-    @property
-    def base_model(self) -> str:
-        return self.model_name_or_path
-
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
     return sum(local(t).numel() * t.element_size() for t in tensors) / MIB

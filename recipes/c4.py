@@ -13,20 +13,17 @@ a fixed number of rows of the validation split: loss, perplexity and bits per by
 """
 
 import gzip
-import math
-import sys
 from dataclasses import dataclass
 from itertools import islice
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, TrainArgs, arg, error_list
+from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data import make_eval_loader
 from accelerate_recipes.distributed import on_first_rank
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.hub import Dataset
 from accelerate_recipes.losses import (
     check_document_mask,
     count_next_tokens,
@@ -36,20 +33,19 @@ from accelerate_recipes.losses import (
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
     Architecture,
+    check_belong_together,
     load_model,
     load_tokenizer,
-    max_positions,
+    make_or_resume,
     new_bpe_tokenizer,
     new_config,
     new_model,
-    vocabulary_problems,
 )
 from accelerate_recipes.picture import Bars
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.shards import all_texts, find_shards, named_shards, needs_of_shards
-from accelerate_recipes.streams import NUM_STREAMS, StreamLoader, TextShards, stream_problems, validation_rows
-from accelerate_recipes.token_shards import is_pretokenized, pretokenize
+from accelerate_recipes.streams import StreamLoader, TextArgs, TextShards, validation_rows
+from accelerate_recipes.token_shards import is_pretokenized, open_text
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 ATTENTION = ["sdpa", "eager", "flex_attention"]
@@ -57,7 +53,7 @@ TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
 
 
 @dataclass
-class Args(TrainArgs, Architecture):
+class Args(TextArgs, TrainArgs, Architecture):
     output_dir: str = "outputs/c4"
     model_name_or_path: str = arg("", "Go on from this model (a name on the Hub, or a folder) instead of a new one.")
     tokenizer_name: str = arg(
@@ -66,27 +62,6 @@ class Args(TrainArgs, Architecture):
     attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
     whole_logits: bool = arg(
         False, "Compute the logits of all tokens at once: faster where the vocabulary is small.", fixed=False
-    )
-    dataset_name: str = arg(
-        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
-    )
-    dataset_revision: str = arg(
-        "", "Branch or commit of the dataset; default: what was downloaded, else the newest of main.", fixed=False
-    )
-    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
-    validation_dataset_files: str = arg(
-        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
-    )
-    train_files: list[str] = arg([], "Paths or URLs of files to train on, instead of a dataset.", fixed=False)
-    validation_files: list[str] = arg([], "Paths or URLs of files to validate on, instead of a dataset.", fixed=False)
-    text_column: str = arg("text", "Key or column of the text.")
-    pretokenize: str = arg(
-        "", "Tokenise all training text once, into this folder, and read it from there.", fixed=False
-    )
-    num_streams: int = arg(
-        NUM_STREAMS,
-        "Number of logical streams: a multiple of each number of processes on which the run may go on.",
-        min=1,
     )
     max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
@@ -103,26 +78,14 @@ class Args(TrainArgs, Architecture):
                 )
         if self.max_steps < 1:
             found.append("--max_steps is missing: how long a stream is, nobody knows")
-        return found + stream_problems(self.num_streams, world_size)
-
-    @property
-    def base_model(self) -> str:
-        return self.model_name_or_path
+        return found
 
 
 def requirements(args: Args) -> Requirements:
-    def shards(files: list[str], pattern: str) -> list[Dataset]:
-        if files:
-            return needs_of_shards(files)
-        return [Dataset(args.dataset_name, files=pattern, revision=args.dataset_revision, streamed=True)]
-
-    datasets = shards(args.validation_files, args.validation_dataset_files)
-    if not is_pretokenized(args.pretokenize):
-        datasets += shards(args.train_files, args.dataset_files)
     return Requirements(
-        models=[args.base_model] if args.base_model else [],
-        tokenizers=[args.tokenizer_name] if args.tokenizer_name else [],
-        datasets=datasets,
+        models=[args.base_model],
+        tokenizers=[args.tokenizer_name],
+        datasets=args.text_datasets(training=not is_pretokenized(args.pretokenize)),
         new_model=None if args.model_name_or_path else lambda: make_model(args),
     )
 
@@ -133,65 +96,31 @@ def make_model(args: Args) -> PreTrainedModel:
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
-def with_units(loss: float, bytes_per_token: float) -> dict[str, float]:
-    """The loss, in nats per token; what it means per text, whatever the tokenizer; and e to its power."""
-    # A token at the start of a row or document is no target: it is taken to cost what the others do.
-    bits_per_byte = loss / math.log(2) / bytes_per_token
-    perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
-    return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
-
-
 def main(args: Args) -> None:
     run = start(args)
 
     # Tokenizer and data
-    def train_shards() -> list[str]:
-        if args.train_files:
-            return named_shards(args.train_files)
-        return find_shards(args.dataset_name, args.dataset_files, "training", args.dataset_revision)
-
-    def validation_shards() -> list[str]:
-        if args.validation_files:
-            return named_shards(args.validation_files)
-        return find_shards(args.dataset_name, args.validation_dataset_files, "validation", args.dataset_revision)
-
     if name := args.tokenizer_name or args.model_name_or_path:
         tokenizer = load_tokenizer(name)
-    elif run.resumed_from:
-        tokenizer = load_tokenizer(str(run.resumed_from))
     else:
-
-        def new_tokenizer() -> PreTrainedTokenizerFast:
-            texts = all_texts(train_shards(), args.text_column)
-            return new_bpe_tokenizer(islice(texts, TOKENIZER_TEXTS), args.vocab_size)
-
-        tokenizer = on_first_rank(new_tokenizer)
-    if args.pretokenize:
-        settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
-        source = pretokenize(
-            args.pretokenize, tokenizer, train_shards, settings,
-            text_column=args.text_column, rank=run.rank, world_size=run.world_size,
-        )  # fmt: skip
-    else:
-        source = TextShards(on_first_rank(train_shards), tokenizer, args.text_column)
+        tokenizer = make_or_resume(
+            lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), args.vocab_size), run.resumed_from
+        )
+    source = open_text(args, tokenizer, run.rank, run.world_size)
     train_loader = StreamLoader(
         source, args, run.rank, run.world_size,
         max_length=args.max_length, document_mask=args.document_mask, num_streams=args.num_streams,
     )  # fmt: skip
     validation = on_first_rank(
         lambda: validation_rows(
-            TextShards(validation_shards(), tokenizer, args.text_column),
+            TextShards(args.validation_shards(), tokenizer, args.text_column),
             args.num_validation_rows, args.max_length, tokenizer.pad_token_id, args.document_mask,
         )
     )  # fmt: skip
 
     # Model
     model = make_model(args)
-    problems = vocabulary_problems(model.config, tokenizer)
-    if args.max_length > (longest := max_positions(model.config)):
-        problems.append(f"--max_length is {args.max_length}, the model's is {longest}")
-    if problems:
-        raise ConfigError(error_list("Model and data do not belong together", problems))
+    check_belong_together(model.config, tokenizer, args.max_length)
     run.prepare(
         model,
         tokenizer,
@@ -211,7 +140,7 @@ def main(args: Args) -> None:
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)
-        return with_units(loss, validation.bytes_per_token)
+        return validation.measures(loss)
 
     records = train(run, train_loader, loss_fn=loss_fn, count_fn=count_next_tokens, evaluate_fn=evaluate_fn)
 
@@ -233,8 +162,7 @@ def main(args: Args) -> None:
         return Result("\n".join(lines), Bars(bars, "What a byte of text costs", "bits per byte"))
 
     begin = f"{args.model_name_or_path}, pretrained further" if args.model_name_or_path else "A new model, pretrained"
-    files = ", ".join(args.train_files) or f"{args.dataset_name} ({args.dataset_files})"
-    finish(run, records, f"{begin} on text from {files}.", result)
+    finish(run, records, f"{begin} on text from {args.text_source}.", result)
 
 
 if __name__ == "__main__":

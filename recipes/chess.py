@@ -58,14 +58,10 @@ class Args(GamesArgs, TrainArgs):
             found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
         return found
 
-    @property
-    def base_model(self) -> str:
-        return "" if self.from_scratch else self.model_name_or_path
-
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
-        models=[args.base_model] if args.base_model else [],
+        models=[args.base_model],
         datasets=args.game_datasets,
         new_model=(lambda: make_model(args, make_tokenizer(args))) if args.from_scratch else None,
     )

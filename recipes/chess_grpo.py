@@ -10,7 +10,6 @@ after training, in positions of held-out games: the share of legal moves and of 
 
 import contextlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.chess_games import GamesArgs, prepare_positions
-from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
+from accelerate_recipes.chess_rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.chess_rules import PHASES
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.next_moves import NextMoves, prompt_of
@@ -31,7 +30,7 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(GamesArgs, TrainerArgs, GRPOConfig):
+class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(20000, "Positions of other games to answer in.", min=len(PHASES))
@@ -47,12 +46,6 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
         "Rewards of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
         fixed=False,
         choices=Range(),
-    )
-    stockfish: str = arg(
-        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does.", fixed=False
-    )
-    stockfish_nodes: int = arg(
-        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", fixed=False, min=1
     )
 
     fixed = TrainerArgs.fixed | {"num_generations", "num_iterations", "shuffle_dataset"}
@@ -95,11 +88,6 @@ class Args(GamesArgs, TrainerArgs, GRPOConfig):
             found.append(
                 f"--reward_weights has {len(self.reward_weights)} numbers; there are {len(REWARDS) + 1} rewards, the last "
                 "of --stockfish"
-            )
-        if self.stockfish and shutil.which(self.stockfish) is None:
-            found.append(
-                f"--stockfish {self.stockfish}: there is no such program; install it (Debian: apt-get install stockfish, "
-                "then /usr/games/stockfish), or do without its reward"
             )
         return found
 

@@ -23,14 +23,14 @@ from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.data import make_eval_loader
+from accelerate_recipes.data import Rows, make_eval_loader
 from accelerate_recipes.distributed import on_first_of_machine_before_others
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.pairs import falls_under
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.rows import check_texts_or_messages, read_files, reading
-from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.run import finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
@@ -81,8 +81,8 @@ class Args(TrainerArgs, SFTConfig):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
-        models=[args.model_name_or_path] if args.model_name_or_path else [],
-        tokenizers=[args.template_model] if args.template_model else [],
+        models=[args.model_name_or_path],
+        tokenizers=[args.template_model],
         datasets=[args.dataset] if args.dataset_name else [],
     )
 
@@ -134,18 +134,9 @@ def beginning(row: dict) -> str:
     return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
 
 
-class HeldOutRows(torch.utils.data.Dataset):
-    """Held-out rows as trl prepared them; number -1 is a row without targets."""
-
-    def __init__(self, rows: datasets.Dataset):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict:
-        row = self.rows[i]
-        return row if i >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
+def without_targets(row: dict, number: int) -> dict:
+    """A held-out row as trl prepared it; number -1 without targets."""
+    return row if number >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
 
 
 class Trainer(RecipeTrainer, SFTTrainer):
@@ -181,7 +172,7 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    heldout = HeldOutRows(trainer.eval_dataset)
+    heldout = Rows(trainer.eval_dataset, without_targets)
     heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=trainer.data_collator)
 
     def evaluate_fn(step: int) -> dict[str, float]:
@@ -190,13 +181,9 @@ def main(args: Args) -> None:
     records = trainer.train(evaluate_fn)
 
     # Result
-    def result(before: dict, after: dict) -> Result:
-        losses = f"before {before['eval_loss']:.4f}, after {after['eval_loss']:.4f}"
-        return Result(f"Held-out rows ({len(rows['test']):,}), loss: {losses}")
-
     source = ", ".join(args.train_files) or args.dataset_name
     description = f"{args.model_name_or_path}, fine-tuned on {len(rows['train']):,} rows of {source}."
-    finish(run, records, description, result)
+    finish(run, records, description)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def fork_server(tmp_path_factory):
 def forks(request, fork_server):
     """Runs the module's SCRIPT, or another `script`, in forked ranks."""
 
-    def run(*args, script=request.module.SCRIPT, **options) -> int:
-        return fork_server.run(*args, script=script, **options)
+    def run(*args, script=None, **options) -> int:
+        return fork_server.run(*args, script=script or request.module.SCRIPT, **options)
 
     return SimpleNamespace(run=run)
 

@@ -263,6 +263,32 @@ def test_upstream_still_generates_beside_the_forward_pass():
     assert run_python(ours.replace("CALL", call)) == "fine"
 
 
+BERT_UNDER_FSDP2 = """
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+    from accelerate_recipes.args import TrainArgs
+    from accelerate_recipes.distributed import make_accelerator, prepare
+    accelerator = make_accelerator(TrainArgs())
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = BertForSequenceClassification(BertConfig(**sizes))
+    try:
+        PREPARE
+        model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+        print("fine")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+def test_upstream_still_wraps_an_embedding_twice():
+    """When this fails, Accelerate does not: remove distributed.leave_embedding_to_accelerate."""
+    alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+    layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", alone), **layers) != "fine"
+    ours = "model, *_ = prepare(accelerator, model, TrainArgs())"
+    assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", ours), **layers) == "fine"
+
+
 def test_copies_are_an_error():
     """What every rank of an FSDP launch on a CPU would get from Accelerate alone."""
     code = """

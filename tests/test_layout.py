@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 from dataclasses import dataclass, fields
 
 import pytest
@@ -59,6 +60,32 @@ def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
     """Before anything else it agrees on the checkpoint, which verifies it and makes the output directory its own."""
     main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
     assert ast.unparse(main.body[0]) == "run = start(args)"
+
+
+# Lines of code, without blanks, comments and docstrings: a recipe is its task.
+MOST_LINES = {"template": 60, "t5": 200, "engine": 220}
+LONGER_THAN_80 = {"environment_problems", "check"}  # lists of checks, which have a place of their own yet to come
+
+
+def lines_of_code(path) -> set[int]:
+    """Numbers of the lines that are neither blank nor of comments or docstrings."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
+    strings = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    documentation = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (tokenize.ENCODING, *layout)]
+    return {line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documentation
+
+
+@pytest.mark.parametrize("path", [*LIBRARY, *RECIPES], ids=lambda path: path.stem)
+def test_sizes(path):
+    lines = lines_of_code(path)
+    assert len(lines) <= MOST_LINES.get(path.stem, 130 if path in RECIPES else 1000)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name not in LONGER_THAN_80:
+            assert len(lines & set(range(node.lineno, node.end_lineno + 1))) <= 80, node.name
 
 
 # Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.

@@ -8,11 +8,11 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.models import (
     Architecture,
+    check_belong_together,
     new_config,
     new_model,
     new_t5,
     new_word_tokenizer,
-    vocabulary_problems,
 )
 
 PRESETS = ROOT / "recipes/configs/c4"
@@ -86,12 +86,14 @@ def test_mistakes(flags, reason):
 
 def test_a_vocabulary_that_does_not_fit():
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])  # 100 tokens; <s> is 1, </s> is 2
-    assert vocabulary_problems(new_config(Architecture(vocab_size=100)), tokenizer) == []
-    assert vocabulary_problems(new_config(Architecture(vocab_size=128)), tokenizer) == []
-    (problem,) = vocabulary_problems(new_config(Architecture(vocab_size=99)), tokenizer)
-    assert "the tokenizer has 100 tokens, the model's vocab_size is 99" in problem
-    (problem,) = vocabulary_problems(new_config(Architecture(eos_token_id=3)), tokenizer)
-    assert "the tokenizer's eos_token_id is 2, the model's is 3" in problem
+    check_belong_together(new_config(Architecture(vocab_size=100)), tokenizer, 4096)
+    check_belong_together(new_config(Architecture(vocab_size=128)), tokenizer, 4096)
+    with pytest.raises(ConfigError, match="the tokenizer has 100 tokens, the model's vocab_size is 99"):
+        check_belong_together(new_config(Architecture(vocab_size=99)), tokenizer, 4096)
+    with pytest.raises(
+        ConfigError, match=r"eos_token_id is 2, the model's is 3(.|\n)*--max_length is 4097, the model's is 4096"
+    ):
+        check_belong_together(new_config(Architecture(eos_token_id=3)), tokenizer, 4097)
 
 
 def test_a_new_t5_depends_on_the_seed_alone():

@@ -15,7 +15,7 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import make_eval_loader, make_train_loader
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
 from accelerate_recipes.models import new_bpe_tokenizer
-from accelerate_recipes.pairs import Pairs, PairSource, falls_under, prepare_pairs
+from accelerate_recipes.pairs import PairArgs, Pairs, falls_under, prepare_pairs
 from accelerate_recipes.shards import DataError
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
@@ -34,18 +34,13 @@ def prepare(tokenizer, tmp_path):
 
     def run(tokenizer=tokenizer, **settings):
         defaults = {
-            "train_files": [], "eval_files": [], "dataset_name": "", "train_split": "train", "eval_split": "",
             "source_column": "source", "target_column": "target", "task_prefix": "", "max_source_length": 128,
-            "max_target_length": 128, "heldout_share": 0.5, "skip_bad_pairs": False, "cache_dir": str(tmp_path / "cache"),
+            "heldout_share": 0.5, "data_cache_dir": str(tmp_path / "cache"), "dataset_config": "",
         }  # fmt: skip
         settings = defaults | settings
-        columns = (settings.pop("source_column"), settings.pop("target_column"))
-        name = settings.pop("dataset_name")
-        for part in ("train", "eval"):
-            sources = [PairSource(str(file), *columns) for file in settings.pop(f"{part}_files")]
-            split = settings.pop(f"{part}_split")
-            settings[f"{part}_sources"] = sources or ([PairSource(name, *columns, split)] if name and split else [])
-        folder = prepare_pairs(tokenizer, **settings)
+        for part in ("train_files", "eval_files"):
+            settings[part] = [str(file) for file in settings.get(part, [])]
+        folder = prepare_pairs(tokenizer, PairArgs(**settings))
         facts = json.loads((folder / "facts.json").read_text())
         return facts, load_from_disk(folder / "train"), load_from_disk(folder / "heldout")
 

@@ -53,6 +53,7 @@ TOUCHED = [
     # transformers
     (PreTrainedModel, "_init_weights", "init", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "preflight", "what FSDP wraps by default", None),
+    (PreTrainedModel, "_no_split_modules", "distributed", "without what holds the embedding", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
     (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
     (Trainer, "_get_dataloader", "trainers", "workers outlive SIGTERM", "self dataset description batch_size sampler_fn is_training dataloader_key"),

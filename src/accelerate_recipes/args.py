@@ -277,8 +277,8 @@ class TrainArgs:
 
     @property
     def base_model(self) -> str:
-        """Name or folder of the pretrained model that a run begins with, as its recipe says; empty: it makes a new one."""
-        return ""
+        """Name or folder of the pretrained model that a run begins with; empty: it makes a new one."""
+        return "" if getattr(self, "from_scratch", False) else getattr(self, "model_name_or_path", "")
 
     @property
     def param_dtype(self) -> torch.dtype:

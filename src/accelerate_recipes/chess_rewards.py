@@ -6,8 +6,11 @@ was played.
 """
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from accelerate_recipes.args import arg
 from accelerate_recipes.chess_rules import all_uci_moves, chess, is_legal
 
 UCI_MOVES = frozenset(all_uci_moves())
@@ -34,6 +37,27 @@ def is_played_move(prompts: list[str], completions: list[str], move: list[str], 
 
 
 REWARDS = [is_a_move, is_legal_move, is_played_move]
+
+
+@dataclass
+class StockfishArgs:
+    """Arguments of the reward that an engine gives."""
+
+    stockfish: str = arg(
+        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does.", fixed=False
+    )
+    stockfish_nodes: int = arg(
+        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", fixed=False, min=1
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.stockfish and shutil.which(self.stockfish) is None:
+            found.append(
+                f"--stockfish {self.stockfish}: there is no such program; install it (Debian: apt-get install stockfish, "
+                "then /usr/games/stockfish), or do without its reward"
+            )
+        return found
 
 
 @contextlib.contextmanager

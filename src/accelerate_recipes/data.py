@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -124,6 +125,22 @@ def make_row(
         "position_ids": torch.from_numpy(position_ids),
         "labels": torch.from_numpy(labels),
     }
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that are made when they are asked for, by `make(item, number)` of one of `items`.
+
+    Number -1 stands for places that no row is left for: of it, `make` leaves no targets.
+    """
+
+    def __init__(self, items: Sequence, make: Callable[[Any, int], dict]):
+        self.items, self.make = items, make
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> dict:
+        return self.make(self.items[number], number)
 
 
 class PackedRows(torch.utils.data.Dataset):

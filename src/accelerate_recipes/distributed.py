@@ -363,6 +363,7 @@ def prepare(
     if accelerator.is_fsdp2:
         if is_new:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
         model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
@@ -370,7 +371,9 @@ def prepare(
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
         # Its embedding and last norms are gathered too when `generate` calls an encoder by itself.
-        register_fsdp_forward_method(accelerator.unwrap_model(model, keep_torch_compile=False), "generate")
+        inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+        if hasattr(inner, "generate"):
+            register_fsdp_forward_method(inner, "generate")
     else:
         model = accelerator.prepare(model)
     recompute_every(model, args.checkpoint_every_n_layers)
@@ -390,6 +393,18 @@ def prepare(
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
     return model, make_optimizer(model), units[:2]
+
+
+def leave_embedding_to_accelerate(model: nn.Module) -> None:
+    """Take what holds the input embedding out of the layers that transformers names for FSDP.
+
+    BERT and its like name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps them, and then the input
+    embedding in them once more, which torch refuses.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if embedding is not None and getattr(model, "_no_split_modules", None):
+        around = {type(m).__name__ for m in model.modules() if m is not embedding and embedding in m.modules()}
+        model._no_split_modules = [name for name in model._no_split_modules if name not in around]
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:

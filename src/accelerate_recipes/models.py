@@ -2,8 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from transformers import (
 )
 
 from accelerate_recipes import hub
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.distributed import on_first_rank
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
@@ -49,6 +50,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path | None) -> PreTrainedTokenizerBase:
+    """Make a new model's tokenizer on the first rank, or, where there is a checkpoint to go on from, load that one's."""
+    return load_tokenizer(str(checkpoint)) if checkpoint else on_first_rank(make)
 
 
 def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrainedModel:
@@ -168,8 +174,12 @@ def new_config(args: Architecture) -> PreTrainedConfig:
     return config_class(**{name: value for name, value in values.items() if name in has})
 
 
-def vocabulary_problems(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """List where model and tokenizer do not belong together, one sentence each."""
+def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    """Check that a model can be trained on rows of `max_length` of a tokenizer's tokens.
+
+    Raises:
+        ConfigError: with all that does not fit.
+    """
     found = []
     if len(tokenizer) > config.vocab_size:
         found.append(
@@ -180,7 +190,10 @@ def vocabulary_problems(config: PreTrainedConfig, tokenizer: PreTrainedTokenizer
         theirs, ours = getattr(tokenizer, name), getattr(config, name)
         if theirs is not None and theirs not in (ours if isinstance(ours, list) else [ours]):
             found.append(f"the tokenizer's {name} is {theirs}, the model's is {ours}; set --{name} {theirs}")
-    return found
+    if max_length > (longest := max_positions(config)):
+        found.append(f"--max_length is {max_length}, the model's is {longest}")
+    if found:
+        raise ConfigError(error_list("Model and data do not belong together", found))
 
 
 def new_model(

@@ -17,7 +17,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes import hub
-from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.data import cached, checksum_of_rows
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.rows import read_files, reading
@@ -49,18 +49,71 @@ class PairSource:
         return f"{self.name}, split {self.split}" if self.split else self.name
 
 
-def prepare_pairs(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    train_sources: Sequence[PairSource],
-    eval_sources: Sequence[PairSource],
-    task_prefix: str,
-    max_source_length: int,
-    max_target_length: int,
-    heldout_share: float,
-    skip_bad_pairs: bool,
-    cache_dir: str,
-) -> Path:
+@dataclass
+class PairArgs:
+    """Arguments of a recipe that trains on pairs of texts."""
+
+    dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
+    dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
+    dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
+    dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
+    train_split: str = arg("train", "Split to train on.")
+    eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
+    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
+    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.")
+    eval_files: list[str] = arg([], "Local files to evaluate on.")
+    source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
+    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
+    eval_source_column: str = arg(
+        "", "Column of the texts to read in evaluation; default: --source_column.", fixed=False
+    )
+    eval_target_column: str = arg(
+        "", "Column of the texts to write in evaluation; default: --target_column.", fixed=False
+    )
+    task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
+    heldout_share: float = arg(
+        0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
+    )
+    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
+    skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
+    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.", min=2)
+    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
+    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.", fixed=False)
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        found += self.file_problems("train_files", hub.BUILDERS)
+        found += self.file_problems("eval_files", hub.BUILDERS)
+        if self.train_files and self.eval_split and not self.eval_dataset_name:
+            found.append(
+                f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "
+                "or --eval_files instead"
+            )
+        if self.eval_dataset_name and not self.eval_split:
+            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
+        if self.eval_files and self.eval_split:
+            found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
+        return found
+
+    @property
+    def train_sources(self) -> list[PairSource]:
+        columns = (self.source_column, self.target_column)
+        if self.train_files:
+            return [PairSource(file, *columns) for file in self.train_files]
+        dataset = (self.train_split, self.dataset_config, self.dataset_revision, self.dataset_files)
+        return [PairSource(self.dataset_name, *columns, *dataset)]
+
+    @property
+    def eval_sources(self) -> list[PairSource]:
+        columns = (self.eval_source_column or self.source_column, self.eval_target_column or self.target_column)
+        if self.eval_files or not self.eval_split:
+            return [PairSource(file, *columns) for file in self.eval_files]
+        if self.eval_dataset_name:
+            return [PairSource(self.eval_dataset_name, *columns, self.eval_split)]
+        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config, self.dataset_revision)]
+
+
+def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     """Build, or find, the folder that holds the pairs as
 
     `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
@@ -69,7 +122,7 @@ def prepare_pairs(
                               `truncated_targets` were cut off at the lengths given; in all: `skipped`, and
                               `content`, a checksum of the pairs to train on
 
-    Held out are `eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
+    Held out are `args.eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
     hash under `heldout_share`: a source that comes several times lies on one side, in whatever order files come.
 
     A target may be a list of texts, all of them right: each is trained on, as a pair of its own; of a held-out pair the
@@ -79,11 +132,17 @@ def prepare_pairs(
         DataError: for a file that cannot be read, or has no rows.
         ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
     """
-    sources = [(source, False) for source in train_sources] + [(source, True) for source in eval_sources]
+    sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
     settings = {
         "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
-        "settings": [task_prefix, max_source_length, max_target_length, skip_bad_pairs, heldout_share],
+        "settings": [
+            args.task_prefix,
+            args.max_source_length,
+            args.max_target_length,
+            args.skip_bad_pairs,
+            args.heldout_share,
+        ],
         "version": VERSION,
     }
 
@@ -93,13 +152,13 @@ def prepare_pairs(
         bad: list[str] = []
         for i, (source, is_heldout) in enumerate(sources):
             rows = load_rows(source, tmp / f"source-{i}")
-            share = float(is_heldout) if eval_sources else heldout_share
+            share = float(is_heldout) if args.eval_sources else args.heldout_share
             texts = read_columns(rows, source, share, tmp / f"texts-{i}.arrow")
             heldout, good = np.array(texts["heldout"]), np.array(texts["defect"]) == ""
             bad += [f"{source}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
             parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
             parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
-        if bad and not skip_bad_pairs:
+        if bad and not args.skip_bad_pairs:
             more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
             raise ConfigError(
                 error_list(f"These pairs cannot be used; --skip_bad_pairs leaves them out{more}", bad[:5])
@@ -109,10 +168,10 @@ def prepare_pairs(
         for name, some in parts.items():
             texts = datasets.concatenate_datasets(some)
             if not len(texts):
-                remedy = f"; change --heldout_share {heldout_share}" if num_pairs and not eval_sources else ""
+                remedy = f"; change --heldout_share {args.heldout_share}" if num_pairs and not args.eval_sources else ""
                 raise ConfigError(f"of {num_pairs} pairs of texts none is left for {name}{remedy}")
-            lengths = (max_source_length, max_target_length)
-            pairs = tokenize_pairs(texts, tokenizer, task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
+            lengths = (args.max_source_length, args.max_target_length)
+            pairs = tokenize_pairs(texts, tokenizer, args.task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
             facts[name] = {"pairs": len(pairs)}
             for side in ("source", "target"):
                 facts[name][f"truncated_{side}s"] = sum(pairs[f"{side}_is_cut"])
@@ -122,7 +181,7 @@ def prepare_pairs(
         (folder / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(tmp)
 
-    return cached(Path(cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
 def file_version(source: PairSource) -> list:

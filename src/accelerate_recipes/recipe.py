@@ -41,7 +41,7 @@ WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
 @dataclass
 class Requirements:
-    """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub.
+    """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; an empty name is none.
 
     `new_model` makes the model that it begins with instead; preflight does so on the meta device.
     """
@@ -53,8 +53,9 @@ class Requirements:
 
     @property
     def needs(self) -> list[hub.Need]:
-        models = [hub.Model(name) for name in self.models]
-        return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
+        models = [hub.Model(name) for name in self.models if name]
+        tokenizers = [hub.Model(name, weights=False) for name in self.tokenizers if name]
+        return [*models, *tokenizers, *self.datasets]
 
 
 def write_problems(args: TrainArgs) -> list[str]:

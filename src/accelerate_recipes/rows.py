@@ -60,8 +60,10 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
 
 
 def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
-    """Raise DataError for a column that holds something else, and for the first row in which it is null."""
+    """Raise DataError for a column that is not there or holds something else, and for the first row in which it is null."""
     for column in columns:
+        if column not in rows.column_names:
+            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
         values = rows.data.column(column)
         kind = values.type
         is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)

@@ -28,6 +28,11 @@ from accelerate_recipes.picture import Bars, draw_run
 
 Args = TypeVar("Args", bound=TrainArgs)
 
+# The run of this process, kept to the process's end, where nothing is torn down (`recipe.leave`). Were it freed when a
+# recipe's `main` returns, gloo would wait for its threads while it holds the interpreter's lock, for which one of them may
+# wait: under DDP one run in eight hung so (torch 2.13).
+_runs: list["Run"] = []
+
 
 @dataclass
 class Run(Generic[Args]):
@@ -42,7 +47,7 @@ class Run(Generic[Args]):
     adapter: Adapter | None = field(init=False, default=None)
     first_units: list[nn.Module] = field(init=False)  # of the model: what a forward pass gathers before it computes
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
-    artifacts: list[Any] = field(init=False)  # configuration, generation config and tokenizer, as they are exported
+    artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ..., as they are exported
     checkpointer: Checkpointer = field(init=False)
     total_steps: int = field(init=False)
     flops_per_token: float | None = field(init=False, default=None)
@@ -95,7 +100,11 @@ class Run(Generic[Args]):
             ConfigError: for adapters, a strategy or settings that the model cannot have.
         """
         self.adapter = self.adapter or add_adapters(model, self.args)
-        self.artifacts = copy.deepcopy([model.config, model.generation_config, tokenizer])
+        model.config.architectures = [
+            type(model).__name__
+        ]  # a pretrained one may be loaded as another, with a new head
+        generation = [model.generation_config] if model.can_generate() else []
+        self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
         self.flops_per_token = flops_fn(model) if flops_fn else None
         self.shard(model)
         self.total_steps = total_steps
@@ -122,7 +131,9 @@ def start(args: Args) -> Run[Args]:
     """
     find_resume(args)
     accelerator = make_accelerator(args)
-    return Run(args, accelerator, agree_on_resume(accelerator, args))
+    run = Run(args, accelerator, agree_on_resume(accelerator, args))
+    _runs.append(run)
+    return run
 
 
 class Result(NamedTuple):
@@ -132,11 +143,21 @@ class Result(NamedTuple):
     bars: Bars | None = None
 
 
-def finish(run: Run, records: list[dict], description: str, result_fn: Callable[[dict, dict], Result]) -> None:
+def before_and_after(before: dict, after: dict) -> Result:
+    names = [name for name in after if name.startswith("eval_") and name in before]
+    lines = [
+        f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
+    ]
+    return Result("\n".join(lines))
+
+
+def finish(
+    run: Run, records: list[dict], description: str, result_fn: Callable[[dict, dict], Result] = before_and_after
+) -> None:
     """Draw, export and print the result of a run that has trained to its end.
 
     `description` begins the model card. `result_fn` is called on rank 0, with the first record of an evaluation and the
-    last.
+    last; by default all that was measured is printed.
     """
     if run.is_first:
         before, *_, after = filter(is_evaluation, records)

@@ -21,7 +21,9 @@ workers have prepared beyond. To resume, each stream decompresses one shard from
 import contextlib
 import copy
 import heapq
+import math
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,11 +40,22 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes import hub
+from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.data import PackedRows, make_row
 from accelerate_recipes.distributed import on_all_ranks, on_first_rank
 from accelerate_recipes.parent import start_worker
-from accelerate_recipes.shards import DataError, Retry, read_documents, shards_version, text_of
+from accelerate_recipes.shards import (
+    DataError,
+    Retry,
+    all_texts,
+    find_shards,
+    named_shards,
+    needs_of_shards,
+    read_documents,
+    shards_version,
+    text_of,
+)
 
 NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents; of C4 about 2 MB of text, which every stream holds in memory
@@ -60,6 +73,66 @@ def stream_problems(num_streams: int, world_size: int) -> list[str]:
         f"--num_streams {num_streams} is not a multiple of {world_size} processes; numbers of processes that work: "
         f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams {-(-num_streams // world_size) * world_size}"
     ]
+
+
+@dataclass
+class TextArgs:
+    """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
+
+    dataset_name: str = arg(
+        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
+    )
+    dataset_revision: str = arg(
+        "", "Branch or commit of the dataset; default: what was downloaded, else the newest of main.", fixed=False
+    )
+    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
+    validation_dataset_files: str = arg(
+        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
+    )
+    train_files: list[str] = arg([], "Paths or URLs of files to train on, instead of a dataset.", fixed=False)
+    validation_files: list[str] = arg([], "Paths or URLs of files to validate on, instead of a dataset.", fixed=False)
+    text_column: str = arg("text", "Key or column of the text.")
+    pretokenize: str = arg(
+        "", "Tokenise all training text once, into this folder, and read it from there.", fixed=False
+    )
+    num_streams: int = arg(
+        NUM_STREAMS,
+        "Number of logical streams: a multiple of each number of processes on which the run may go on.",
+        min=1,
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        return super().problems(world_size) + stream_problems(self.num_streams, world_size)
+
+    def train_shards(self) -> list[str]:
+        """Find the files to train on."""
+        if self.train_files:
+            return named_shards(self.train_files)
+        return find_shards(self.dataset_name, self.dataset_files, "training", self.dataset_revision)
+
+    def validation_shards(self) -> list[str]:
+        """Find the files to validate on."""
+        if self.validation_files:
+            return named_shards(self.validation_files)
+        return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
+
+    def train_texts(self) -> Iterator[str]:
+        """Read the documents to train on, shard by shard."""
+        return all_texts(self.train_shards(), self.text_column)
+
+    def text_datasets(self, training: bool) -> list[hub.Dataset]:
+        """List what is read from the Hub: to validate on and, with `training`, to train on."""
+        found = []
+        parts = [(self.validation_files, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        for files, pattern in parts if training else parts[:1]:
+            dataset = hub.Dataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
+            found += needs_of_shards(files) if files else [dataset]
+        return found
+
+    @property
+    def text_source(self) -> str:
+        """Name of the text's source, for people."""
+        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
 
 
 class Documents(Protocol):
@@ -559,7 +632,14 @@ class ValidationRows(NamedTuple):
 
     rows: PackedRows
     texts: list[str]  # the documents in them, the last perhaps not to its end
-    bytes_per_token: float  # of these documents, in UTF-8: bits per byte = nats per token / ln 2 / this
+    bytes_per_token: float  # of these documents, in UTF-8
+
+    def measures(self, loss: float) -> dict[str, float]:
+        """The loss, in nats per token; what it means per text, whatever the tokenizer; and e to its power."""
+        # A token at the start of a row or document is no target: it is taken to cost what the others do.
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
 
 
 def validation_rows(

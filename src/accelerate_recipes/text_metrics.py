@@ -1,9 +1,73 @@
 """Metrics of generated texts, by the names of their modules; see recipes/metrics/."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import evaluate
+
+from accelerate_recipes.args import arg
+
+# Each with the values that it gives; the first is the one that examples are chosen by.
+METRIC_VALUES = {
+    "exact_match": ["exact_match"],
+    "rouge": ["rougeL", "rouge1", "rouge2", "rougeLsum"],
+    "bleu": ["bleu"],
+    "chrf": ["chrf"],
+    "gleu": ["gleu"],
+}
+NUM_EXAMPLES = 6  # of predictions, in the result
+
+
+@dataclass
+class GenerationArgs:
+    """Arguments of a recipe that is measured by the texts which its model generates."""
+
+    metrics: list[str] = arg(
+        ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
+    )
+    generation_max_length: int = arg(0, "Tokens of a generated text; 0: --max_target_length.", fixed=False, min=0)
+    generation_num_beams: int = arg(1, "Beams of the search in generation; 1: greedy.", fixed=False, min=1)
+    generation_length_penalty: float = arg(
+        1.0,
+        "Length penalty of beam search: above 0 favours long texts, below 0 short ones.",
+        fixed=False,
+        min=-10,
+        max=10,
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.generation_num_beams == 1 and self.generation_length_penalty != 1:
+            found.append(
+                f"--generation_length_penalty {self.generation_length_penalty} has no effect with "
+                "--generation_num_beams 1; set it to 1, or search with more beams"
+            )
+        for name in self.metrics:
+            if name not in METRIC_VALUES:
+                found.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
+        if not self.metrics:
+            found.append(f"--metrics names none; known are {', '.join(METRIC_VALUES)}")
+        measured = ["loss", *self.measured]
+        if self.metric_for_best_model and self.metric_for_best_model not in measured:
+            found.append(
+                f"--metric_for_best_model {self.metric_for_best_model}: the evaluation gives {', '.join(measured)}; "
+                "choose one of them, or add to --metrics"
+            )
+        return found
+
+    @property
+    def measured(self) -> list[str]:
+        """Names of the values that the metrics give; examples are chosen by the first."""
+        return [value for name in self.metrics for value in METRIC_VALUES.get(name, [])]
+
+    def generation(self, max_length: int) -> dict[str, float]:
+        """Settings of the generation, of `max_length` tokens unless an argument says how many."""
+        return {
+            "max_new_tokens": self.generation_max_length or max_length,
+            "num_beams": self.generation_num_beams,
+            "length_penalty": self.generation_length_penalty,
+        }
 
 
 class TextMetrics:
@@ -21,3 +85,17 @@ class TextMetrics:
         for metric in self.metrics:
             results |= metric.compute(**{name: list(inputs[name]) for name in metric.features})
         return results
+
+    def examples(
+        self, name: str, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
+    ) -> list[str]:
+        """Show a few of the predictions in lines of text, from the best by the value `name` to the worst."""
+        rows = list(zip(predictions, references, sources, strict=True))
+        results = [self.compute(*([value] for value in row)) for row in rows]
+        ranked = sorted(range(len(rows)), key=lambda i: results[i][name])
+        places = [round(n * (len(ranked) - 1) / (NUM_EXAMPLES - 1)) for n in reversed(range(NUM_EXAMPLES))]
+        lines = [f"Held-out pairs, from the best {name} to the worst:"]
+        for i in dict.fromkeys(ranked[place] for place in places):
+            text, right, source = rows[i]
+            lines.append(f"  {results[i][name]:5.1f}  {source!r}\n      ->  {text!r}\n  target  {right[0]!r}")
+        return lines

@@ -26,8 +26,9 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import checksum, fsync
+from accelerate_recipes.distributed import on_first_rank
 from accelerate_recipes.shards import DataError, Retry
-from accelerate_recipes.streams import TextShards
+from accelerate_recipes.streams import TextArgs, TextShards
 
 MANIFEST = "manifest.json"
 
@@ -102,6 +103,24 @@ def read_manifest(folder: Path) -> dict:
         return json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {MANIFEST}: --pretokenize has not finished there") from None
+
+
+def open_text(
+    args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int
+) -> TextShards | TokenShards:
+    """Open the text to train on; with --pretokenize as tokens, which are made now if they are not there."""
+    if not args.pretokenize:
+        return TextShards(on_first_rank(args.train_shards), tokenizer, args.text_column)
+    settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
+    return pretokenize(
+        args.pretokenize,
+        tokenizer,
+        args.train_shards,
+        settings,
+        text_column=args.text_column,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def pretokenize(

@@ -89,10 +89,6 @@ class TrainerArgs(TrainArgs):
             found.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")
         return found
 
-    @property
-    def base_model(self) -> str:
-        return self.model_name_or_path
-
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
     """The arguments as trl's trainer takes them, with what it is to leave alone switched off.

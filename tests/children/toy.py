@@ -50,10 +50,6 @@ class Args(TrainArgs):
     tie_word_embeddings: bool = arg(False, "Output layer and embedding are one.")
     model_name_or_path: str = arg("", "Instead, the model in this folder.")
 
-    @property
-    def base_model(self) -> str:
-        return self.model_name_or_path
-
 
 def requirements(args: Args) -> Requirements:
     return Requirements()

@@ -1,0 +1,93 @@
+"""docs/your-recipe.md, followed by hand: the code of its blocks is recipes/template.py, which trains, stops and goes on."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, losses, read_metrics
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
+
+from accelerate_recipes.checkpoint import candidates, step_of
+from accelerate_recipes.models import new_word_tokenizer
+
+PAGE = (ROOT / "docs/your-recipe.md").read_text()
+WORDS = [f"w{i}" for i in range(40)]
+
+
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """The page's blocks in one file, in their order."""
+    recipe = tmp_path_factory.mktemp("typed") / "my_recipe.py"
+    recipe.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
+    return recipe
+
+
+def test_the_page_is_the_template(typed):
+    template = ast.parse((ROOT / "recipes/template.py").read_text())
+    assert ast.get_docstring(template)
+    del template.body[0]
+    assert ast.unparse(ast.parse(typed.read_text())) == ast.unparse(template)
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    tokenizer = new_word_tokenizer(WORDS)
+    tokenizer.save_pretrained(folder / "model")
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(folder / "model")
+    # As the label says, of even or of odd words; more even ones.
+    rows = [
+        {
+            "text": " ".join(WORDS[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)),
+            "label": ["even", "odd"][i % 3 % 2],
+        }
+        for i in range(300)
+    ]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "preset.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
+    return [
+        "--config", folder / "preset.yaml", "--model_name_or_path", folder / "model", "--train_files", folder / "texts.jsonl",
+        "--max_length", 16, "--learning_rate", 0.03, "--per_device_eval_batch_size", 4, "--max_steps", 8, "--save_steps", 2, "--logging_steps", 1, "--total_batch_size", 16,
+    ]  # fmt: skip
+
+
+def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp_path):
+    """Sharded over two processes; after the kill, the steps of a run that nothing interrupted."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert forks.run(whole, *arguments, script=typed) == 0, log_of(whole)[-3000:]
+    fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
+    assert forks.run(killed, *arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
+    assert [step_of(path) for path in candidates(killed)] == [4, 6]
+    assert forks.run(killed, *arguments, script=typed) == 0, log_of(killed)[-3000:]
+    assert "Strategy: FSDP2 full shard | 2 x cpu" in log_of(killed) and "(step 6, saved by 2 x" in log_of(killed)
+    assert losses(killed) == losses(whole)
+    evaluations = [record for record in read_metrics(whole) if "eval_accuracy" in record]
+    assert [record["step"] for record in evaluations] == [0, 8]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.05
+    assert f"accuracy: before {evaluations[0]['eval_accuracy']:.4f}, after" in log_of(whole)
+    exported, again = (
+        AutoModelForSequenceClassification.from_pretrained(out / "export").state_dict() for out in (whole, killed)
+    )
+    assert all(torch.equal(again[name], weight) for name, weight in exported.items())
+
+
+def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
+    """In a run that goes on."""
+    out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
+    lines = Path(arguments[arguments.index("--train_files") + 1]).read_text().splitlines()
+    texts.write_text("\n".join(lines) + "\n")
+    assert forks.run(out, *arguments, "--train_files", texts, "--max_steps", 2, script=typed) == 0, log_of(out)[-3000:]
+    texts.write_text("\n".join(reversed(lines)) + "\n")
+    assert forks.run(out, *arguments, "--train_files", texts, "--max_steps", 4, script=typed) == 2
+    assert "Traceback" not in log_of(out)
