@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -739,7 +740,10 @@ def test_export(make_run, tmp_path, max_shard_size):
     assert "A test. Trained with accelerate-recipes" in (tmp_path / "export/README.md").read_text()
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_size == 4000)
-    stored = {name for file in files for name in load_file(file)}
+    shards = [load_file(file) for file in files]
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in shard.values()) for shard in shards]
+    assert max(sizes) <= max_shard_size and all(a + b > max_shard_size for a, b in itertools.pairwise(sizes))
+    stored = {name for shard in shards for name in shard}
     assert "lm_head.weight" not in stored and "model.embed_tokens.weight" in stored
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     for name, weight in run.model.state_dict().items():
