@@ -28,7 +28,7 @@ from accelerate_recipes.picture import Bars, draw_run
 
 Args = TypeVar("Args", bound=TrainArgs)
 
-# The run of this process, kept to the process's end, where nothing is torn down (`recipe.leave`). Were it freed when a
+# The runs of this process, kept to the process's end, where nothing is torn down (`recipe.leave`). Were one freed when a
 # recipe's `main` returns, gloo would wait for its threads while it holds the interpreter's lock, for which one of them may
 # wait: under DDP one run in eight hung so (torch 2.13).
 _runs: list["Run"] = []
@@ -51,6 +51,9 @@ class Run(Generic[Args]):
     checkpointer: Checkpointer = field(init=False)
     total_steps: int = field(init=False)
     flops_per_token: float | None = field(init=False, default=None)
+
+    def __post_init__(self):
+        _runs.append(self)
 
     @property
     def rank(self) -> int:
@@ -131,9 +134,7 @@ def start(args: Args) -> Run[Args]:
     """
     find_resume(args)
     accelerator = make_accelerator(args)
-    run = Run(args, accelerator, agree_on_resume(accelerator, args))
-    _runs.append(run)
-    return run
+    return Run(args, accelerator, agree_on_resume(accelerator, args))
 
 
 class Result(NamedTuple):
