@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from accelerate_recipes import metrics, stop
+from accelerate_recipes import metrics, stop, watch
+from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import PackedRows, StepOrder, make_train_loader
+from accelerate_recipes.data import PackedRows, StepLoader, StepOrder, make_train_loader
 from accelerate_recipes.engine import NonFiniteError, evaluate_loss, to_device, train, train_step
 from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
@@ -144,6 +145,37 @@ def test_what_is_due_at_a_step(run):
     assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
     _, done = run(resumed_at=4, eval_steps=2, save_steps=0)  # stopped before its evaluation
     assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
+
+
+def test_what_the_watch_expects(run, monkeypatch):
+    """The first step may take --ddp_timeout, the others what the first has shown; waiting for data is patient with retries."""
+    expected = []
+    monkeypatch.setattr(
+        watch, "expect", lambda what, seconds, progress=None: expected.append((what, seconds, progress))
+    )
+    monkeypatch.setattr(StepLoader, "counts", lambda self: {"retries": 7})
+    monkeypatch.setattr(stop, "step_took", lambda seconds: None)
+    run(ddp_timeout=300, step_timeout=300)  # equal: that the first is over is not read off the limits
+    waits = [(what, progress()) for what, _, progress in expected if progress is not None]
+    assert waits == [(f"the data of step {step}", 7) for step in range(1, 6)]
+    run(ddp_timeout=1800, step_timeout=100)
+    limits = {what: seconds for what, seconds, _ in expected}
+    assert limits["the data of step 1"] == limits["step 1"] == limits["what follows step 3"] == 1800
+    assert {limits[f"step {step}"] for step in range(2, 6)} == {100}
+    assert limits["what follows training"] == float("inf")
+
+
+def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
+    monkeypatch.setattr(stop, "step_took", lambda seconds: None)
+    agenda = Agenda.__new__(Agenda)
+    agenda.step_timeout = None
+    agenda.run = SimpleNamespace(args=replace(ARGS, ddp_timeout=300, step_timeout=300))
+    agenda.log = SimpleNamespace(progress=SimpleNamespace(update=lambda: None))
+    limits = []
+    for seconds in (100.0, 1000.0, 1.0):
+        agenda.completed(1, seconds, wants_stop=False)
+        limits.append(agenda.step_timeout)
+    assert limits == [400, 400, 400]
 
 
 def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
