@@ -103,9 +103,8 @@ class Run(Generic[Args]):
             ConfigError: for adapters, a strategy or settings that the model cannot have.
         """
         self.adapter = self.adapter or add_adapters(model, self.args)
-        model.config.architectures = [
-            type(model).__name__
-        ]  # a pretrained one may be loaded as another, with a new head
+        # A pretrained one may be loaded as another, with a new head.
+        model.config.architectures = [type(model).__name__]
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
         self.flops_per_token = flops_fn(model) if flops_fn else None
@@ -145,6 +144,7 @@ class Result(NamedTuple):
 
 
 def before_and_after(before: dict, after: dict) -> Result:
+    """Say what each measure was, in a line each."""
     names = [name for name in after if name.startswith("eval_") and name in before]
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
