@@ -91,3 +91,13 @@ def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
     texts.write_text("\n".join(reversed(lines)) + "\n")
     assert forks.run(out, *arguments, "--train_files", texts, "--max_steps", 4, script=typed) == 2
     assert "Traceback" not in log_of(out)
+
+
+def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):
+    """An evaluation of nothing would be no number."""
+    out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "w1", "label": "odd"}) + "\n")
+    assert forks.run(out, *arguments, "--train_files", texts, script=typed) == 2
+    assert "error: no row is left to evaluate on; give more data" in log_of(out)
+    assert forks.run(out, *arguments, "--train_files", texts, "--use_peft", script=typed) == 2
+    assert "--use_peft would leave the new output layer as it is" in log_of(out)

@@ -358,7 +358,12 @@ def make_eval_loader(
     """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets.
 
     With `lengths`, from the shortest row to the longest.
+
+    Raises:
+        ConfigError: where there are no rows.
     """
+    if not len(rows):
+        raise ConfigError("no row is left to evaluate on; give more data, or hold out a larger share")
     size = args.per_device_eval_batch_size
     num_batches = math.ceil(len(rows) / (size * world_size))
     order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
