@@ -1,5 +1,6 @@
 """How a recipe ends: by its exit code and status.json, and without the interpreter's teardown."""
 
+import errno
 import json
 
 import pytest
@@ -47,6 +48,8 @@ def run(tmp_path, monkeypatch):
         (None, 0, "finished", None),
         (Stopped("SIGTERM"), 0, "stopped", "SIGTERM"),
         (DataError("row 17"), 2, "failed", "row 17"),
+        (OSError(errno.EROFS, "Read-only file system", "/hf"), 2, "failed", "[Errno 30] Read-only file system: '/hf'"),
+        (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
         (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
         (KeyboardInterrupt(), 1, "crashed", "KeyboardInterrupt: "),
     ],

@@ -5,6 +5,7 @@ A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`,
 """
 
 import contextlib
+import errno
 import importlib.util
 import os
 import shlex
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,8 +123,9 @@ def run_recipe(
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         watched = watch.start(Path(args.output_dir), partial(fail, args))
-        provide(requirements(args))
-        main(args)
+        with read_only_as_permission():
+            provide(requirements(args))
+            main(args)
         end_with(args, state="finished")
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
@@ -153,6 +155,17 @@ def run_recipe(
     finally:
         lock.release()
     leave(code)
+
+
+@contextlib.contextmanager
+def read_only_as_permission() -> Iterator[None]:
+    """Raise PermissionError, as for any place that may not be written to, where a filesystem is read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            raise PermissionError(error.errno, error.strerror, error.filename) from error
+        raise
 
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
