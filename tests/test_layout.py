@@ -1,6 +1,7 @@
 """Who may import whom, and what a recipe is."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -44,6 +45,17 @@ def test_library(path):
     assert "recipes" not in imports(path)
     if path.stem in ALLOWED:
         assert imports(path) <= ALLOWED[path.stem]
+
+
+def test_no_circles():
+    """Also of what is imported inside a function."""
+    graph = {path.stem: imports(path) - {path.stem} for path in LIBRARY}
+    assert set(graphlib.TopologicalSorter(graph).static_order()) >= graph.keys()
+
+
+def test_every_module_has_its_place_on_the_page():
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert [path.name for path in LIBRARY if path.name != "__init__.py" and f"`{path.name}`" not in page] == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
