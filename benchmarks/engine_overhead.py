@@ -98,6 +98,7 @@ class OurLoop:
 
     newest = None
     data_states: ClassVar[list] = []
+    is_uneven = False
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
         self.training = Run(args, accelerator)

@@ -186,8 +186,8 @@ def main(args: Args) -> None:
         texts = [json.loads(line)["prediction"] for line in last_predictions.read_text().splitlines()]
         lines = ["", *metrics.examples(names[0], texts, references, sources), ""]
         for name in names:
-            values = ", ".join(f"{key} {values[f'eval_{name}']:.1f}" for key, values in results.items())
-            lines.append(f"Held-out pairs ({len(sources):,}), {name}: {values}")
+            scores = ", ".join(f"{key} {values[f'eval_{name}']:.1f}" for key, values in results.items())
+            lines.append(f"Held-out pairs ({len(sources):,}), {name}: {scores}")
         bars = {key: {name: values[f"eval_{name}"] for name in names} for key, values in results.items()}
         return Result("\n".join(lines), Bars(bars, "Generated texts against the held-out targets", "of 100"))
 

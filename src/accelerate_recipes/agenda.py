@@ -95,7 +95,7 @@ class Agenda:
         return self.run.is_first and 0 < 60 * self.run.args.save_minutes < time.perf_counter() - self.last_save
 
     def completed(self, step: int, seconds: float, *, wants_stop: bool) -> None:
-        """Note a step and how long it took; `wants_stop`: a rank was asked to stop, so a log line and a save are all that is due."""
+        """Note a step, and how long it took. `wants_stop`: a rank was asked to stop; a log line and a save are still due."""
         self.step = step
         stop.step_took(seconds)
         if self.step_timeout is None:

@@ -356,8 +356,8 @@ def prepare(
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
-    # Of a pretrained model parameters may be meta too: those that its files lack, or on some ranks all.
-    is_new = not args.base_model and next(model.parameters()).is_meta
+    # Of a pretrained model parameters may be meta too: those that its files lack, and all on ranks that did not read it.
+    is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     if accelerator.is_fsdp2:
@@ -553,9 +553,9 @@ def accumulate(
     the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
     between replicas (the slow network) with the last only.
 
-    What the next forward pass needs first, `first_units`, the backward pass gathered last: under FSDP2 that stays gathered from one
-    micro-batch to the next, when no activations are there. Where all parameters stay gathered from forward to backward
-    (reshard_after_forward: false), all stay. Neither raises the peak.
+    What the next forward pass needs first, `first_units`, the backward pass gathered last: under FSDP2 that stays gathered
+    from one micro-batch to the next, when no activations are there. Where all parameters stay gathered from forward to
+    backward (reshard_after_forward: false), all stay. Neither raises the peak.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):

@@ -201,7 +201,7 @@ def dump_non_finite(
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, batches: Iterable[Batch], loss_fn: LossFn, count_fn: CountFn
 ) -> float:
-    """Mean loss over all targets of all ranks, in nats per token.
+    """Mean loss over all targets of all ranks, in nats per token; or of another sum over targets, such as of right answers.
 
     Every rank must hand in the same number of batches, since forward passes communicate; a batch without targets
     counts nothing.

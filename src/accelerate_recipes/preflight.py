@@ -148,7 +148,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
     """The models of a run, of those that are here, without weights; and why one cannot be made."""
     models, problems = [], []
-    for name in filter(None, needed.models):
+    for name in needed.models:
         if (place := hub.folder("model", name)) and (place / "config.json").is_file():
             try:
                 config = AutoConfig.from_pretrained(name, **hub.pinned(name))

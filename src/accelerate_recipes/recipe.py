@@ -52,11 +52,13 @@ class Requirements:
     datasets: list[hub.Dataset] = field(default_factory=list)
     new_model: Callable[[], transformers.PreTrainedModel] | None = None
 
+    def __post_init__(self):
+        self.models, self.tokenizers = ([name for name in names if name] for names in (self.models, self.tokenizers))
+
     @property
     def needs(self) -> list[hub.Need]:
-        models = [hub.Model(name) for name in self.models if name]
-        tokenizers = [hub.Model(name, weights=False) for name in self.tokenizers if name]
-        return [*models, *tokenizers, *self.datasets]
+        models = [hub.Model(name) for name in self.models]
+        return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
 
 
 def write_problems(args: TrainArgs) -> list[str]:

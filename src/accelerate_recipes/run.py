@@ -1,10 +1,12 @@
-"""A run from its start to its result, as the `main` of every recipe goes through it.
+"""A run from its start to its result. The `main` of every recipe goes through it:
 
-run = start(args)
-...                                             tokenizer and data
-run.prepare(model, tokenizer, total_steps)
-records = train(run, loader, ...)               of `engine`, or of one of trl's trainers
-finish(run, records, description, result_fn)
+    run = start(args)
+    ...                                             tokenizer and data
+    run.prepare(model, tokenizer, total_steps)
+    records = train(run, loader, ...)               of `engine`, or of one of trl's trainers
+    finish(run, records, description, result_fn)
+
+`Run` is what belongs to it.
 """
 
 import copy
@@ -124,7 +126,7 @@ class Run(Generic[Args]):
 
 
 def start(args: Args) -> Run[Args]:
-    """Begin a run: start the processes' world, and agree on the checkpoint that it goes on from.
+    """Begin a run: start the process group, and agree on the checkpoint that it goes on from.
 
     What could not be continued is refused before any work. From here on the output directory is this run's.
 

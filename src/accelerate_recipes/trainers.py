@@ -231,7 +231,7 @@ class RecipeTrainer:
             self.model = run.model
         rows = self.train_dataset
         self.content = on_first_rank(lambda: checksum_of_rows(rows, rows.column_names))
-        self.last_step = self.agenda.begin()
+        step = self.agenda.begin()
         check_content(self.content, run.checkpointer.data_states)
         self._load_rng_state(run.resumed_from)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -239,7 +239,7 @@ class RecipeTrainer:
         self.callback_handler.train_dataloader = train_dataloader
         self.step_start = time.perf_counter()
         self._open_window()
-        self.agenda.expect(f"step {self.last_step + 1}")
+        self.agenda.expect(f"step {step + 1}")
         return run.model, train_dataloader
 
     def _load_rng_state(self, checkpoint: Path | None) -> None:
@@ -281,9 +281,8 @@ class RecipeTrainer:
     ) -> None:
         """Log, evaluate and save what is due after a step. Called at an epoch's end once more."""
         step, agenda = self.state.global_step, self.agenda
-        if step == self.last_step:
+        if step == agenda.step:
             return
-        self.last_step = step
         seconds = time.perf_counter() - self.step_start
         wishes = [int(agenda.save_is_overdue()), int(stop.requested() is not None)]
         wishes = sum_over_ranks(torch.tensor(wishes, device=self.accelerator.device))
