@@ -42,7 +42,7 @@ import psutil
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from accelerate_recipes.distributed import num_accelerators
+from accelerate_recipes.strategy import num_accelerators
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -337,8 +337,8 @@ def heading(measured: list[dict], records: list[dict]) -> str:
         f", each with {settings['memory_gib']:g} GiB for its state and activations" if settings["memory_gib"] else ""
     )
     lines.append(
-        f"{first['num_processes']} processes on {machine['device']}{memory}; load average {min(loads):.1f} to {max(loads):.1f}, "
-        "these processes included. Versions: "
+        f"{first['num_processes']} processes on {machine['device']}{memory}; load average {min(loads):.1f} to "
+        f"{max(loads):.1f}, these processes included. Versions: "
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         + ". Every launch, with its command: [results.jsonl](results.jsonl)."
     )
@@ -399,9 +399,9 @@ def figures(rows: dict[str, dict]) -> str:
         "## Figures\n\n"
         + markdown(header, lines)
         + "\n\nTokens are targets, over all processes; FLOPs by the formulas in `metrics.py`, recomputation not "
-        "counted. Peak: of the process that needs most, above what it held before the model on a CPU, allocated tensors on a "
-        "GPU. Communication: share of one profiled step in which a collective is under way, mean of the processes; waiting "
-        "for the others is in it, and on a GPU it may overlap computation."
+        "counted. Peak: of the process that needs most, above what it held before the model on a CPU, allocated "
+        "tensors on a GPU. Communication: share of one profiled step in which a collective is under way, mean of the "
+        "processes; waiting for the others is in it, and on a GPU it may overlap computation."
     )
 
 
@@ -426,8 +426,8 @@ def state(rows: dict[str, dict]) -> str:
     return (
         title
         + markdown(header, lines)
-        + f"\n\nThe ideal is all of it over {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. Counted from the tensors "
-        "after a step, before the gradients are let go; of the process that holds most."
+        + f"\n\nThe ideal is all of it over {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. Counted from "
+        "the tensors after a step, before the gradients are let go; of the process that holds most."
     )
 
 

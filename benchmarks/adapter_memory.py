@@ -1,6 +1,6 @@
 """What a process holds while it trains all of a model, LoRA adapters in it, or DoRA's: bytes of each kind, and the peak.
 
-    python benchmarks/adapter_memory.py --config_file accelerate_configs/fsdp_full.yaml --out benchmarks/results/adapter_memory
+    python benchmarks/adapter_memory.py --out benchmarks/results/adapter_memory
     python benchmarks/adapter_memory.py --mixture --out benchmarks/results/adapter_memory_mixture
 
 A Llama of the sizes below, or a mixture of experts, is written to a folder; for each way two processes load it as a
@@ -25,14 +25,15 @@ from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg, parse
-from accelerate_recipes.distributed import make_accelerator, num_accelerators
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
-from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.optim import local
+from accelerate_recipes.optim import local_shard
 from accelerate_recipes.recipe import leave
 from accelerate_recipes.run import Run
+from accelerate_recipes.strategy import num_accelerators
+from accelerate_recipes.weights import initialize
 
 # Name: flags of the launcher, arguments.
 WAYS = {"full": ("", ""), "LoRA": ("", "--use_peft"), "DoRA": ("", "--use_peft --use_dora")}
@@ -50,7 +51,8 @@ SIZES = {
     "num_attention_heads": 16, "num_key_value_heads": 16,
 }  # fmt: skip
 MIXTURE_SIZES = SIZES | {
-    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8,
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "num_local_experts": 8,
 }  # fmt: skip
 MIB = 2**20
 
@@ -63,7 +65,7 @@ class Args(TrainArgs):
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
-    return sum(local(t).numel() * t.element_size() for t in tensors) / MIB
+    return sum(local_shard(t).numel() * t.element_size() for t in tensors) / MIB
 
 
 def peak_mib(device: torch.device) -> float:
@@ -148,8 +150,8 @@ def main() -> None:
         found = {"machine": machine(torch.device("cpu")), "num_parameters": num_parameters, "MiB_of_ranks": ways}
         flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         flags.out.with_suffix(".md").write_text(
-            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a {config.model_type} of {num_parameters:,} "
-            f"parameters; adapters of rank 16. {flags.config_file}, precision bf16, on a "
+            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a {config.model_type} of "
+            f"{num_parameters:,} parameters; adapters of rank 16. {flags.config_file}, precision bf16, on a "
             f"{found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
             f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n"
         )

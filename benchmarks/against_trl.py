@@ -29,10 +29,10 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from accelerate_recipes import chess_rules
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import make_train_loader
+from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import make_accelerator, strategy_name
+from accelerate_recipes.games import rules
 from accelerate_recipes.models import new_word_tokenizer
 
 LOOPS = ("ours", "trainer")
@@ -80,7 +80,7 @@ def make_sft_trainer(
         model,
         SFTConfig(**same | settings),
         train_dataset=rows.rename_column("lengths", "seq_lengths").select(order),
-        processing_class=new_word_tokenizer(chess_rules.all_uci_moves()),
+        processing_class=new_word_tokenizer(rules.all_uci_moves()),
         callbacks=[turns],
     )
     trainer.remove_callback(PrinterCallback)

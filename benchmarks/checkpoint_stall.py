@@ -33,12 +33,13 @@ from accelerate import Accelerator
 from machine import machine
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer
-from accelerate_recipes.distributed import make_accelerator, max_over_ranks
+from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
+from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
 
 SEGMENTS = ("none", "async", "sync", "save_state")
@@ -143,12 +144,13 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
         for name in SEGMENTS[1:]:
             values = medians[name]
             print(
-                f"{name:<12} stall {values['stall']:6.2f} s, total {values['total']:6.2f} s, extra {values['extra']:6.2f} s, "
-                f"{counted[0][name]['bytes'] / 2**20:,.0f} MiB"
+                f"{name:<12} stall {values['stall']:6.2f} s, total {values['total']:6.2f} s, "
+                f"extra {values['extra']:6.2f} s, {counted[0][name]['bytes'] / 2**20:,.0f} MiB"
             )
         ratio = median(found["async"]["stall"] / found["sync"]["stall"] for found in counted)
         print(
-            f"{num_parameters:,} parameters; stall async/sync {ratio:.3f}: {'under' if ratio < 0.25 else 'NOT under'} a quarter"
+            f"{num_parameters:,} parameters; stall async/sync {ratio:.3f}: "
+            f"{'under' if ratio < 0.25 else 'NOT under'} a quarter"
         )
         if flags.out:
             result = {"machine": machine(accelerator.device), "num_parameters": num_parameters, "rounds": counted}

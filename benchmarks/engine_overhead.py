@@ -18,8 +18,8 @@ row, padding too.
 
 Read the ratios first: above 1, ours is the faster. Each is the median over the rounds, with the smallest and the
 largest; while 1 lies between those, the run shows no difference. The CPU time of rank 0 in a segment varies less than its
-wall time, and shows what a loop costs the host: below 1, ours is the cheaper. The losses of the three at the last step are compared:
-if they differ, the loops did not do the same work, and the benchmark ends with an error.
+wall time, and shows what a loop costs the host: below 1, ours is the cheaper. The losses of the three at the
+last step are compared: if they differ, the loops did not do the same work, and the benchmark ends with an error.
 """
 
 import argparse
@@ -47,16 +47,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from accelerate_recipes import chess_rules, engine
+from accelerate_recipes import engine
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.chess_games import GamesArgs, prepare_games
-from accelerate_recipes.data import PackedRows, make_train_loader, rows_of_step
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import make_train_loader, rows_of_step
 from accelerate_recipes.distributed import make_accelerator, strategy_name
-from accelerate_recipes.init import initialize
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import initialize
 
 LOOPS = ("ours", "trainer", "bare")
 GAMES = Path(__file__).parents[1] / "data" / "chess" / "games_20k.parquet"
@@ -290,7 +292,7 @@ def make_model(flags: argparse.Namespace, vocab_size: int, device: torch.device)
 
 def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
     """Packed games and the size of their vocabulary, of a token per move."""
-    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+    tokenizer = new_word_tokenizer(rules.all_uci_moves())
     games = GamesArgs(
         train_files=[str(GAMES)], heldout_share=0.05, num_positions=1, data_cache_dir=flags.data_cache_dir
     )

@@ -38,7 +38,7 @@ from accelerate.utils import merge_fsdp_weights
 from machine import machine
 from safetensors import safe_open
 
-from accelerate_recipes.checkpoint import export
+from accelerate_recipes.checkpoint.export import export
 
 STRATEGY = Path(__file__).parents[1] / "accelerate_configs" / "fsdp_full.yaml"
 EXPORTS = ("ours", "merge-weights")
@@ -72,7 +72,7 @@ def save(flags: argparse.Namespace) -> None:
     from accelerate.utils import save_fsdp_model
 
     from accelerate_recipes.args import TrainArgs
-    from accelerate_recipes.checkpoint import Checkpointer
+    from accelerate_recipes.checkpoint.checkpointer import Checkpointer
     from accelerate_recipes.distributed import make_accelerator, prepare
     from accelerate_recipes.models import new_llama
     from accelerate_recipes.optim import make_scheduler

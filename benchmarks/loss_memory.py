@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from machine import machine
 
-from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.metrics import device_name, peak_memory_gib
 from accelerate_recipes.models import new_llama
+from accelerate_recipes.weights import initialize
 
 WAYS = ("plain", "torch", "chunked")
 GIB = 2**30

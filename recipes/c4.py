@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data import make_eval_loader
-from accelerate_recipes.distributed import on_first_rank
+from accelerate_recipes.data.rows import make_eval_loader
+from accelerate_recipes.data.streams import StreamLoader, TextArgs, TextShards, validation_rows
+from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import (
@@ -42,10 +43,9 @@ from accelerate_recipes.models import (
     new_model,
 )
 from accelerate_recipes.picture import Bars
+from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.streams import StreamLoader, TextArgs, TextShards, validation_rows
-from accelerate_recipes.token_shards import is_pretokenized, open_text
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 ATTENTION = ["sdpa", "eager", "flex_attention"]

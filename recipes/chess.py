@@ -14,19 +14,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import load_from_disk
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from accelerate_recipes import chess_rules
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.chess_games import GamesArgs, prepare_games
-from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import GamesArgs, prepare_games
+from accelerate_recipes.games.next_moves import NextMoves
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import check_length, load_model, load_tokenizer, new_llama, new_word_tokenizer
-from accelerate_recipes.next_moves import NextMoves
 from accelerate_recipes.picture import Bars
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
@@ -69,7 +70,7 @@ def requirements(args: Args) -> Requirements:
 
 def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
     if args.from_scratch:
-        return new_word_tokenizer(chess_rules.all_uci_moves())
+        return new_word_tokenizer(rules.all_uci_moves())
     return load_tokenizer(args.model_name_or_path)
 
 
@@ -102,7 +103,7 @@ def main(args: Args) -> None:
     folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
     facts = json.loads((folder / "facts.json").read_text())
     train_rows, heldout_rows = (
-        PackedRows(load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
+        PackedRows(Dataset.load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
         for name in ("train", "heldout")
     )
 
@@ -142,12 +143,12 @@ def main(args: Args) -> None:
     def result(before: dict, after: dict) -> Result:
         baseline = {f"eval_{name}": value for name, value in next_moves.baseline().items()}
         results = {"before": before, "baseline": baseline, "after": after}
-        parts = [part for part in (*chess_rules.PHASES, "unseen") if f"eval_legal_move_rate_{part}" in after]
+        parts = [part for part in (*rules.PHASES, "unseen") if f"eval_legal_move_rate_{part}" in after]
         bars = {
             name: {part: 100 * values[f"eval_legal_move_rate_{part}"] for part in parts}
             for name, values in results.items()
         }
-        against_itself = f"\nThe model against itself, {len(game)} legal moves:\n{chess_rules.draw_game(game)}\n\n"
+        against_itself = f"\nThe model against itself, {len(game)} legal moves:\n{rules.draw_game(game)}\n\n"
         text = against_itself + next_moves.summary(results)
         return Result(text, Bars(bars, "Legal next moves in held-out games", "%"))
 

@@ -19,14 +19,15 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from accelerate_recipes import hub, stop
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.chess_games import GamesArgs, prepare_positions
-from accelerate_recipes.chess_pairs import RULES, make_pairs
-from accelerate_recipes.chess_rules import PHASES
-from accelerate_recipes.distributed import on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.games.games import GamesArgs, prepare_positions
+from accelerate_recipes.games.next_moves import NextMoves, prompt_of
+from accelerate_recipes.games.preferences import RULES, make_pairs
+from accelerate_recipes.games.rules import PHASES
+from accelerate_recipes.hub import cache
+from accelerate_recipes.life import stop
 from accelerate_recipes.models import load_tokenizer, max_positions
-from accelerate_recipes.next_moves import NextMoves, prompt_of
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
@@ -75,7 +76,7 @@ class Trainer(RecipeTrainer, DPOTrainer):
 
 def pair_file(args: Args, positions: Path) -> Path:
     """Name the file of pairs after what decides its content: another --reject, model or games makes its own."""
-    model = [args.model_name_or_path, hub.version("model", args.model_name_or_path)]
+    model = [args.model_name_or_path, cache.version("model", args.model_name_or_path)]
     key = json.dumps([args.reject, model, positions.name]).encode()
     return Path(args.output_dir) / f"pairs-{xxhash.xxh64_hexdigest(key)}.jsonl"
 
@@ -120,7 +121,7 @@ def main(args: Args) -> None:
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     # Pairs
-    positions = datasets.load_from_disk(folder / "train")
+    positions = datasets.Dataset.load_from_disk(folder / "train")
     file = on_first_rank(lambda: pair_file(args, folder))
     if not file.exists():
         stop.listen(run.output_dir)

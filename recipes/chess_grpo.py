@@ -4,7 +4,7 @@
         recipes/chess_grpo.py --config recipes/configs/chess_grpo/laptop.yaml
 
 It begins with what chess.py exported. In each position of a step the model draws `--num_generations` moves; those that
-earn more than their group's mean become likelier. The rewards are in accelerate_recipes/chess_rewards.py. Before and
+earn more than their group's mean become likelier. The rewards are in accelerate_recipes/games/rewards.py. Before and
 after training, in positions of held-out games: the share of legal moves and of the moves that were played.
 """
 
@@ -17,16 +17,25 @@ import datasets
 from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.chess_games import GamesArgs, prepare_positions
-from accelerate_recipes.chess_rewards import REWARDS, StockfishArgs, stockfish_reward
-from accelerate_recipes.chess_rules import PHASES
+from accelerate_recipes.games.games import GamesArgs, prepare_positions
+from accelerate_recipes.games.next_moves import NextMoves, prompt_of
+from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
+from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.models import load_tokenizer, max_positions
-from accelerate_recipes.next_moves import NextMoves, prompt_of
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
+
+# Fields of trl's, which gives no ranges.
+NOT_NEGATIVE = (
+    "beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min",
+    "entropy_coef_max", "entropy_coef_delta", "entropy_target", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap", "max_tool_calling_iterations", "num_completions_to_print",
+)  # fmt: skip
+AT_LEAST_ONE = ("num_iterations", "ref_model_sync_steps", "vllm_max_model_length", "vllm_tensor_parallel_size")
 
 
 @dataclass
@@ -51,13 +60,9 @@ class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
     fixed = TrainerArgs.fixed | {"num_generations", "num_iterations", "shuffle_dataset"}
     ranges = (
         TrainerArgs.ranges
-        | dict.fromkeys(("beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold"), Range(min=0))
-        | dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), Range(min=0))
-        | dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), Range(min=0))
-        | dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"), Range(min=0))
-        | dict.fromkeys(("max_tool_calling_iterations", "num_completions_to_print"), Range(min=0))
+        | dict.fromkeys(NOT_NEGATIVE, Range(min=0))
         | dict.fromkeys(("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_server_timeout"), Range(above=0))
-        | dict.fromkeys(("num_iterations", "ref_model_sync_steps", "vllm_max_model_length", "vllm_tensor_parallel_size"), Range(min=1))
+        | dict.fromkeys(AT_LEAST_ONE, Range(min=1))
         | dict.fromkeys(("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"), Range(min=0, max=1))
         | dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), Range(above=0, max=1))
         | dict.fromkeys(("vllm_server_port", "vllm_group_port"), Range(min=1, max=65535))
@@ -74,7 +79,7 @@ class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.total_batch_size % self.num_generations:
+        if self.total_batch_size % self.num_generations:  # pyright: ignore[reportOperatorIssue]
             found.append(
                 f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations "
                 f"{self.num_generations}, the answers in one position"
@@ -121,7 +126,7 @@ def main(args: Args) -> None:
     room = min(room, args.max_prompt_length or room)
     positions = [
         {"prompt": " ".join(position["prefix"]), "move": position["move"]}
-        for position in datasets.load_from_disk(folder / "train")
+        for position in datasets.Dataset.load_from_disk(folder / "train").to_list()
         if len(prompt_of(tokenizer, position["prefix"])) <= room
     ]
     if not positions:
@@ -138,9 +143,9 @@ def main(args: Args) -> None:
         train_dataset = datasets.Dataset.from_list(positions)
         trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=train_dataset)
         run.print(
-            f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; {args.num_generations} "
-            f"answers of {next_moves.max_new_tokens} tokens at most in each of {args.total_batch_size // args.num_generations} "
-            "positions a step"
+            f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; "
+            f"{args.num_generations} answers of {next_moves.max_new_tokens} tokens at most in each of "
+            f"{args.total_batch_size // args.num_generations} positions a step"  # pyright: ignore[reportOperatorIssue]
         )
 
         # Training and evaluation

@@ -21,15 +21,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.data import Rows, make_eval_loader
-from accelerate_recipes.distributed import on_first_of_machine_before_others
+from accelerate_recipes.data.files import check_texts_or_messages, falls_under, read_files, reading
+from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
+from accelerate_recipes.hub import cache
 from accelerate_recipes.models import load_tokenizer
-from accelerate_recipes.pairs import falls_under
+from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.rows import check_texts_or_messages, read_files, reading
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
@@ -52,8 +51,8 @@ class Args(TrainerArgs, SFTConfig):
     )
 
     fixed = TrainerArgs.fixed | {
-        "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode", "packing",
-        "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
+        "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
+        "packing", "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
     }  # fmt: skip
     ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
@@ -61,7 +60,7 @@ class Args(TrainerArgs, SFTConfig):
         found = super().problems(world_size)
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
-        found += self.file_problems("train_files", hub.BUILDERS)
+        found += self.file_problems("train_files", cache.BUILDERS)
         if len({Path(file).suffix for file in self.train_files}) > 1:
             found.append("--train_files must all be of one kind")
         if self.chat_template_path and not self.template_model:
@@ -69,8 +68,8 @@ class Args(TrainerArgs, SFTConfig):
         return found
 
     @property
-    def dataset(self) -> hub.Dataset:
-        return hub.Dataset(self.dataset_name, config=self.dataset_config, splits=(self.train_split,))
+    def dataset(self) -> cache.HubDataset:
+        return cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=(self.train_split,))
 
     @property
     def template_model(self) -> str:
@@ -100,7 +99,7 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
     if args.train_files:
         rows = read_files(args.train_files)
     else:
-        arguments = hub.load_arguments(args.dataset)
+        arguments = cache.load_arguments(args.dataset)
         with reading(source):
             rows = datasets.load_dataset(**arguments, split=args.train_split)
     columns = next((c for c in (*FORMATS, {args.dataset_text_field}) if c <= set(rows.column_names)), None)
@@ -120,10 +119,10 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
     for name, side in sides.items():
         if not len(side):
             raise ConfigError(
-                f"of {len(rows):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that begin alike "
-                f"lie on one side; change --heldout_share {share}, or give more rows"
+                f"of {len(rows):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
+                f"begin alike lie on one side; change --heldout_share {share}, or give more rows"
             )
-    return datasets.DatasetDict(sides)
+    return datasets.DatasetDict(sides)  # pyright: ignore[reportCallIssue]
 
 
 def beginning(row: dict) -> str:
@@ -157,14 +156,14 @@ def main(args: Args) -> None:
 
     # Model and trainer
     # The model whose template is taken at its commit, too: trl would ask the Hub.
-    template = str(hub.folder("model", args.template_model)) if args.template_model else args.chat_template_path
+    template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
     trainer = Trainer(run, config, make_model(args), tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])
     resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
         raise ConfigError(
-            f"{resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start anew in "
-            "another --output_dir"
+            f"{resumed_from} was trained with another chat template, its chat_template.jinja; put that back, or start "
+            "anew in another --output_dir"
         )
     run.print(
         f"Data: {len(rows['train']):,} rows to train on, {len(rows['test']):,} held out; "

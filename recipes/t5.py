@@ -15,20 +15,20 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
-from accelerate_recipes.data import make_eval_loader, make_train_loader, num_steps, permutation
-from accelerate_recipes.distributed import on_first_rank
+from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
+from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import load_t5, load_tokenizer, make_or_resume, new_bpe_tokenizer, new_t5
-from accelerate_recipes.pairs import PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.picture import Bars
+from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.text_metrics import GenerationArgs, TextMetrics
@@ -97,9 +97,9 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pa
             f"set it to {longest} or less"
         )
     folder = prepare_pairs(tokenizer, args)
-    heldout = load_from_disk(folder / "heldout")
+    heldout = Dataset.load_from_disk(folder / "heldout")
     chosen = sorted(permutation(len(heldout), args.seed, 0)[: args.num_eval_pairs])
-    train_pairs = Pairs(load_from_disk(folder / "train"), tokenizer.pad_token_id)
+    train_pairs = Pairs(Dataset.load_from_disk(folder / "train"), tokenizer.pad_token_id)
     return json.loads((folder / "facts.json").read_text()), train_pairs, heldout.select(chosen).flatten_indices()
 
 

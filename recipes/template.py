@@ -10,15 +10,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from accelerate_recipes import hub
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data import Rows, checksum_of_rows, make_eval_loader, make_train_loader, num_steps
-from accelerate_recipes.distributed import on_first_of_machine_before_others
+from accelerate_recipes.data.files import check_texts_or_messages, falls_under, read_files
+from accelerate_recipes.data.prepared import checksum_of_rows
+from accelerate_recipes.data.rows import Rows, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
-from accelerate_recipes.pairs import falls_under
+from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.rows import check_texts_or_messages, read_files
 from accelerate_recipes.run import finish, start
 
 
@@ -31,7 +31,7 @@ class Args(TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         frozen = ["--use_peft would leave the new output layer as it is; remove it"] if self.use_peft else []
-        return super().problems(world_size) + self.file_problems("train_files", hub.BUILDERS) + frozen
+        return super().problems(world_size) + self.file_problems("train_files", cache.BUILDERS) + frozen
 
 
 def requirements(args: Args) -> Requirements:
@@ -58,7 +58,7 @@ def main(args: Args) -> None:
     run = start(args)
 
     # Tokenizer and data
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **hub.pinned(args.model_name_or_path))
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
     table = on_first_of_machine_before_others(lambda: read_files(args.train_files))
     check_texts_or_messages(table, ["text", "label"], ", ".join(args.train_files))
     labels = sorted(set(table["label"]))
@@ -74,7 +74,7 @@ def main(args: Args) -> None:
     heldout_rows = Rows(table.filter(lambda item: falls_under(item["text"], 0.05)), make_row)
 
     # Model
-    settings = load_settings(args) | hub.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
+    settings = load_settings(args) | cache.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
     model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **settings)
     run.prepare(model, tokenizer, total_steps=num_steps(args, len(rows)))
 

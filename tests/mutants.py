@@ -38,14 +38,19 @@ PACKAGE = ROOT / "src/accelerate_recipes"
 # What each module's tests are; not all that touch it, but those that promise what it does.
 TESTS = {
     "args": ["test_args.py", "test_configs.py", "test_optim.py"],
-    "checkpoint": ["test_checkpoint.py", "test_lock.py"],
-    "data": ["test_data.py", "test_engine.py"],
+    "checkpoint/checkpointer": ["test_checkpoint.py", "test_lock.py"],
+    "checkpoint/export": ["test_checkpoint.py"],
+    "checkpoint/files": ["test_checkpoint.py"],
+    "checkpoint/resume": ["test_checkpoint.py", "test_lock.py"],
+    "data/packing": ["test_data.py", "test_engine.py"],
+    "data/prepared": ["test_data.py", "test_changed_data.py"],
+    "data/rows": ["test_data.py", "test_engine.py"],
+    "data/streams": ["test_streams.py"],
     "engine": ["test_engine.py", "test_metrics.py", "test_faults.py::test_chain_of_resumes", "test_faults.py::test_sigterm_to_all_processes_saves"],
     "generation": ["test_causal_models.py"],
     "losses": ["test_losses.py", "test_engine.py"],
     "metrics": ["test_metrics.py", "test_engine.py", "test_t5.py::test_flops_are_what_a_counter_counts"],
     "optim": ["test_optim.py", "test_levers.py"],
-    "streams": ["test_streams.py"],
 }  # fmt: skip
 LIBRARIES = ["accelerate", "datasets", "evaluate", "hypothesis", "peft", "transformers.models.llama.modeling_llama"]  # fmt: skip
 SECONDS = 400  # more than any module's tests take; what takes longer is a fault that was noticed

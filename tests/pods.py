@@ -20,7 +20,7 @@ import yaml
 from helpers import CHILDREN, ROOT, environment
 from kubernetes_schemas import pod_specs
 
-from accelerate_recipes.kubernetes import CACHE, CHECKPOINTS, FILES, render
+from accelerate_recipes.launch.kubernetes import CACHE, CHECKPOINTS, FILES, render
 
 
 class Pods:

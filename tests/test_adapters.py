@@ -27,15 +27,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from accelerate_recipes import checkpoint
 from accelerate_recipes.adapters import add_adapters, base_tensors, merged, peft_name, targets
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.data import PackedRows
-from accelerate_recipes.init import initialize
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.export import export, saved_tensors
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.launch.preflight import preflight, space_needed
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
 from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
-from accelerate_recipes.preflight import preflight, space_needed
+from accelerate_recipes.weights import initialize
 
 SCRIPT = CHILDREN / "toy.py"
 LAST = 10
@@ -182,7 +183,7 @@ def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
     loaded = PeftModel.from_pretrained(rounded, out / "export")
     assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
     with pytest.raises(ConfigError, match="checkpoint-10 holds adapters of a model in 4 bits"):
-        checkpoint.export(out / f"checkpoint-{LAST}", tmp_path / "merged", merge_adapter=True)
+        export(out / f"checkpoint-{LAST}", tmp_path / "merged", merge_adapter=True)
 
     killed, args = (
         tmp_path / "out",
@@ -213,7 +214,7 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     """Before anything is loaded; all at once."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
-    monkeypatch.setattr("accelerate_recipes.preflight.num_accelerators", lambda: 0)
+    monkeypatch.setattr("accelerate_recipes.launch.preflight.num_accelerators", lambda: 0)
     chess = (*CHESS, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(ConfigError) as caught:
         preflight(
@@ -290,12 +291,12 @@ def test_dropout_is_drawn_again_where_activations_are_recomputed(run):
 
 def test_a_checkpoint_holds_the_adapters_alone(run, base):
     out = run("fsdp2")
-    state = checkpoint.saved_tensors(out / f"checkpoint-{LAST}")
+    state = saved_tensors(out / f"checkpoint-{LAST}")
     assert len(state) == 2 * 7 * 3 and all("lora_" in name for name in state)
     metadata = dcp.FileSystemReader(out / f"checkpoint-{LAST}/state").read_metadata().state_dict_metadata
     moments = {key.split(".", 2)[2] for key in metadata if key.startswith("optimizer.state.")}
     assert moments == {f"{name}.{kind}" for name in state for kind in ("step", "exp_avg", "exp_avg_sq")}
-    assert checkpoint.read_marker(out / f"checkpoint-{LAST}")["base_model"]["name"] == str(base)
+    assert files.read_marker(out / f"checkpoint-{LAST}")["base_model"]["name"] == str(base)
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
@@ -306,7 +307,7 @@ def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
     fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
     out = tmp_path / "out"
     assert forks.run(out, *arguments, *args, TOY_FAULT=json.dumps(fault)) == -9
-    assert [path.name for path in checkpoint.candidates(out)] == ["checkpoint-3", "checkpoint-6"]
+    assert [path.name for path in files.candidates(out)] == ["checkpoint-3", "checkpoint-6"]
     code = forks.run(out, *arguments, *args, num_processes=num_processes)
     assert code == 0 and "(step 6, saved by 2 x" in log_of(out), log_of(out)[-3000:]
     if num_processes == 2:
@@ -320,7 +321,7 @@ def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
     """To resume in, or to merge into: of the same name and shapes, one number of one weight changed. Not: other files."""
     out, file = tmp_path / "out", base / "model.safetensors"
     shutil.copytree(run("fsdp2"), out)
-    last, marker = out / f"checkpoint-{LAST}", checkpoint.read_marker(out / f"checkpoint-{LAST}")
+    last, marker = out / f"checkpoint-{LAST}", files.read_marker(out / f"checkpoint-{LAST}")
     weights = load_file(file)
     other = {name: tensor.clone() for name, tensor in weights.items()}
     other["model.layers.2.mlp.down_proj.weight"][-1, -1] += 1e-6
@@ -328,27 +329,27 @@ def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
         save_file(other, file, metadata={"format": "pt"})
         assert forks.run(out, *arguments, "--max_steps", LAST + 1) == 2
         with pytest.raises(ConfigError, match=r"checkpoint-10 holds adapters of .* has other weights"):
-            checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+            export(last, tmp_path / "merged", merge_adapter=True)
         assert not list(tmp_path.glob("merged*"))
         file.write_bytes(file.read_bytes()[:-4])
         with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: "):
-            checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+            export(last, tmp_path / "merged", merge_adapter=True)
         file.unlink()
         for part in (0, 1):
             names = sorted(weights)[part::2]
             save_file({name: weights[name] for name in names}, base / f"{part}.safetensors", metadata={"format": "pt"})
         index = {"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(sorted(weights))}}
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
-        checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+        export(last, tmp_path / "merged", merge_adapter=True)
     finally:
         for path in (*base.glob("[01].safetensors"), *base.glob("*.index.json")):
             path.unlink()
         save_file(weights, file, metadata={"format": "pt"})
     assert re.search(r"error: .*checkpoint-10 holds adapters of .* has other weights", log_of(out)), log_of(out)[-3000:]
     marker["base_model"] = {"name": str(base), "revision": None, "fingerprint": "of a part"}
-    (last / checkpoint.MARKER).write_text(json.dumps(marker))
+    (last / files.MARKER).write_text(json.dumps(marker))
     with pytest.warns(UserWarning, match=r"looked at a part of the model.s weights only: .* was not checked"):
-        checkpoint.export(last, tmp_path / "merged", merge_adapter=True)
+        export(last, tmp_path / "merged", merge_adapter=True)
 
 
 @pytest.mark.parametrize("variant", [(), ("--use_dora", "--use_rslora")], ids=["lora", "dora"])
@@ -468,11 +469,13 @@ def test_t5(forks, tmp_path):
         assert forks.run(out, *args, "--merge_adapter", config=config, **t5) == 0, log_of(out)[-3000:]
     for step, wanted in zip(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), strict=True):
         assert step == pytest.approx(wanted, rel=1e-5)
-    export = tmp_path / "two/export"
+    exported = tmp_path / "two/export"
     plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
-    with_adapter = PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5"), export / "adapter")
+    with_adapter = PeftModel.from_pretrained(
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5"), exported / "adapter"
+    )
     found = []
-    for model in (plain, with_adapter, AutoModelForSeq2SeqLM.from_pretrained(export)):
+    for model in (plain, with_adapter, AutoModelForSeq2SeqLM.from_pretrained(exported)):
         loss_sum, num_targets = 0.0, 0
         for line in (tmp_path / "two/predictions/step-4.jsonl").read_text().splitlines():
             row = json.loads(line)

@@ -14,10 +14,10 @@ from trl import ModelConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, Range, TrainArgs, parse, resolve
-from accelerate_recipes.data import permutation
+from accelerate_recipes.data.rows import permutation
+from accelerate_recipes.launch.preflight import space_needed
 from accelerate_recipes.models import Architecture
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
-from accelerate_recipes.preflight import space_needed
 
 # What neither `transformers.TrainingArguments` nor, of adapters, trl's `ModelConfig` has a name for.
 OURS = {

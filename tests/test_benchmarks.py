@@ -22,7 +22,7 @@ COMMANDS = {
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
 LONG = {"adapter_memory", "against_trl"}
-ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_init
+ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
 
 
 def test_all_are_here():

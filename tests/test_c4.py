@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT, launch_ok, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accelerate_recipes.streams import ValidationRows
+from accelerate_recipes.data.streams import ValidationRows
 
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12
@@ -54,7 +54,7 @@ def undisturbed(forks, arguments, tmp_path_factory) -> tuple[Path, str]:
 
 # All ranks, by SIGKILL, when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
 AFTER_STEP_6 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 11, "rank": 0, "everyone": True})
 }
 
 

@@ -23,13 +23,13 @@ from transformers import (
     Qwen2Config,
 )
 
-from accelerate_recipes import chess_rules
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.chess_games import tokenize_games
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import tokenize_games
+from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import check_length, load_tokenizer, max_positions
-from accelerate_recipes.next_moves import NextMoves, longest_move, prompt_of
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"
@@ -149,7 +149,7 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
         answer = document[len(prompt) : len(prompt) + longest]
         assert tokenizer.decode(answer, skip_special_tokens=True).split()[0] == move
     # Any move, not only those whose tokens were learnt.
-    for move in chess_rules.all_uci_moves()[::100]:
+    for move in rules.all_uci_moves()[::100]:
         prompt, whole = prompt_of(tokenizer, GAME), prompt_of(tokenizer, [*GAME, move])
         assert whole[: len(prompt)] == prompt and 0 < len(whole) - len(prompt) <= longest
 
@@ -254,9 +254,9 @@ def test_positions_that_were_seen_in_training():
     """Apart from the phase: what a game to train on begins with, also a whole one, or nothing."""
     prefixes = [[], ["e2e4"], ["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "e7e5", "g1f3"], ["d2d4"], ["e2e4"]]
     positions = [{"prefix": prefix, "move": "a2a3", "phase": "opening"} for prefix in prefixes]
-    chess_rules.mark_seen(positions, [["e2e4", "e7e5"], ["e2e4", "e7e5", "b1c3"], ["e7e5"]])
+    rules.mark_seen(positions, [["e2e4", "e7e5"], ["e2e4", "e7e5", "b1c3"], ["e7e5"]])
     assert [position["is_seen"] for position in positions] == [True, True, True, False, False, False, True]
-    chess_rules.mark_seen(positions, [])
+    rules.mark_seen(positions, [])
     assert not any(position["is_seen"] for position in positions)
 
 

@@ -11,13 +11,14 @@ from helpers import ROOT
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.data import checksum_of_rows, make_train_loader
+from accelerate_recipes.data.prepared import checksum_of_rows
+from accelerate_recipes.data.rows import make_train_loader
+from accelerate_recipes.data.shards import shards_version
+from accelerate_recipes.data.streams import StreamLoader, TextShards
+from accelerate_recipes.data.text_pairs import PairSource, file_version
+from accelerate_recipes.data.token_shards import pretokenize
+from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
 from accelerate_recipes.models import new_word_tokenizer
-from accelerate_recipes.pairs import PairSource, file_version
-from accelerate_recipes.shards import shards_version
-from accelerate_recipes.streams import StreamLoader, TextShards
-from accelerate_recipes.token_shards import pretokenize
-from accelerate_recipes.watch import SECONDS_TO_MISS, Watch
 
 
 def change(file: Path, content: str) -> None:
@@ -154,7 +155,7 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
         resume(pretokenize(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
 
     hub_url = "https://hub.example.org"
-    monkeypatch.setattr("accelerate_recipes.shards.constants.ENDPOINT", hub_url)
+    monkeypatch.setattr("accelerate_recipes.data.shards.constants.ENDPOINT", hub_url)
     urls = [f"{hub_url}/datasets/allenai/c4/resolve/{commit}/en/a.jsonl" for commit in ("1a", "2b")]
     assert [shards_version([url]) for url in urls] == [{"commit": "1a"}, {"commit": "2b"}]
     assert shards_version(["https://example.org/a.jsonl"]) == {}
@@ -204,7 +205,7 @@ def run_watch(tmp_path, monkeypatch):
             other = {"host": "b", "at": "x", "beat": now, "gets_on": False}
             return {0: watch.store.own, 1: other | sign_of_other(now)}
 
-        monkeypatch.setattr("accelerate_recipes.watch.time", Clock)
+        monkeypatch.setattr("accelerate_recipes.life.watch.time", Clock)
         watch = Watch(tmp_path, on_failure=print)
         watch.store = Store()
         monkeypatch.setattr(watch, "_end", end)

@@ -29,22 +29,19 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from accelerate_recipes import __main__ as cli
-from accelerate_recipes import checkpoint, lock, recipe, stop
+from accelerate_recipes import disk, recipe
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.checkpoint import (
-    Checkpointer,
-    SaveError,
-    agree_on_resume,
-    complete_checkpoints,
-    defect,
-    export,
-    find_resume,
-)
+from accelerate_recipes.checkpoint import checkpointer, files
+from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, defect
+from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.engine import NonFiniteError, dump_non_finite
+from accelerate_recipes.life import lock, stop
+from accelerate_recipes.life.status import read_status
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.status import read_status
 
 
 @pytest.fixture
@@ -157,11 +154,11 @@ def contents(output_dir: Path) -> set[str]:
 def test_no_bit_of_the_marker_can_change(make_run):
     run = make_run()
     older, newer = save(run, 10), save(run, 20)
-    content, whole = (newer / "complete.json").read_bytes(), checkpoint.read_marker(newer)
+    content, whole = (newer / "complete.json").read_bytes(), files.read_marker(newer)
     unseen = []
     for i in range(0, len(content), 5):
         (newer / "complete.json").write_bytes(content[:i] + bytes([content[i] ^ 1 << i % 8]) + content[i + 1 :])
-        if defect(newer) is None and not whole.items() <= checkpoint.read_marker(newer).items():
+        if defect(newer) is None and not whole.items() <= files.read_marker(newer).items():
             unseen.append(i)
     assert not unseen
     with warnings.catch_warnings(record=True):
@@ -175,8 +172,8 @@ def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
     file = saved / name
     if not file.exists():
         file.write_text("mine")
-    marker = checkpoint.read_marker(saved)
-    entry = {"size": file.stat().st_size, "checksum": checkpoint.checksum(file)}
+    marker = files.read_marker(saved)
+    entry = {"size": file.stat().st_size, "checksum": disk.checksum(file)}
     marker["files"][name] = entry
     marker.pop("checksum", None)
     (saved / "complete.json").write_text(json.dumps(marker))
@@ -186,14 +183,14 @@ def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
 def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
     run = make_run()
     older, newer = save(run, 10), save(run, 20)
-    read = checkpoint.checksum
+    read = disk.checksum
 
     def fail(file: Path) -> str:
         if file == newer / "rng-0.pt":
             raise OSError(errno.EIO, "Input/output error")
         return read(file)
 
-    monkeypatch.setattr(checkpoint, "checksum", fail)
+    monkeypatch.setattr(files, "checksum", fail)
     with pytest.warns(UserWarning, match=r"rng-0\.pt cannot be read: .*Input/output error"):
         assert agree_on_resume(run.accelerator, run.args) == older
 
@@ -304,7 +301,7 @@ def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
     """The older checkpoint is unchanged, the half of a new one gone, and the next save succeeds."""
     run = make_run()
     good = save(run, 10)
-    assert sum(entry["size"] for entry in checkpoint.read_marker(good)["files"].values()) > 30_000
+    assert sum(entry["size"] for entry in files.read_marker(good)["files"].values()) > 30_000
     with (
         files_limited_to(num_bytes),
         pytest.raises(SaveError, match=r"checkpoint-20 could not be written.*File too large"),
@@ -330,9 +327,9 @@ def test_a_full_disk_is_known_by_whatever_a_library_raises(make_run, monkeypatch
     elif where == "whole weights":
         plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT"))
         monkeypatch.setattr(run.accelerator.state, "fsdp_plugin", plugin, raising=False)
-        whole = checkpoint.write_safetensors
+        whole = checkpointer.write_safetensors
         limit = contextlib.nullcontext()
-        monkeypatch.setattr(checkpoint, "write_safetensors", lambda *a, **b: limited(whole, 1000, *a, **b))
+        monkeypatch.setattr(checkpointer, "write_safetensors", lambda *a, **b: limited(whole, 1000, *a, **b))
     else:
         limit = contextlib.nullcontext()
         monkeypatch.setattr(torch, "save", partial(limited, torch.save, 1000))
@@ -379,7 +376,7 @@ def test_leftovers_go_before_anything_is_written(make_run, monkeypatch):
     (output_dir / "export").rename(output_dir / "export.partial")
     (output_dir / "checkpoint-20.partial/state").mkdir(parents=True)
     (output_dir / "checkpoint-best.partial").mkdir()
-    assert {path.name for path in checkpoint.leftovers(output_dir)} == {"checkpoint-20.partial", "export.partial"}
+    assert {path.name for path in files.leftovers(output_dir)} == {"checkpoint-20.partial", "export.partial"}
     agree_on_resume(run.accelerator, run.args)
     assert contents(output_dir) == {"checkpoint-10", "checkpoint-best.partial"}
 
@@ -394,7 +391,7 @@ def test_weights_that_are_not_finite_are_never_the_last_good_checkpoint(make_run
         with pytest.raises(SaveError, match=r"-20 is not saved: model\.norm\.weight holds NaN.*good checkpoint: .*-10"):
             save(run, 20)
     assert contents(good.parent) == {"checkpoint-10"}
-    monkeypatch.setattr(checkpoint, "broken_weight", lambda model: None)
+    monkeypatch.setattr(checkpointer, "broken_weight", lambda model: None)
     broken = save(run, 20)
     monkeypatch.undo()
     monkeypatch.setattr(stop, "_asked_by", None)
@@ -503,7 +500,7 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
         metadata.storage_meta.modules = [Payload(proof)]
         (strange / "state/.metadata").write_bytes(pickle.dumps(metadata))
     else:
-        real = checkpoint.get_state_dict
+        real = checkpointer.get_state_dict
 
         def with_payload(model, optimizer):
             weights, rest = real(model, optimizer)
@@ -511,9 +508,9 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
             return weights, rest
 
         run.args.async_save = False
-        monkeypatch.setattr(checkpoint, "get_state_dict", with_payload)
+        monkeypatch.setattr(checkpointer, "get_state_dict", with_payload)
         strange = save(run, 10)
-        monkeypatch.setattr(checkpoint, "get_state_dict", real)
+        monkeypatch.setattr(checkpointer, "get_state_dict", real)
     assert not proof.exists()
     for load in (make_run(resumed_from=strange).resume, lambda: export(strange, tmp_path / "export")):
         with contextlib.suppress(ConfigError, dcp.CheckpointException):
@@ -532,7 +529,7 @@ def test_pinned_memory_is_not_rounded_up(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.6")
     try:
         for _ in range(2):
-            checkpoint.pin_what_is_asked_for()
+            checkpointer.pin_what_is_asked_for()
         wanted = "garbage_collection_threshold:0.6,pinned_max_round_threshold_mb:1"
         assert torch._C._accelerator_getAllocatorSettings() == wanted
     finally:

@@ -47,7 +47,7 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
 
 # All ranks, by SIGKILL, when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
 AFTER_STEP_12 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 15, "rank": 0, "everyone": True})
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 17, "rank": 0, "everyone": True})
 }
 
 

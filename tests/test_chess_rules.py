@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 
-from accelerate_recipes import chess_rules
-from accelerate_recipes.chess_games import tokenize_games
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.models import new_word_tokenizer
 
 FOOLS_MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
@@ -21,7 +21,7 @@ def games() -> list[list[str]]:
 
 
 def test_vocabulary_holds_every_move(games):
-    moves = chess_rules.all_uci_moves()
+    moves = rules.all_uci_moves()
     assert len(moves) == len(set(moves)) == 1968
     assert {"e2e4", "g1f3", "e1g1", "e7e8q", "a2b1n", "h7h8r"} <= set(moves)
     assert "e7e8" in moves and "e2e2" not in moves and "a1b4" not in moves
@@ -29,18 +29,18 @@ def test_vocabulary_holds_every_move(games):
 
 
 def test_one_token_a_move(games):
-    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+    tokenizer = new_word_tokenizer(rules.all_uci_moves())
     ids = tokenizer(" ".join(games[0]), add_special_tokens=False)["input_ids"]
     assert len(ids) == len(games[0]) and tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids).split() == games[0]
 
 
 def test_illegal_games_are_described(games):
-    assert [chess_rules.defect_of_game(game) for game in games] == [""] * len(games)
-    assert chess_rules.defect_of_game([*FOOLS_MATE, "e2e4"]) == "move 5, 'e2e4', is illegal after e7e5 g2g4 d8h4"
-    assert chess_rules.defect_of_game(["e2e5"]) == "move 1, 'e2e5', is illegal after the start"
-    assert chess_rules.defect_of_game(["rubbish"]).startswith("move 1, 'rubbish', is illegal")
-    assert chess_rules.defect_of_game([]) == "it has no moves"
+    assert [rules.defect_of_game(game) for game in games] == [""] * len(games)
+    assert rules.defect_of_game([*FOOLS_MATE, "e2e4"]) == "move 5, 'e2e4', is illegal after e7e5 g2g4 d8h4"
+    assert rules.defect_of_game(["e2e5"]) == "move 1, 'e2e5', is illegal after the start"
+    assert rules.defect_of_game(["rubbish"]).startswith("move 1, 'rubbish', is illegal")
+    assert rules.defect_of_game([]) == "it has no moves"
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,21 @@ def test_illegal_games_are_described(games):
     ],
 )
 def test_legality(prefix, move, legal):
-    assert chess_rules.is_legal(prefix, move) == legal
+    assert rules.is_legal(prefix, move) == legal
 
 
 def test_positions_cover_the_phases(games):
-    positions = chess_rules.sample_positions(games, 90, seed=0)
+    positions = rules.sample_positions(games, 90, seed=0)
     assert [p["phase"] for p in positions] == ["opening"] * 30 + ["middlegame"] * 30 + ["endgame"] * 30
     for position in positions:
-        assert chess_rules.phase_of(len(position["prefix"])) == position["phase"]
-        assert chess_rules.is_legal(position["prefix"], position["move"])
-    assert positions == chess_rules.sample_positions(games, 90, seed=0)
-    assert positions != chess_rules.sample_positions(games, 90, seed=1)
+        assert rules.phase_of(len(position["prefix"])) == position["phase"]
+        assert rules.is_legal(position["prefix"], position["move"])
+    assert positions == rules.sample_positions(games, 90, seed=0)
+    assert positions != rules.sample_positions(games, 90, seed=1)
 
 
 def test_baseline():
-    followers = chess_rules.most_frequent_followers([["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "c7c5"], ["d2d4"]])
+    followers = rules.most_frequent_followers([["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "c7c5"], ["d2d4"]])
     assert followers == {"": "e2e4", "e2e4": "c7c5"}
 
 
@@ -100,7 +100,7 @@ def test_metric():
 def test_split_is_by_game_whatever_the_order(games, tmp_path):
     from datasets import Dataset
 
-    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+    tokenizer = new_word_tokenizer(rules.all_uci_moves())
 
     def heldout(games: list[list[str]], name: str) -> set[str]:
         rows = tokenize_games(
@@ -119,5 +119,5 @@ def test_split_is_by_game_whatever_the_order(games, tmp_path):
 
 
 def test_drawing():
-    text = chess_rules.draw_game(FOOLS_MATE)
+    text = rules.draw_game(FOOLS_MATE)
     assert "1. f3 e5 2. g4 Qh4#" in text and "♛" in text

@@ -12,10 +12,10 @@ import xxhash
 import yaml
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 
-from accelerate_recipes import preflight as preflight_module
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.preflight import launch_environment, preflight, yaml_problems
+from accelerate_recipes.launch import preflight as preflight_module
+from accelerate_recipes.launch.preflight import launch_environment, preflight, yaml_problems
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]

@@ -11,21 +11,19 @@ import torch
 from datasets import Dataset
 
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.data import (
+from accelerate_recipes.data.packing import PackedRows, pack, pack_documents
+from accelerate_recipes.data.prepared import cached
+from accelerate_recipes.data.rows import (
     LENGTH_WINDOW,
     LengthOrder,
-    PackedRows,
     StepOrder,
-    cached,
     make_eval_loader,
     make_train_loader,
     num_steps,
-    pack,
-    pack_documents,
 )
-from accelerate_recipes.init import initialize
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
+from accelerate_recipes.weights import initialize
 
 
 def documents(num: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -10,12 +10,8 @@ import torch
 
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import (
-    environment_problems,
-    environment_warnings,
-    lever_problems,
-    make_accelerator,
-)
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

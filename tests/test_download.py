@@ -19,13 +19,14 @@ from helpers import CHILDREN, CONFIGS, ROOT, ForkServer, environment, read_metri
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 
-from accelerate_recipes import download, hub, recipe
+from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.chess_rules import all_uci_moves
-from accelerate_recipes.hub import Dataset, Model
-from accelerate_recipes.init import initialize
+from accelerate_recipes.data.text_pairs import PairSource, load_rows
+from accelerate_recipes.games.rules import all_uci_moves
+from accelerate_recipes.hub import download
+from accelerate_recipes.hub.cache import MANIFEST, HubDataset, HubModel, dataset_files, folder, lacking, pinned
 from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.pairs import PairSource, load_rows
+from accelerate_recipes.weights import initialize
 
 CHESS = [
     "recipes/chess.py", "--model_name_or_path", "tiny/llama", "--dataset_name", "tiny/games",
@@ -206,7 +207,7 @@ def test_runs_without_network(server, home, monkeypatch):
 
         # Missing: said before there is a process group, by each rank, with the command.
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
-        lost = hub.folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
+        lost = folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
         link = os.readlink(lost)
         lost.unlink()
         assert forks.run(home / "missing", *CHESS[1:], script=ROOT / CHESS[0]) == 2
@@ -228,7 +229,7 @@ def test_stays_at_its_commit(server, commands, cache):
     try:
         assert before[:12] in commands.ok(cache, "download", *CHESS, *more)
         assert commands.ok(cache, "verify")
-        manifest = json.loads((cache / "datasets--tiny--games" / hub.MANIFEST).read_text())
+        manifest = json.loads((cache / "datasets--tiny--games" / MANIFEST).read_text())
         assert manifest["revision"] == before and len(manifest["files"]) == 3 and len(manifest["asked"]) == 2
         assert after[:12] in commands.ok(cache, "download", "--update", *CHESS, *more)
         snapshot = cache / "datasets--tiny--games/snapshots" / after
@@ -314,7 +315,7 @@ def test_all_that_cannot_be_had_at_once(commands, tmp_path):
 
 def test_too_little_space(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not/yet"))
-    plan = download.Plan("model", "a/b", "main", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
+    plan = download.Wanted("model", "a/b", "main", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
     with pytest.raises(ConfigError, match=r"1073741824.00 GiB are to be fetched, but .* has .* GiB free; .*HF_HOME"):
         download.check_space([plan])
     (tmp_path / "not/yet/models--a--b/blobs").mkdir(parents=True)
@@ -328,19 +329,19 @@ def test_too_little_space(monkeypatch, tmp_path):
 def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatch):
     """As when a download of all of C4 was given up: the run reads, and needs, what was asked for last."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    need = Dataset("allenai/c4", files="en/c4-train.*.json.gz")
-    manifest = cache / "datasets--allenai--c4" / hub.MANIFEST
-    assert len(hub.dataset_files("allenai/c4", need.files)) == 2
+    need = HubDataset("allenai/c4", files="en/c4-train.*.json.gz")
+    manifest = cache / "datasets--allenai--c4" / MANIFEST
+    assert len(dataset_files("allenai/c4", need.files)) == 2
     commands.ok(cache, "download", *C4)
-    assert len(hub.dataset_files("allenai/c4", need.files)) == 4
-    Path(hub.dataset_files("allenai/c4", need.files)[3]).unlink()
-    assert hub.lacking(need) == ["en/c4-train.00003-of-01024.json.gz"]
-    assert hub.lacking(Dataset("allenai/c4", files="en/*.0000[12]-*")) == []
-    assert hub.lacking(Dataset("allenai/c4", files="en/*.0001*")) == ["a file that matches 'en/*.0001*'"]
+    assert len(dataset_files("allenai/c4", need.files)) == 4
+    Path(dataset_files("allenai/c4", need.files)[3]).unlink()
+    assert lacking(need) == ["en/c4-train.00003-of-01024.json.gz"]
+    assert lacking(HubDataset("allenai/c4", files="en/*.0000[12]-*")) == []
+    assert lacking(HubDataset("allenai/c4", files="en/*.0001*")) == ["a file that matches 'en/*.0001*'"]
     commands.ok(cache, "download", *C4, "--max_shards", 1)
-    assert hub.lacking(need) == [] and len(hub.dataset_files("allenai/c4", need.files)) == 1
+    assert lacking(need) == [] and len(dataset_files("allenai/c4", need.files)) == 1
     assert len(json.loads(manifest.read_text())["files"]) == 2  # and one to validate on
-    assert hub.lacking(Dataset("allenai/c4", files="en/*train*")) == []
+    assert lacking(HubDataset("allenai/c4", files="en/*train*")) == []
 
 
 def test_a_cache_is_carried_with_tar(cache, commands, tmp_path):
@@ -356,11 +357,11 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
     script = tmp_path / "pairs.py"
     script.write_text(
         "from accelerate_recipes.args import TrainArgs as Args\n"
-        "from accelerate_recipes.hub import Dataset\n"
+        "from accelerate_recipes.hub.cache import HubDataset\n"
         "from accelerate_recipes.recipe import Requirements\n"
         "main = None\n"
         "def requirements(args):\n"
-        "    datasets = [Dataset('wmt14', config='fr-en', splits=('train[:5]+validation', '')), Dataset('tiny/table')]\n"
+        "    datasets = [HubDataset('wmt14', config='fr-en', splits=('train[:5]+validation', '')), HubDataset('tiny/table')]\n"
         "    return Requirements(datasets=datasets)\n"
     )
     cache = tmp_path / "hub"
@@ -374,18 +375,18 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(script)])
-    assert not any(map(hub.lacking, needs))
+    assert not any(map(lacking, needs))
     columns = ("translation.en", "translation.fr")
     rows = load_rows(PairSource("wmt14", *columns, "train[:5]+validation", "fr-en"), tmp_path / "arrow")
     assert [row["translation"]["fr"] for row in rows] == [f"chien {i}" for i in (0, 1, 2, 3, 4, 8)]
     assert load_rows(PairSource("tiny/table", "a", "b", "test"), tmp_path / "table")[0] == {"a": 1, "b": 2}
     with pytest.raises(ConfigError, match=r"dataset 'wmt14' \(cs-en\) was not downloaded"):
         load_rows(PairSource("wmt14", *columns, "train", "cs-en"), tmp_path / "other")
-    assert hub.lacking(Dataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
-    assert hub.lacking(Dataset("wmt14", config="cs-en")) == ["all of it"]
+    assert lacking(HubDataset("wmt14", config="fr-en", splits=("test",))) == ["split test"]
+    assert lacking(HubDataset("wmt14", config="cs-en")) == ["all of it"]
     (file,) = cache.glob("datasets--wmt14/snapshots/*/fr-en/train-00001.parquet")
     file.unlink()
-    assert hub.lacking(needs[0]) == ["fr-en/train-00001.parquet"] and not hub.lacking(needs[1])
+    assert lacking(needs[0]) == ["fr-en/train-00001.parquet"] and not lacking(needs[1])
 
 
 def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
@@ -409,10 +410,10 @@ def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
     assert list(cache.glob("models--tiny--old/snapshots/*/pytorch_model.bin"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     needs = recipe.needs_of([str(ROOT / argv[0]), *argv[1:]])
-    assert [hub.lacking(need) for need in needs] == [[], [], []]
+    assert [lacking(need) for need in needs] == [[], [], []]
     source = PairSource("wmt/wmt14", "", "", "train[:3]", "", old, "fr-en/*-0000[01].parquet")
     assert len(load_rows(source, tmp_path / "arrow")) == 3
-    assert hub.lacking(Dataset("wmt/wmt14", files="fr-en/*-0000[01].parquet")) == ["revision main"]
+    assert lacking(HubDataset("wmt/wmt14", files="fr-en/*-0000[01].parquet")) == ["revision main"]
 
 
 def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
@@ -423,16 +424,16 @@ def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
         file = repository / "snapshots/abc" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
-    assert hub.lacking(Model("tiny/llama")) == ["all of it"]
+    assert lacking(HubModel("tiny/llama")) == ["all of it"]
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
-    assert hub.lacking(Model("tiny/llama")) == [] and hub.pinned("tiny/llama")["revision"] == "abc"
+    assert lacking(HubModel("tiny/llama")) == [] and pinned("tiny/llama")["revision"] == "abc"
     (repository / "snapshots/abc/model-00001-of-00002.safetensors").unlink()
-    assert hub.lacking(Model("tiny/llama")) == ["model-00001-of-00002.safetensors"]
+    assert lacking(HubModel("tiny/llama")) == ["model-00001-of-00002.safetensors"]
     (repository / "snapshots/abc/tokenizer.json").unlink()
-    assert hub.lacking(Model("tiny/llama", weights=False)) == ["tokenizer.json"]
-    assert hub.lacking(Dataset(str(repository), files="snapshots/*/config.json")) == []
-    assert hub.lacking(Dataset(str(repository), files="*.gz")) == ["a file that matches '*.gz'"]
+    assert lacking(HubModel("tiny/llama", weights=False)) == ["tokenizer.json"]
+    assert lacking(HubDataset(str(repository), files="snapshots/*/config.json")) == []
+    assert lacking(HubDataset(str(repository), files="*.gz")) == ["a file that matches '*.gz'"]
 
 
 def test_an_online_run_downloads_first(monkeypatch, tmp_path):
@@ -440,18 +441,18 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     here, fetched = [], []
-    monkeypatch.setattr(hub, "lacking", lambda need: [] if need in here else ["all of it"])
+    monkeypatch.setattr("accelerate_recipes.hub.cache.lacking", lambda need: [] if need in here else ["all of it"])
     monkeypatch.setattr(recipe, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
-    needed = recipe.Requirements(models=["a/b"], datasets=[Dataset("c/d", files="*", streamed=True)])
+    needed = recipe.Requirements(models=["a/b"], datasets=[HubDataset("c/d", files="*", streamed=True)])
     recipe.provide(needed)
-    assert fetched == [Model("a/b")]
+    assert fetched == [HubModel("a/b")]
     monkeypatch.setenv("LOCAL_RANK", "1")
     here.clear()
-    needed.datasets.append(Dataset(str(tmp_path), files="*.gz", streamed=True))
-    monkeypatch.setattr(time, "sleep", lambda seconds: here.append(Model("a/b")))
+    needed.datasets.append(HubDataset(str(tmp_path), files="*.gz", streamed=True))
+    monkeypatch.setattr(time, "sleep", lambda seconds: here.append(HubModel("a/b")))
     with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # as `hub.lacking` is replaced
         recipe.provide(needed)
-    assert here == fetched == [Model("a/b")]
+    assert here == fetched == [HubModel("a/b")]
 
 
 def test_preflight_says_what_is_not_here(commands, tmp_path):
@@ -473,5 +474,5 @@ def test_commands_of_the_pages(commands, tmp_path):
     for words in found:
         output = commands.ok(tmp_path / "hub", *words)
         assert "warning: model" not in output and "warning: dataset" not in output
-    assert len(list((tmp_path / "hub").glob(f"*/{hub.MANIFEST}"))) == 4
+    assert len(list((tmp_path / "hub").glob(f"*/{MANIFEST}"))) == 4
     assert not list(tmp_path.glob("hub/models--meta-llama--*/snapshots/*/*.safetensors"))  # only its tokenizer is used

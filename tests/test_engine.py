@@ -12,16 +12,18 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from accelerate_recipes import metrics, stop, watch
+from accelerate_recipes import metrics
 from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import PackedRows, StepLoader, StepOrder, make_train_loader
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import StepLoader, StepOrder, make_train_loader
 from accelerate_recipes.engine import NonFiniteError, evaluate_loss, to_device, train, train_step
-from accelerate_recipes.init import initialize
+from accelerate_recipes.life import stop, watch
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import initialize
 
 ARGS = TrainArgs(
     total_batch_size=8,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import CHILDREN, ROOT, environment, launch_command, losses
 
-from accelerate_recipes.checkpoint import MARKER, candidates, damage, defect, step_of
+from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defect, step_of
 
 DROPOUT = ("--dropout", 0.1)  # so that a random generator that is not restored shows
 STEPS = 10
@@ -37,7 +37,7 @@ TRAINING = {
     "in the first step": (0, "toy.loss", "step 1.", 1, 0),
     "in a step": (1, "toy.loss", "step 5.", 1, None),
     "in a step between two saves": (0, "toy.loss", "step 8.", 1, None),
-    "logging": (0, "open", "metrics.jsonl", 3, 0),
+    "logging": (0, "open", "metrics.jsonl", 5, 0),
 }
 SAVE = {
     "before the directory": (0, "os.mkdir", "checkpoint-6.partial", 1, 3),
@@ -56,7 +56,7 @@ SAVE = {
     "before the renaming": (0, "os.rename", "checkpoint-6.partial", 2, 3),
 }
 AFTER = {
-    "between renaming and status": (0, "open", "status.partial", 4, 9),
+    "between renaming and status": (0, "open", "status.json.partial", 7, 9),
     "between renaming and retention": (0, "os.rename", "checkpoint-3", 3, 9),
     "before an old one is removed": (0, "shutil.rmtree", "checkpoint-3.partial", 1, 9),
     "in the middle of the removal": (0, "os.remove", "rng-1.pt", 1, 9),

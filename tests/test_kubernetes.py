@@ -11,10 +11,11 @@ import yaml
 from helpers import CHILDREN, ROOT, environment
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import kubernetes, recipe
+from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
-from accelerate_recipes.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
-from accelerate_recipes.status import update_status
+from accelerate_recipes.launch import kubernetes
+from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
+from accelerate_recipes.life.status import update_status
 
 KINDS = ("pytorchjob", "trainjob")
 IMAGE = "registry.example/accelerate-recipes:1.0"

@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from accelerate_recipes import lock, stop
 from accelerate_recipes.args import ConfigError
+from accelerate_recipes.life import lock, stop
 
 OTHER = {"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"}
 
@@ -34,7 +34,7 @@ def owner_of(folder) -> dict:
 
 def test_a_second_living_run_is_an_error(tmp_path):
     """The first is a process of its own, with the real heartbeat."""
-    code = f"from accelerate_recipes import lock; from pathlib import Path; lock.take(Path({str(tmp_path)!r})); print(1, flush=True); input()"
+    code = f"from accelerate_recipes.life import lock; from pathlib import Path; lock.take(Path({str(tmp_path)!r})); print(1, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         first.stdout.readline()
         lock.SILENCE = 20.0

@@ -8,14 +8,9 @@ import torch.nn.functional as F
 from helpers import CHILDREN, launch_ok
 from transformers import LlamaConfig, MixtralConfig
 
-from accelerate_recipes.init import initialize
-from accelerate_recipes.losses import (
-    IGNORE_INDEX,
-    count_next_tokens,
-    next_token_loss,
-    next_token_loss_without_logits,
-)
+from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.models import new_llama, new_model
+from accelerate_recipes.weights import initialize
 
 BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from accelerate_recipes import parent
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data import StepOrder, make_train_loader
+from accelerate_recipes.data.rows import StepOrder, make_train_loader
+from accelerate_recipes.life import parent
 
 # Starts the command of its arguments, as a launcher does, in a session of its own or not.
 LAUNCHER = """

@@ -20,8 +20,8 @@ from helpers import CONFIGS, ROOT, environment
 from kubernetes_schemas import problems
 
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.kubernetes import JobArgs, flag, render
-from accelerate_recipes.preflight import launch_environment, launch_flags
+from accelerate_recipes.launch.kubernetes import JobArgs, flag, render
+from accelerate_recipes.launch.preflight import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
@@ -156,9 +156,9 @@ def test_table_of_sizes():
 
 def test_python_example(tmp_path):
     """On a small model in the demo's place."""
-    from accelerate_recipes.chess_rules import all_uci_moves
-    from accelerate_recipes.init import initialize
+    from accelerate_recipes.games.rules import all_uci_moves
     from accelerate_recipes.models import new_llama, new_word_tokenizer
+    from accelerate_recipes.weights import initialize
 
     export = tmp_path / "outputs/demo/export"
     tokenizer = new_word_tokenizer(all_uci_moves())

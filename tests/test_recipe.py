@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from accelerate_recipes import lock, parent, recipe
+from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.shards import DataError
-from accelerate_recipes.stop import Stopped
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.life import lock, parent
+from accelerate_recipes.life.stop import Stopped
 
 
 class Left(BaseException):

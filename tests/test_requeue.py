@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from accelerate_recipes import stop
-from accelerate_recipes.requeue import after_attempt
-from accelerate_recipes.status import update_status
+from accelerate_recipes.launch.requeue import after_attempt
+from accelerate_recipes.life import stop
+from accelerate_recipes.life.status import update_status
 
 DONE, FAIL, REQUEUE = 0, 1, os.EX_TEMPFAIL
 

@@ -12,13 +12,14 @@ import pytest
 from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 
-from accelerate_recipes import chess_rules, distributed, recipe
+from accelerate_recipes import ranks, recipe
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.chess_games import GamesArgs, load_games, prepare_games, prepare_positions
+from accelerate_recipes.data.files import read_files
+from accelerate_recipes.data.shards import DataError, Retry, read_documents, text_of
+from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_columns
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import GamesArgs, load_games, prepare_games, prepare_positions
 from accelerate_recipes.models import new_word_tokenizer
-from accelerate_recipes.pairs import PairSource, load_rows, read_columns
-from accelerate_recipes.rows import read_files
-from accelerate_recipes.shards import DataError, Retry, read_documents, text_of
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
 MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
@@ -73,7 +74,7 @@ def test_parquet_without_rows_damaged_or_not_of_text(tmp_path):
 @pytest.fixture
 def prepare(tmp_path):
     """What preparing games says of a file, and positions of the same."""
-    tokenizer = new_word_tokenizer(chess_rules.all_uci_moves())
+    tokenizer = new_word_tokenizer(rules.all_uci_moves())
 
     def run(name: str, content: bytes, skip_bad_games: bool = False) -> list[str]:
         file = tmp_path / name
@@ -223,8 +224,8 @@ def test_what_a_rank_cannot_read_ends_all(monkeypatch):
 
     def on_rank(local_rank: int, others: list) -> None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setattr(distributed, "on_all_ranks", lambda error: [error, *others])
-        distributed.on_first_of_machine_before_others(lambda: read.append(local_rank) or json.loads(str(local_rank)))
+        monkeypatch.setattr(ranks, "on_all_ranks", lambda error: [error, *others])
+        ranks.on_first_of_machine_before_others(lambda: read.append(local_rank) or json.loads(str(local_rank)))
 
     on_rank(0, [None])
     on_rank(1, [None])
@@ -322,8 +323,8 @@ def test_any_file_of_games_and_pairs(content, tmp_path):
 def test_any_pgn(content, tmp_path):
     file = tmp_path / "a.pgn"
     file.write_text(content)
-    for game in chess_rules.read_pgn(str(file)):
-        assert game["defect"] or chess_rules.legal_part(game["Moves"]) == game["Moves"] or "0000" in game["Moves"]
+    for game in rules.read_pgn(str(file)):
+        assert game["defect"] or rules.legal_part(game["Moves"]) == game["Moves"] or "0000" in game["Moves"]
 
 
 def test_rows_of_csv_are_as_they_are_written(tmp_path):

@@ -20,13 +20,11 @@ import torch
 from helpers import ROOT
 from huggingface_hub import constants
 
-from accelerate_recipes import shards, streams
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.data import make_eval_loader
-from accelerate_recipes.losses import IGNORE_INDEX
-from accelerate_recipes.models import new_word_tokenizer
-from accelerate_recipes.shards import DataError, Retry, find_shards, lines, named_shards, read_documents, text_of
-from accelerate_recipes.streams import (
+from accelerate_recipes.data import shards, streams
+from accelerate_recipes.data.rows import make_eval_loader
+from accelerate_recipes.data.shards import DataError, Retry, find_shards, lines, named_shards, read_documents, text_of
+from accelerate_recipes.data.streams import (
     Order,
     StreamLoader,
     StreamState,
@@ -36,7 +34,9 @@ from accelerate_recipes.streams import (
     stream_rows,
     validation_rows,
 )
-from accelerate_recipes.token_shards import MANIFEST, TokenShards, pretokenize
+from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, pretokenize
+from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.models import new_word_tokenizer
 
 PAGES = ROOT / "data/c4_pydoc"
 NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
@@ -766,7 +766,7 @@ def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
 
 def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     """One after the other, as if killed in between; by two ranks; and then neither listed nor read."""
-    from accelerate_recipes import token_shards
+    from accelerate_recipes.data import token_shards
 
     shards_ = list(text_shards.shards)
     broken = tmp_path / Path(shards_[2]).name

@@ -10,7 +10,7 @@ import torch
 from helpers import ROOT, losses, read_metrics
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
-from accelerate_recipes.checkpoint import candidates, step_of
+from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.models import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()

@@ -22,13 +22,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from accelerate_recipes import chess_rules, recipe
+from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse, resolve
-from accelerate_recipes.checkpoint import check_arguments, complete_checkpoints
-from accelerate_recipes.chess_pairs import is_worse
-from accelerate_recipes.chess_rewards import REWARDS, stockfish_reward
+from accelerate_recipes.checkpoint.files import complete_checkpoints
+from accelerate_recipes.checkpoint.resume import check_arguments
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.preferences import is_worse
+from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
+from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
-from accelerate_recipes.preflight import preflight
 from accelerate_recipes.run import Run
 from accelerate_recipes.trainers import trl_config
 
@@ -268,7 +270,7 @@ def chess(tmp_path_factory) -> tuple:
     folder = tmp_path_factory.mktemp("chess")
     games = pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 60).to_pylist()
     (folder / "games.jsonl").write_text("".join(json.dumps({"Moves": game["Moves"]}) + "\n" for game in games))
-    base = save_base(folder / "base", new_word_tokenizer(chess_rules.all_uci_moves()))
+    base = save_base(folder / "base", new_word_tokenizer(rules.all_uci_moves()))
     return (
         "--model_name_or_path", base, "--train_files", folder / "games.jsonl", "--heldout_share", 0.2,
         "--num_positions", 12, "--data_cache_dir", folder / "cache", "--max_steps", STEPS, "--save_steps", 3,

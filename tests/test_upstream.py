@@ -27,10 +27,10 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 TOUCHED = [
     # torch
-    (state_dict_utils, "_copy_state_dict", "checkpoint", "copies a state in the background of a step", "state_dict copy_state_dict non_blocking type_check"),
-    (state_dict_utils, "_create_cpu_state_dict", "checkpoint", "pinned memory for that copy", "state_dict pin_memory share_memory"),
-    (torch._C, "_accelerator_getAllocatorSettings", "checkpoint", "the pinned allocator's threshold", None),
-    (torch._C, "_accelerator_setAllocatorSettings", "checkpoint", "the same, set", None),
+    (state_dict_utils, "_copy_state_dict", "checkpointer", "copies a state in the background of a step", "state_dict copy_state_dict non_blocking type_check"),
+    (state_dict_utils, "_create_cpu_state_dict", "checkpointer", "pinned memory for that copy", "state_dict pin_memory share_memory"),
+    (torch._C, "_accelerator_getAllocatorSettings", "checkpointer", "the pinned allocator's threshold", None),
+    (torch._C, "_accelerator_setAllocatorSettings", "checkpointer", "the same, set", None),
     (nested_dict, "set_element", "state_reader", "flat keys back into a nested state", "root_dict path value"),
     (FileSystemReader, "_get_metadata_path", "state_reader", ".metadata is read before it is unpickled", "self rank"),
     (torch.optim.AdamW, "_init_group", "optim", "a group's moments, for the Kahan sum", "self group params_with_grad grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps"),
@@ -41,17 +41,17 @@ TOUCHED = [
     (FSDPModule, "_get_fsdp_state", "distributed", "prefetching", "self"),
     (FSDPState, "_fsdp_param_group", "distributed", "whether a unit has parameters", None),
     (FullyShardedDataParallel, "_fsdp_wrapped_module", "distributed", "class names of FSDP1's units", None),
-    (torch.nn.Module, "_parameters", "init", "first values of sharded parameters", None),
-    (torch.nn.Module, "_buffers", "init", "first values of buffers", None),
-    (LRScheduler, "_step_count", "checkpoint", "the schedule at a step", None),
-    (LRScheduler, "_last_lr", "checkpoint", "the schedule at a step", None),
+    (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
+    (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),
+    (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),
+    (LRScheduler, "_last_lr", "checkpointer", "the schedule at a step", None),
     (c10d, "_get_default_store", "watch", "ranks tell each other what they are doing", ""),
     # accelerate
     (PartialState, "_shared_state", "distributed", "DDP on a CPU in one process", None),
     (Accelerator, "_optimizers", "distributed", "the optimizer is made on the sharded model", None),
     (launch, "_validate_launch_command", "preflight", "what the launcher would start", "args"),
     # transformers
-    (PreTrainedModel, "_init_weights", "init", "the model's own rule for first values", "self module"),
+    (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "preflight", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "distributed", "without what holds the embedding", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
@@ -72,9 +72,9 @@ TOUCHED = [
     (SFTTrainer, "_send_telemetry", "trainers", "a run tells nobody of itself", "self"),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
-    (datasets.Dataset, "_indices", "data", "rows that only point to a table", None),
+    (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
 ]  # fmt: skip
-SOURCES = [*(ROOT / "src/accelerate_recipes").glob("*.py"), *(ROOT / "recipes").glob("*.py")]
+SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library's, or public in spite of the underscore.
 NOT_UPSTREAM = {
     "_C",

@@ -3,7 +3,7 @@
 import datasets
 import evaluate
 
-from accelerate_recipes.chess_rules import PHASES, is_legal
+from accelerate_recipes.games.rules import PHASES, is_legal
 
 DESCRIPTION = """
 Of moves predicted in chess positions: the share that is legal, and the share that is the move which was played;

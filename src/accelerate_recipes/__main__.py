@@ -44,7 +44,7 @@ def main() -> None:
 
     if args.command == "requeue":
         # Seconds count: the job may be about to end.
-        from accelerate_recipes.requeue import after_attempt
+        from accelerate_recipes.launch.requeue import after_attempt
 
         code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
         print(why)
@@ -55,7 +55,7 @@ def main() -> None:
 
     try:
         if args.command == "preflight":
-            from accelerate_recipes.preflight import preflight
+            from accelerate_recipes.launch.preflight import preflight
 
             found, assignments = preflight(args.argv)
             if args.shell:
@@ -64,24 +64,24 @@ def main() -> None:
             else:
                 print(found)
         elif args.command == "k8s":
-            from accelerate_recipes.kubernetes import render
+            from accelerate_recipes.launch.kubernetes import render
 
             manifest, said = render(args.kind, args.argv)
             print(said, file=sys.stderr)
             print(manifest, end="")
         elif args.command == "download":
-            from accelerate_recipes.download import download
+            from accelerate_recipes.hub.download import download
             from accelerate_recipes.recipe import needs_of
 
             command = [args.recipe, *rest]
             download(needs_of(command), command, max_shards=args.max_shards, update=args.update)
             print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
         elif args.command in ("verify", "list"):
-            from accelerate_recipes.download import listing, verify
+            from accelerate_recipes.hub.download import listing, verify
 
             print(verify() if args.command == "verify" else listing())
         elif args.command == "export":
-            export(args)
+            export_checkpoint(args)
         elif args.action == "verify":
             verify_checkpoint(args.directory)
         else:
@@ -93,12 +93,12 @@ def main() -> None:
 
 def verify_checkpoint(directory: Path) -> None:
     """Print what is in a checkpoint, or why it is none."""
-    from accelerate_recipes import checkpoint
     from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.checkpoint import files
 
-    if reason := checkpoint.defect(directory) or checkpoint.damage(directory):
+    if reason := files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
-    marker = checkpoint.read_marker(directory)
+    marker = files.read_marker(directory)
     print(f"{directory}: step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']}")
     print("versions: " + ", ".join(f"{name} {version}" for name, version in marker["versions"].items()))
     for name, entry in sorted(marker["files"].items()):
@@ -107,30 +107,31 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def list_checkpoints(directory: Path) -> None:
-    """A line for each directory that is named like a checkpoint: size, age, and whether it is one."""
-    from accelerate_recipes import checkpoint
+    """Print a line for each directory that is named like a checkpoint: size, age, and whether it is one."""
+    from accelerate_recipes.checkpoint import files
 
-    for path in checkpoint.candidates(directory):
+    for path in files.candidates(directory):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         hours = (time.time() - path.stat().st_mtime) / 3600
-        state = checkpoint.defect(path) or "complete"
+        state = files.defect(path) or "complete"
         print(f"{path.name:<20} {size / 2**30:>10.3f} GiB {hours:>10.1f} h ago   {state}")
 
 
-def export(args: argparse.Namespace) -> None:
+def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
-    from accelerate_recipes import checkpoint
     from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.checkpoint.export import export
 
-    if reason := checkpoint.defect(args.checkpoint) or checkpoint.damage(args.checkpoint):
+    if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
         raise ConfigError(f"{args.checkpoint}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
     try:
-        checkpoint.export(
+        export(
             args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, merge_adapter=args.merge_adapter
         )
-    except checkpoint.SaveError as error:
+    except files.SaveError as error:
         raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")
 

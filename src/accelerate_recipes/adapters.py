@@ -29,10 +29,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from accelerate_recipes import hub
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
-from accelerate_recipes.distributed import on_first_rank
-from accelerate_recipes.init import seed_of
+from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.weights import seed_of
 
 # PEFT is imported where it is used: where bitsandbytes is installed, it brings that and torch's compiler, a quarter of
 # the time in which a process starts.
@@ -150,7 +150,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
     config = LoraConfig(
         task_type=TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM,
         base_model_name_or_path=args.base_model,
-        revision=hub.pinned(args.base_model).get("revision"),
+        revision=cache.pinned(args.base_model).get("revision"),
         **chosen,
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
@@ -165,8 +165,9 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     if left_out := wanted - {weight_of(name, layer) for name, layer in layers.items()}:
         raise ConfigError(
-            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, as older versions of transformers had "
-            "it, and would leave that layer out; name others by --lora_target_modules, such as experts.gate_up_proj"
+            f"--use_peft: PEFT takes the name of {min(left_out)} for one of the experts, as older versions of "
+            "transformers had it, and would leave that layer out; name others by --lora_target_modules, such as "
+            "experts.gate_up_proj"
         )
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
@@ -176,7 +177,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:
-                length = layer.get_base_layer().weight.data.float().norm(dim=1)
+                length = layer.get_base_layer().weight.data.float().norm(dim=1)  # pyright: ignore[reportCallIssue]
                 layer.lora_magnitude_vector[NAME].weight.data = length
     if args.merge_adapter:
         with torch.device("meta"):
@@ -189,7 +190,7 @@ def read_config(checkpoint: Path) -> "LoraConfig":
     """Read PEFT's configuration of the adapters in a checkpoint."""
     from peft import LoraConfig
 
-    return LoraConfig.from_pretrained(checkpoint)
+    return LoraConfig.from_pretrained(checkpoint)  # pyright: ignore[reportReturnType]
 
 
 def base_of(config: "LoraConfig") -> dict[str, str | None]:
@@ -220,12 +221,12 @@ def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
         ConfigError: if it is not here, or cannot be read.
     """
     name, revision = config.base_model_name_or_path, config.revision
-    place = hub.repository("model", name) / "snapshots" / revision if revision else Path(name)
-    found = next((file for file in hub.WEIGHTS if (place / file).is_file()), None)
+    place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
+    found = next((file for file in cache.WEIGHTS if (place / file).is_file()), None)
     if found is None:
         raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
     tensors = {}
-    for file in hub.shards(place / found) if found.endswith(".index.json") else [found]:
+    for file in cache.shards_of(place / found) if found.endswith(".index.json") else [found]:
         try:
             if file.endswith(".safetensors"):
                 tensors |= load_file(place / file)

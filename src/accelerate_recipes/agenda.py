@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from accelerate.utils import set_seed
 
-from accelerate_recipes import stop, watch
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.checkpoint import step_of
-from accelerate_recipes.distributed import max_over_ranks
+from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.life import stop, watch
+from accelerate_recipes.life.status import update_status
+from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
-from accelerate_recipes.status import update_status
-from accelerate_recipes.stop import Stopped
 
 EvaluateFn = Callable[[int], dict[str, float]]
 

@@ -23,10 +23,10 @@ from transformers import HfArgumentParser
 # Flags of other scripts whose knob the accelerate YAML or another argument owns here.
 OWNED_ELSEWHERE = {
     "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
-    "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the number of processes",
+    "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the processes",
     "bf16": "set `mixed_precision: bf16` in the accelerate YAML, or `accelerate launch --mixed_precision bf16`",
     "fp16": "fp16 is not supported; set `mixed_precision: bf16` in the accelerate YAML",
-    "mixed_precision": "set it in the accelerate YAML, or before the recipe: `accelerate launch --mixed_precision ... RECIPE`",
+    "mixed_precision": "set it in the accelerate YAML, or by `accelerate launch --mixed_precision ... RECIPE`",
     "torch_compile": "set `dynamo_backend: inductor` under `dynamo_config:` in the accelerate YAML",
     "fsdp": "choose a file of accelerate_configs/",
     "fsdp_config": "choose a file of accelerate_configs/",
@@ -60,7 +60,7 @@ class Range:
     below: float = math.inf
 
     def check(self, number: float) -> None:
-        """Raises OutOfRangeError."""
+        """Check that a number is in the range. Raises OutOfRangeError."""
         if not math.isfinite(number):
             raise OutOfRangeError("it must be a finite number")
         if isinstance(number, int) and number > min(self.max, MAX_INT):
@@ -187,10 +187,10 @@ class TrainArgs:
     merge_adapter: bool = arg(False, "Export the model with the adapter merged in, beside the adapter.")
 
     # Fields that are no arguments, and who decides instead.
-    owned_elsewhere: ClassVar[Mapping[str, str]] = OWNED_ELSEWHERE
+    owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 
     # Of fields that another library declares: ranges, and those that are fixed on a resume.
-    ranges: ClassVar[Mapping[str, Range]] = {}
+    ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
     # Folders that only the machine of the run sees: whether a file is there cannot be known here.
@@ -491,3 +491,7 @@ def check_group(
             return True
         errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
     return False
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

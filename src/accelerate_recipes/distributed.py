@@ -9,13 +9,11 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
 from torch import nn
@@ -28,188 +26,14 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
 from accelerate_recipes.attention import keep_cudnn_from_masks
-from accelerate_recipes.init import initialize
-from accelerate_recipes.optim import local, optimizer_fn
-
-T = TypeVar("T")
-
-PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
-
-
-def num_accelerators() -> int:
-    """Accelerators of this machine. Apple's MPS has no collectives: there it is a CPU."""
-    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
-        return 0
-    return torch.accelerator.device_count()
-
-
-def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
-
-    `num_devices` is the number of accelerators of this machine, 0 on a CPU. Also used by preflight, before
-    anything is launched.
-    """
-    found = []
-    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
-    world = int(env.get("WORLD_SIZE", 1))
-
-    def on(name: str) -> bool:
-        return env.get(name, "false").lower() in ("true", "1")
-
-    def is_set(name: str, *values: str) -> bool:
-        return env.get(name, "").upper() in values
-
-    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        found.append(
-            "mixed_precision: fp16 is not supported: models trained in bf16, T5 above all, overflow in it, and it needs a "
-            "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
-        )
-    if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
-        found.append(
-            "mixed_precision: fp8 is not supported: which layers compute in it, and what FSDP gathers, is set up for bf16 "
-            "only; set `mixed_precision: bf16`, or `no`"
-        )
-    if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-        found.append(
-            "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide the "
-            "accumulation; remove the YAML's"
-        )
-    if on("ACCELERATE_USE_DEEPSPEED") or on("ACCELERATE_USE_MEGATRON_LM"):
-        found.append("the accelerate YAML asks for DeepSpeed or Megatron-LM; choose a file of accelerate_configs/")
-    if num_devices and local_world > num_devices:
-        found.append(
-            f"{local_world} processes on this machine, which has {num_devices} GPUs; "
-            f"launch with --num_processes {num_devices} per machine at most"
-        )
-
-    if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        sizes = [int(env.get(f"PARALLELISM_CONFIG_{name}", 1)) for name in PARALLEL_SIZES]
-        replicate, shard, *others = sizes
-        if max(sizes) == 1:
-            found.append(
-                "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
-                "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
-            )
-        elif max(others) > 1:
-            found.append(
-                "parallelism_config sets tp, cp or sp; this collection shards data-parallel only: set them to 1"
-            )
-        elif replicate * shard != world:
-            found.append(
-                f"parallelism_config asks for {replicate} replicas x {shard} shards = {replicate * shard} processes, "
-                f"but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
-                f"--parallelism_config_dp_shard_size S so that R x S = {world}"
-            )
-
-    if on("ACCELERATE_USE_FSDP"):
-        version = int(env.get("FSDP_VERSION", 1))
-        if version == 2 and is_set("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"):
-            found.append(
-                "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard "
-                "rejects; use TRANSFORMER_BASED_WRAP, or accelerate_configs/fsdp1_size_wrap.yaml"
-            )
-        if on("FSDP_ACTIVATION_CHECKPOINTING") and is_set("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"):
-            found.append(
-                "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
-                "no layers; use TRANSFORMER_BASED_WRAP"
-            )
-        if version == 1 and not on("FSDP_USE_ORIG_PARAMS"):
-            found.append(
-                "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
-                "they could not be spared weight decay; set it to true"
-            )
-        if version == 1 and not num_devices:
-            if is_set("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
-                found.append(
-                    "FSDP1 hybrid sharding on a CPU leaves every rank the whole model and does not reduce the "
-                    "replicas' gradients (torch 2.13); use accelerate_configs/fsdp_hybrid.yaml"
-                )
-            if is_set("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"):
-                found.append(
-                    "FSDP1 with FULL_STATE_DICT crashes the interpreter on a CPU (torch 2.13); use "
-                    "SHARDED_STATE_DICT, or accelerate_configs/fsdp_full_state_dict.yaml"
-                )
-            if on("FSDP_OFFLOAD_PARAMS"):
-                found.append(
-                    "fsdp_offload_params with FSDP1 asks for a GPU even on a CPU (torch 2.13); use "
-                    "accelerate_configs/fsdp_offload.yaml"
-                )
-    return found
-
-
-def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List the arguments that the strategy of `accelerate launch`, as in `env`, cannot follow, one sentence each.
-
-    `num_devices`: GPUs of a machine, as for `environment_problems`.
-    """
-    found = []
-    if args.load_in_4bit and not num_devices:
-        found.append(
-            "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
-            "which trains adapters beside the model in bf16"
-        )
-    use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
-    wraps_layers = env.get("FSDP_AUTO_WRAP_POLICY") == "TRANSFORMER_BASED_WRAP"
-    if args.prefetch_layers > 0 and not (use_fsdp and env.get("FSDP_VERSION") == "2" and wraps_layers):
-        found.append(
-            f"--prefetch_layers {args.prefetch_layers} needs fsdp_version: 2 with fsdp_auto_wrap_policy: "
-            "TRANSFORMER_BASED_WRAP in the accelerate YAML; set it to 0"
-        )
-    if args.checkpoint_every_n_layers > 1 and not (use_fsdp and env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"):
-        found.append(
-            f"--checkpoint_every_n_layers {args.checkpoint_every_n_layers} says which layers are recomputed, but the "
-            "accelerate YAML asks for none; set fsdp_activation_checkpointing: true under fsdp_config:, or it to 1"
-        )
-    grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
-    if not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1 and args.reduce_dtype != grad_dtype:
-        found.append(
-            f"--reduce_dtype {args.reduce_dtype}: DDP sums gradients over the ranks in the precision of the weights, "
-            f"here {grad_dtype}; set it to {grad_dtype}, or choose an FSDP config"
-        )
-    if use_fsdp and args.use_peft and env.get("FSDP_VERSION") != "2":
-        found.append(
-            "--use_peft: FSDP1 melts frozen weights and adapters into one flat parameter, which has one precision and "
-            "gradients of all; choose a config with fsdp_version: 2"
-        )
-    if use_fsdp and args.optim == "adafactor" and env.get("FSDP_VERSION") != "2":
-        found.append(
-            "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
-            "choose a config with fsdp_version: 2"
-        )
-    if use_fsdp and args.optim == "adamw_8bit":
-        found.append(
-            "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, "
-            "or --optim adafactor or adamw_bf16_kahan"
-        )
-    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if args.optim == "adamw_bf16_kahan" and precision != "no":
-        found.append(
-            f"--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: {precision} in the accelerate YAML "
-            "keeps them in fp32; set `mixed_precision: no`, or choose another --optim"
-        )
-    return found
-
-
-def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
-    """List what runs but is probably not what was meant."""
-    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
-    if local_world < num_devices:
-        return [
-            f"{num_devices - local_world} of {num_devices} GPUs stay idle (numbers {local_world} to {num_devices - 1}); "
-            f"launch with --num_processes {num_devices} to use them all"
-        ]
-    if not num_devices and local_world > num_cores:
-        return [f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"]
-    return []
-
-
-def launch_problems(args: TrainArgs) -> list[str]:
-    """List what is wrong with this launch, on this machine, with these arguments."""
-    num_devices = num_accelerators()
-    return environment_problems(os.environ, num_devices) + lever_problems(args, os.environ, num_devices)
+from accelerate_recipes.optim import local_shard, optimizer_fn
+from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank
+from accelerate_recipes.strategy import environment_warnings, launch_problems, num_accelerators
+from accelerate_recipes.weights import initialize
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
@@ -221,7 +45,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     if problems := launch_problems(args):
         raise ConfigError(error_list("This launch cannot work", problems))
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if is_first_of_machine():
         for warning in environment_warnings(os.environ, num_devices, num_cores):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
@@ -229,7 +53,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         # Ranks compile the same at the same time: each into a folder of its own, rather than waiting for locks.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
-            os.environ[name] = str(base / f"rank-{os.environ.get('RANK', 0)}")
+            os.environ[name] = str(base / f"rank-{rank()}")
     resolve_vector_math()
     keep_cudnn_from_masks()
     if args.full_determinism:
@@ -395,16 +219,17 @@ def prepare(
     return model, make_optimizer(model), units[:2]
 
 
-def leave_embedding_to_accelerate(model: nn.Module) -> None:
+def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
     """Take what holds the input embedding out of the layers that transformers names for FSDP.
 
     BERT and its like name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps them, and then the input
     embedding in them once more, which torch refuses.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    if embedding is not None and getattr(model, "_no_split_modules", None):
+    layers = getattr(model, "_no_split_modules", None)
+    if embedding is not None and layers:
         around = {type(m).__name__ for m in model.modules() if m is not embedding and embedding in m.modules()}
-        model._no_split_modules = [name for name in model._no_split_modules if name not in around]
+        model._no_split_modules = [name for name in layers if name not in around]
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:
@@ -475,7 +300,7 @@ def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
 
 def local_numel(parameter: nn.Parameter) -> int:
     """Elements of a parameter that this rank holds."""
-    return local(parameter).numel()
+    return local_shard(parameter).numel()
 
 
 def is_no_shard(accelerator: Accelerator) -> bool:
@@ -563,69 +388,10 @@ def accumulate(
         return
     if accelerator.is_fsdp2:
         if num_replicas(accelerator) > 1:
-            model.set_requires_all_reduce(is_last)
+            model.set_requires_all_reduce(is_last)  # pyright: ignore[reportCallIssue]
         if accelerator.state.fsdp_plugin.reshard_after_forward:
             for unit in first_units:
-                unit.set_reshard_after_backward(is_last, recurse=False)
+                unit.set_reshard_after_backward(is_last, recurse=False)  # pyright: ignore[reportCallIssue]
         else:
-            model.set_reshard_after_backward(is_last)
+            model.set_reshard_after_backward(is_last)  # pyright: ignore[reportCallIssue]
     yield
-
-
-def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Gather each rank's value on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def on_first_rank(compute: Callable[[], T]) -> T:
-    """Return on every rank what `compute` returns on rank 0, and raise on every rank what it raises there."""
-    found = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            found[0] = compute()
-        except Exception as error:
-            found[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    result, error = found
-    if error is not None:
-        raise error
-    return result
-
-
-def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
-    """Call `compute` on every rank; the first of each machine fills the caches that the others then find.
-
-    What it raises on a rank is raised on every rank: to wait for one that failed would be an error of its own.
-    """
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    result = error = None
-    for turn in (True, False):
-        if is_first == turn:
-            try:
-                result = compute()
-            except Exception as raised:
-                error = raised
-        for raised in on_all_ranks(error):
-            if raised is not None:
-                raise raised
-    return result
-
-
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over the ranks, in place, on the device, without waiting for it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def max_over_ranks(value: float, device: torch.device) -> float:
-    """Waits for the device."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.item()

@@ -17,11 +17,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accelerate_recipes import stop
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.checkpoint import SaveError, complete_checkpoints, step_of
-from accelerate_recipes.distributed import accumulate, on_all_ranks, sum_over_ranks
+from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
+from accelerate_recipes.distributed import accumulate
+from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
+from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
 
 Batch = dict[str, torch.Tensor]
@@ -40,12 +41,15 @@ class TrainLoader(Protocol):
 
     def start_at(self, step: int, states: list[dict]) -> None:
         """Begin behind `step` optimizer steps; called before iterating. `states` are what `state` gave on all ranks."""
+        ...
 
     def state(self) -> dict:
         """Return what a checkpoint needs besides the step, in numbers and strings."""
+        ...
 
     def counts(self) -> dict[str, int]:
         """Count what this rank has read so far, for the log, which adds the ranks' counts up."""
+        ...
 
 
 class NonFiniteError(RuntimeError):

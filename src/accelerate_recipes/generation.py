@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes import stop
-from accelerate_recipes.distributed import on_all_ranks
+from accelerate_recipes.life import stop
 from accelerate_recipes.models import max_positions
+from accelerate_recipes.ranks import on_all_ranks
 
 
 @torch.no_grad()
@@ -52,7 +52,9 @@ def generate_texts(
             stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]
             batch = tokenizer.pad(
-                {"input_ids": [prompts[i] for i in indices]}, padding_side="left", return_tensors="pt"
+                {"input_ids": [prompts[i] for i in indices]},  # pyright: ignore[reportGeneralTypeIssues]
+                padding_side="left",
+                return_tensors="pt",
             ).to(accelerator.device)
             tokens = generator.generate(
                 input_ids=batch["input_ids"],

@@ -1,6 +1,7 @@
 """Sums of token losses, and the number of tokens they are sums over. The engine divides one by the other."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,7 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> Any:
     """The transformers model inside what DDP, FSDP1 and torch.compile put around it."""
     return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -15,6 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from accelerate_recipes.disk import write_atomically
 
 # Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first whose
 # words stand in the device's own name counts. What is not here gets no MFU rather than a wrong one.
@@ -89,7 +90,7 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     """
     config = model.config
     width = config.num_heads * config.d_kv
-    embedding = model.get_input_embeddings().weight.numel()
+    embedding = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue]
     encoder = sum(map(num_weights, model.encoder.parameters())) - embedding
     decoder = sum(map(num_weights, model.decoder.parameters())) - embedding
     cross = config.num_decoder_layers * 2 * config.d_model * width
@@ -124,7 +125,7 @@ class Window:
     def add(
         self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float, data_seconds: float
     ) -> None:
-        """`loss` is the mean over `num_targets`; `data_seconds` of the `seconds` went into waiting for the batches."""
+        """Add a step: `loss`, the mean over `num_targets`, and of its `seconds` those that went into waiting for data."""
         self.loss_sum += loss.double() * num_targets
         self.num_targets += num_targets
         self.samples += samples
@@ -168,9 +169,7 @@ class MetricsLog:
             self.records = [json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()]
             self.progress.update(self.records[-1]["step"] if self.records else 0)
         if self.accelerator.is_main_process:
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-            os.replace(partial, self.path)
+            write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def log_step(
         self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]

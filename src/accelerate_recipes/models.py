@@ -1,5 +1,6 @@
 """Models and tokenizers: from a name, a folder or a configuration."""
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -30,9 +31,9 @@ from transformers import (
     T5Config,
 )
 
-from accelerate_recipes import hub
 from accelerate_recipes.args import ConfigError, arg, error_list
-from accelerate_recipes.distributed import on_first_rank
+from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import on_first_rank
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
 T5_TYPES = ("t5", "mt5", "umt5")
@@ -44,7 +45,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: if it has no end token either.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, **hub.pinned(name))
+    tokenizer = AutoTokenizer.from_pretrained(name, **cache.pinned(name))
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no end token, which ends each text; set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -64,7 +65,7 @@ def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrain
     get theirs when the model is sharded.
     """
     return AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=attn_implementation, use_safetensors=True, **settings, **hub.pinned(name)
+        name, attn_implementation=attn_implementation, use_safetensors=True, **settings, **cache.pinned(name)
     )
 
 
@@ -75,7 +76,7 @@ def max_positions(config: PreTrainedConfig) -> int:
 
 def check_length(name: str, max_length: int) -> None:
     """Raise ConfigError if rows of `max_length` tokens are longer than the pretrained model is made for."""
-    longest = max_positions(AutoConfig.from_pretrained(name, **hub.pinned(name)))
+    longest = max_positions(AutoConfig.from_pretrained(name, **cache.pinned(name)))
     if max_length > longest:
         raise ConfigError(
             f"--max_length is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less"
@@ -222,11 +223,11 @@ def load_t5(name: str, attn_implementation: str, dropout_rate: float, **settings
     Raises:
         ConfigError: for another kind of model.
     """
-    config = AutoConfig.from_pretrained(name, **hub.pinned(name))
+    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
     if config.model_type not in T5_TYPES:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}; give another model")
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **settings, **hub.pinned(name)
+        name, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **settings, **cache.pinned(name)
     )
     return share_embedding(model)
 
@@ -235,7 +236,7 @@ def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrained
     """A T5 of these sizes, with its first weights: the same on all ranks, from the seed that all have.
 
     Each rank makes it whole: T5's rule for first weights reaches from a module into its children, which does not work
-    on the meta device (see `init`).
+    on the meta device (see `weights`).
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(torch.initial_seed())
@@ -263,6 +264,18 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
     # FSDP2 warns of it: T5's layers hand on the position bias, a view. Nothing writes to it in place.
     warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
+
+
+def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
+    """Return names in a model that stand for a weight of another name, where the model was saved in `folder`.
+
+    For a T5 the saved configuration decides, which `share_embedding` has put right: transformers 5.23 takes the output
+    layer of every T5 for its embedding.
+    """
+    tied = set(model.all_tied_weights_keys)
+    if not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True):
+        tied.discard("lm_head.weight")
+    return tied
 
 
 def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -1,8 +1,6 @@
 """Optimizers and learning-rate schedule."""
 
 import math
-import os
-import re
 import sys
 from collections.abc import Callable
 
@@ -12,12 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.ranks import is_first
+from accelerate_recipes.weights import WRAPPERS
 
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's rows and columns are few.
 CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
-
-# What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.
-WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -71,7 +68,7 @@ class KahanAdamW(torch.optim.AdamW):
             compensations = [self.state[parameter]["compensation"] for parameter in params]
             # Each element by itself: a rank's shard is a tensor like any other.
             tensors = (params, grads, exp_avgs, exp_avg_sqs, compensations)
-            params, grads, exp_avgs, exp_avg_sqs, compensations = ([local(t) for t in ts] for ts in tensors)
+            params, grads, exp_avgs, exp_avg_sqs, compensations = ([local_shard(t) for t in ts] for ts in tensors)
             # The kernel moves the compensations in the weights' place, which are left to be rounded once, below.
             adamw(
                 compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
@@ -105,7 +102,7 @@ class Adafactor(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     update = self._update(self.state[parameter], parameter.grad)
-                    parameter, update = local(parameter), local(update)
+                    parameter, update = local_shard(parameter), local_shard(update)
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
 
     def _update(self, state: dict[str, torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
@@ -129,7 +126,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Over all ranks that share the dimension. Not DTensor's own, which weighs uneven shards alike."""
+    """Compute a mean over all ranks that share the dimension. Not DTensor's own, which weighs uneven shards alike."""
     return whole(tensor.sum(dim)) / tensor.shape[dim]
 
 
@@ -141,7 +138,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -152,7 +149,7 @@ def make_scheduler(
 
     The warm-up starts at 0; what follows falls to `min_lr_ratio` of the peak and stays there.
     """
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_first():
         for warning in warmup_warnings(args, total_steps):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     warmup = num_warmup_steps(args, total_steps)

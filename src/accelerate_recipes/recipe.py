@@ -26,15 +26,18 @@ import transformers
 import yaml
 from huggingface_hub import constants
 
-from accelerate_recipes import hub, lock, parent, watch
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list, parse
-from accelerate_recipes.checkpoint import SaveError
-from accelerate_recipes.distributed import launch_problems
-from accelerate_recipes.download import download, existing
+from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes.checkpoint.files import SaveError
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.disk import existing
 from accelerate_recipes.engine import NonFiniteError
-from accelerate_recipes.shards import DataError
-from accelerate_recipes.status import attempt, is_wish_of_a_person, update_status
-from accelerate_recipes.stop import Stopped, requested
+from accelerate_recipes.hub import cache
+from accelerate_recipes.hub.download import download
+from accelerate_recipes.life import lock, parent, watch
+from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
+from accelerate_recipes.life.stop import Stopped, requested
+from accelerate_recipes.ranks import is_first, is_first_of_machine
+from accelerate_recipes.strategy import launch_problems
 
 # Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
@@ -49,16 +52,16 @@ class Requirements:
 
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
-    datasets: list[hub.Dataset] = field(default_factory=list)
+    datasets: list[cache.HubDataset] = field(default_factory=list)
     new_model: Callable[[], transformers.PreTrainedModel] | None = None
 
     def __post_init__(self):
         self.models, self.tokenizers = ([name for name in names if name] for names in (self.models, self.tokenizers))
 
     @property
-    def needs(self) -> list[hub.Need]:
-        models = [hub.Model(name) for name in self.models]
-        return [*models, *(hub.Model(name, weights=False) for name in self.tokenizers), *self.datasets]
+    def needs(self) -> list[cache.Need]:
+        models = [cache.HubModel(name) for name in self.models]
+        return [*models, *(cache.HubModel(name, weights=False) for name in self.tokenizers), *self.datasets]
 
 
 def write_problems(args: TrainArgs) -> list[str]:
@@ -79,24 +82,24 @@ def write_problems(args: TrainArgs) -> list[str]:
     return found
 
 
-def lacking_problems(needs: Sequence[hub.Need], command: Sequence[str]) -> list[str]:
+def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> list[str]:
     """List what of the requirements is not here, and what fetches it; `command` is the recipe with its arguments."""
-    found, cache = [], constants.HF_HUB_CACHE
-    lacking = {need: names for need in needs if (names := hub.lacking(need))}
+    found, place = [], constants.HF_HUB_CACHE
+    lacking = {need: names for need in needs if (names := cache.lacking(need))}
     for need, names in lacking.items():
         if os.path.isdir(need.name):
             found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
-        elif names == [hub.ALL]:
-            found.append(f"{need} is not in {cache}")
+        elif names == [cache.ALL]:
+            found.append(f"{need} is not in {place}")
         else:
-            found.append(f"{need} is incomplete in {cache}, it lacks {', '.join(names)}")
+            found.append(f"{need} is incomplete in {place}, it lacks {', '.join(names)}")
     if not all(os.path.isdir(need.name) for need in lacking):
         said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
         found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
     return found
 
 
-def needs_of(command: Sequence[str]) -> list[hub.Need]:
+def needs_of(command: Sequence[str]) -> list[cache.Need]:
     """List what a recipe with arguments reads from the Hub.
 
     Raises:
@@ -108,9 +111,9 @@ def needs_of(command: Sequence[str]) -> list[hub.Need]:
 
 
 def run_recipe(
-    main: Callable[[TrainArgs], None],
-    args_class: type[TrainArgs],
-    requirements: Callable[[TrainArgs], Requirements],
+    main: Callable[[Args], None],
+    args_class: type[Args],
+    requirements: Callable[[Args], Requirements],
 ) -> None:
     """Run a recipe with the command line's arguments. What the user can put right is one message, no traceback."""
     if not sys.stderr.isatty():  # a job's log: plain lines
@@ -118,10 +121,9 @@ def run_recipe(
         transformers.utils.logging.disable_progress_bar()
     parent.follow_launcher()
     args, watched, code = None, None, 0
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     try:
         args = parse(args_class, other_problems=lambda args: [*launch_problems(args), *write_problems(args)])
-        if rank == 0:
+        if is_first():
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         watched = watch.start(Path(args.output_dir), partial(fail, args))
@@ -134,11 +136,11 @@ def run_recipe(
         # What restarts by exit codes alone takes 0 for the end of the run: that is only what a person wanted.
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
-        if rank == 0:
+        if is_first():
             print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
     except (ConfigError, DataError, NonFiniteError, SaveError, PermissionError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
-        if told or local_rank != 0:
+        if told or not is_first_of_machine():
             # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
             # exit first, the launcher would end the other before it has said so. It ends this one instead.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -173,7 +175,7 @@ def read_only_as_permission() -> Iterator[None]:
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End by what the user must put right. On rank 0 in a thread of the watch, where another rank has found it."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
-    if args is not None and attempt()["job"] and int(os.environ.get("RANK", 0)) == 0:
+    if args is not None and attempt()["job"] and is_first():
         # Before training too, a job's script is to know that more of the same would not help.
         with contextlib.suppress(ConfigError, OSError):
             lock.take(Path(args.output_dir))
@@ -195,9 +197,9 @@ def provide(needed: Requirements) -> None:
     if not constants.HF_HUB_OFFLINE:
         needs = [need for need in needs if os.path.isdir(need.name) or not need.streamed]
         to_have = [need for need in needs if not os.path.isdir(need.name)]
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            download([need for need in to_have if hub.lacking(need)], sys.argv)
-        while any(map(hub.lacking, to_have)):  # the launcher ends this if the first process fails
+        if is_first_of_machine():
+            download([need for need in to_have if cache.lacking(need)], sys.argv)
+        while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
     if problems := lacking_problems(needs, sys.argv):
         raise ConfigError(error_list("This run cannot start", problems))

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -21,14 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import Adapter, add_adapters
-from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import Checkpointer, agree_on_resume, export, find_resume
+from accelerate_recipes.args import Args
+from accelerate_recipes.checkpoint.checkpointer import Checkpointer
+from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, draw_run
-
-Args = TypeVar("Args", bound=TrainArgs)
 
 # The runs of this process, kept to the process's end, where nothing is torn down (`recipe.leave`). Were one freed when a
 # recipe's `main` returns, gloo would wait for its threads while it holds the interpreter's lock, for which one of them may

@@ -83,7 +83,7 @@ class TextMetrics:
         inputs = {"predictions": predictions, "references": references, "sources": sources}
         results = {}
         for metric in self.metrics:
-            results |= metric.compute(**{name: list(inputs[name]) for name in metric.features})
+            results |= metric.compute(**{name: list(inputs[name]) for name in metric.features}) or {}
         return results
 
     def examples(

@@ -27,17 +27,17 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from accelerate_recipes import stop
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
-from accelerate_recipes.checkpoint import step_of
-from accelerate_recipes.data import check_content, checksum_of_rows
-from accelerate_recipes.distributed import on_first_rank, sum_over_ranks
+from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.life import stop
+from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import load_model
-from accelerate_recipes.parent import start_worker
+from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 
 # trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
@@ -51,6 +51,7 @@ KEPT = {
     "train_sampling_strategy", "use_liger_kernel",
 }  # fmt: skip
 REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__) - KEPT
+WHEN = "--save_steps, --eval_steps and --logging_steps say when"
 CHECKPOINTING = "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML"
 MODEL = "the recipe loads the model; its arguments are --model_name_or_path and --attn_implementation"
 
@@ -70,8 +71,9 @@ class TrainerArgs(TrainArgs):
     )
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "what trl's trainer does around a step is done as in the other recipes, see --help")
-        | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "--save_steps, --eval_steps and --logging_steps say when")
-        | dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "activation_offloading"), CHECKPOINTING)
+        | dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), WHEN)
+        | dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs"), CHECKPOINTING)
+        | dict.fromkeys(("gradient_checkpointing_kwargs", "activation_offloading"), CHECKPOINTING)
         | dict.fromkeys(("model_init_kwargs", "trust_remote_code"), MODEL)
         | {"load_best_model_at_end": "--metric_for_best_model keeps the best checkpoint, which `export` turns into a model"}
         | OWNED_ELSEWHERE
@@ -154,23 +156,23 @@ class RecipeTrainer:
         num_embeddings = model.get_input_embeddings().num_embeddings
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
-            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)
+            super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
         except (ValueError, TemplateError) as error:  # the other of a chat template, or of rows that it does not take
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
         if adapter and model.get_input_embeddings().num_embeddings != num_embeddings:
             raise ConfigError(
-                f"--chat_template_path {run.args.chat_template_path} is a model, for whose tokens trl changes the rows of the "
-                "embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
+                f"--chat_template_path {run.args.chat_template_path} is a model, for whose tokens trl changes the rows "
+                "of the embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
 
     def _send_telemetry(self) -> None:
-        """A run tells nobody of itself."""
+        """Do nothing: a run tells nobody of itself."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Ours is there already."""
+        """Do nothing: the run has its Accelerator already."""
         self.accelerator.dataloader_config = DataLoaderConfiguration(
             use_seedable_sampler=True, data_seed=self.run.args.seed
         )
@@ -263,8 +265,8 @@ class RecipeTrainer:
             self.num_targets += count_targets(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Called before each optimizer step."""
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> Any:
+        """Check loss and gradients before each optimizer step."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(grad_norm, "full_tensor"):
             grad_norm = grad_norm.full_tensor()

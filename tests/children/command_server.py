@@ -12,7 +12,9 @@ import transformers  # noqa: F401
 from forked import run_and_exit
 from huggingface_hub import constants
 
-from accelerate_recipes import __main__, download, preflight, recipe  # noqa: F401
+from accelerate_recipes import __main__, recipe  # noqa: F401
+from accelerate_recipes.hub import download  # noqa: F401
+from accelerate_recipes.launch import preflight  # noqa: F401
 
 
 def run(job: dict) -> int:

@@ -42,11 +42,11 @@ def rank_process(rank: int, job: dict) -> int:
         sys.addaudithook(refuse_network)
         import faults
 
-        from accelerate_recipes import distributed, recipe
+        from accelerate_recipes import recipe, strategy
 
         faults.arm()
         if "FOUR_BITS_ON_CPU" in os.environ:  # which a recipe refuses, and bitsandbytes can do
-            distributed.lever_problems = lambda *_: []
+            strategy.lever_problems = lambda *_: []
             # Repacks weights in place at evaluation, which FSDP then shards otherwise; GPUs have nothing like it.
             importlib.import_module("bitsandbytes.nn.modules").has_avx512bf16 = lambda: False
         module = recipe.load(job["script"])

@@ -13,7 +13,8 @@ import toy
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from accelerate_recipes.data import PackedRows, make_train_loader
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss

@@ -15,14 +15,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from toy import requirements
 
-from accelerate_recipes.data import PackedRows, make_train_loader
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.optim import WRAPPERS
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import WRAPPERS
 
 STEPS = 4
 

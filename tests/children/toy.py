@@ -22,15 +22,17 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.checkpoint import export, step_of
-from accelerate_recipes.data import PackedRows, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
-from accelerate_recipes.optim import WRAPPERS
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import start
-from accelerate_recipes.shards import DataError
+from accelerate_recipes.weights import WRAPPERS
 
 LENGTH = 32
 

@@ -1,0 +1,439 @@
+"""Saving a run under way, in the background, and restoring it exactly on any number of ranks."""
+
+import contextlib
+import json
+import math
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from transformers import GenerationConfig
+
+import accelerate_recipes
+from accelerate_recipes import adapters
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.checkpoint.export import write_adapter, write_safetensors
+from accelerate_recipes.checkpoint.files import (
+    MARKER,
+    SaveError,
+    check_base,
+    complete_checkpoints,
+    defect,
+    describe,
+    difference,
+    is_of_the_disk,
+    read_marker,
+    remove_leftovers,
+    set_aside,
+    step_of,
+    write_marker,
+)
+from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.disk import fsync
+from accelerate_recipes.distributed import strategy_name
+from accelerate_recipes.life import lock, stop
+from accelerate_recipes.life.status import update_status
+from accelerate_recipes.optim import local_shard
+from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.weights import WRAPPERS
+
+PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
+
+
+class HostCopy(BlockingAsyncStager):
+    """Copies a state dict into host memory, pinned for a GPU, and keeps that for the next copy.
+
+    Getting the memory takes longer than the copy. torch 2.13's BlockingAsyncStager keeps it only where it can be pinned;
+    its DefaultStager cannot copy the ShardedTensors of FSDP1.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.state_dict_cache is None:
+            is_pinned = torch.cuda.is_available()
+            if is_pinned:
+                pin_what_is_asked_for()
+            self.state_dict_cache = _create_cpu_state_dict(state_dict, pin_memory=is_pinned)
+        return _copy_state_dict(state_dict, self.state_dict_cache)
+
+
+def pin_what_is_asked_for() -> None:
+    """Pin host memory of the size that is asked for, from 1 MiB on.
+
+    torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more for a model of
+    7B parameters. To set one setting sets the others back, so those of PYTORCH_ALLOC_CONF are given again.
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if PIN_EXACTLY not in settings:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, PIN_EXACTLY])))
+
+
+@dataclass
+class Checkpointer:
+    """Saves and restores all that a run consists of. Call its methods on every rank.
+
+    Raises:
+        ConfigError: for artifacts that could not be saved.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    args: TrainArgs
+    artifacts: Sequence[Any]  # what has `save_pretrained`: configuration, tokenizer, generation config
+    resumed_from: Path | None
+    adapter: adapters.Adapter | None = None  # then only what is trained is saved
+    newest: Path | None = None
+    data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
+
+    def __post_init__(self):
+        for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
+            try:
+                settings.validate(strict=True)  # as its `save_pretrained` does; but now, not at the first checkpoint
+            except ValueError as error:
+                raise ConfigError(
+                    f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
+                ) from None
+        self.stager = HostCopy()
+        # What is said in the background must not come between the collectives of training.
+        self.group = None
+        if dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
+        self.background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self.in_flight: Future | None = None
+
+    def save(self, step: int, data_state: dict) -> Path:
+        """Write `checkpoint-<step>`, then remove those that are not to be kept. Returns its path.
+
+        `data_state` is what this rank's data need besides the step to go on; `data_states` holds those of all ranks
+        after `resume`.
+
+        With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. One save at a time: the
+        one before is waited for first.
+
+        Raises:
+            SaveError: on all ranks, if one cannot write, now or in the background before, and for weights that are not
+                finite. Older checkpoints are as they were, nothing is left half done.
+        """
+        self.wait()
+        start = time.perf_counter()
+        final = Path(self.args.output_dir) / f"checkpoint-{step}"
+        unfinished = final.with_name(f"{final.name}.partial")
+        data_states, broken = zip(*on_all_ranks((data_state, broken_weight(self.model)), self.group), strict=True)
+        if name := next(filter(None, broken), None):
+            raise SaveError(
+                f"{final.name} is not saved: {name} holds NaN or infinity; lower --learning_rate, or look at what the last "
+                f"steps logged. Last good checkpoint: {self.newest or 'none yet'}"
+            )
+        with self._all_or_none(unfinished):
+            if self.accelerator.is_main_process:
+                self._make_room(unfinished, final)
+                shutil.copy(final.parent / "metrics.jsonl", unfinished)
+                (unfinished / "data.json").write_text(json.dumps(data_states))
+        model_state, optimizer_state = self._trained_state()
+        settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
+        state = {"model": model_state, "optimizer": optimizer_state}
+        if self.args.async_save:
+            write = dcp.async_save(state, async_stager=self.stager, **settings).result
+            self.in_flight = self.background.submit(self._complete, step, start, unfinished, final, write, rng_state())
+            self.in_flight.add_done_callback(ask_to_stop_if_failed)
+        else:
+            self._complete(step, start, unfinished, final, partial(dcp.save, state, **settings), rng_state())
+        return final
+
+    def wait(self) -> None:
+        """Wait until no save is in flight.
+
+        Raises:
+            SaveError: if it failed.
+        """
+        if self.in_flight is not None:
+            in_flight, self.in_flight = self.in_flight, None
+            in_flight.result()
+
+    def _complete(
+        self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
+    ) -> None:
+        """Everything of a save, begun at `start`, that training need not wait for. `write` writes model and optimizer."""
+        rank = self.accelerator.process_index
+        with self._all_or_none(unfinished):
+            write()
+            with (unfinished / f"rng-{rank}.pt").open("wb") as file:
+                torch.save(rng, file)
+            mine = [*(unfinished / "state").glob(f"__{rank}_*"), unfinished / f"rng-{rank}.pt"]
+            described = [describe(file, unfinished) for file in mine]
+        files = {name: entry for part in on_all_ranks(described, self.group) for name, entry in part}
+        with self._all_or_none(unfinished):
+            if rank == 0:
+                self._finish(step, unfinished, final, files)
+        self.newest = final
+        longest = stop.save_took(time.perf_counter() - start)
+        if rank == 0:
+            update_status(final.parent, step=step, checkpoint=str(final), longest_save_seconds=round(longest, 2))
+            try:
+                remove_old(final.parent, self.args)
+            except OSError as error:
+                warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _all_or_none(self, unfinished: Path) -> Iterator[None]:
+        """Make a part of a save fail on all ranks if it fails on one: all raise SaveError, what was written is removed.
+
+        A rank that fails by a mistake of the program raises that.
+        """
+        problems, failure = {}, None
+        try:
+            yield
+        except dcp.CheckpointException as error:  # holds those of all ranks, each with its traceback
+            problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
+        except Exception as error:  # whatever it is: the others must not wait, and what was written must not stay
+            problems, failure = {self.accelerator.process_index: str(error)}, error
+        found = on_all_ranks(problems, self.group)
+        problems = {rank: problem for part in found for rank, problem in part.items()}
+        if problems:
+            if self.accelerator.is_main_process and not lock.is_lost():  # else it is the other run's
+                shutil.rmtree(unfinished, ignore_errors=True)
+            if failure is not None and not is_of_the_disk(failure):
+                raise failure
+            raise SaveError(
+                f"{unfinished.with_suffix('')} could not be written: "
+                f"{', '.join(f'rank {rank}: {problem}' for rank, problem in sorted(problems.items()))}. "
+                f"Last good checkpoint: {self.newest or 'none yet'}"
+            )
+
+    def _make_room(self, unfinished: Path, final: Path) -> None:
+        if lock.is_lost():
+            raise OSError(f"another run has taken over {final.parent}")
+        if final.exists():
+            assert defect(final), f"{final} is complete"  # find_resume refuses such a run
+            set_aside(final)  # damaged, or another program's: what is unfinished here has another name
+        remove_leftovers(final.parent)
+        if self.newest is not None and self.newest.is_dir():
+            needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
+            free = shutil.disk_usage(final.parent).free
+            if free < needed:
+                raise OSError(
+                    f"{free / 2**30:.2f} GiB are free, the last checkpoint has {needed / 2**30:.2f} GiB; "
+                    "make room, or lower --save_total_limit"
+                )
+        unfinished.mkdir(parents=True)
+
+    def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
+        """Add what one rank writes, then the marker; `files` are those that the ranks have described."""
+        self.args.save(unfinished / "args.yaml")
+        for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
+            artifact.save_pretrained(unfinished)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.state_dict_type.name == "FULL_STATE_DICT":
+            if self.adapter:
+                write_adapter(unfinished, unfinished)
+            else:
+                write_safetensors(unfinished, unfinished, dtype=None, max_shard_size=2**63)
+        for file in sorted(unfinished.rglob("*")):
+            if file.is_file() and str(file.relative_to(unfinished)) not in files:
+                name, entry = describe(file, unfinished)
+                files[name] = entry
+        for folder in (unfinished / "state", unfinished):
+            fsync(folder)
+        marker = {
+            "step": step,
+            "world_size": self.accelerator.num_processes,
+            "strategy": strategy_name(self.accelerator),
+            "mixed_precision": self.accelerator.mixed_precision,
+            "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
+            "base_model": self.adapter.base if self.adapter else None,
+            "versions": {
+                module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
+            },
+            "files": files,
+        }
+        write_marker(unfinished, marker)
+        fsync(unfinished / MARKER)
+        fsync(unfinished)
+        unfinished.rename(final)
+        fsync(final.parent)
+
+    def resume(self) -> int:
+        """Restore `resumed_from` and return its step; 0 where there is none.
+
+        Model and optimizer are resharded to any number of ranks and any strategy. Learning rate, betas and decay
+        are the command line's.
+        """
+        if self.resumed_from is None:
+            return 0
+        checkpoint = self.newest = self.resumed_from
+        marker = read_marker(checkpoint)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        if self.adapter:
+            on_first_rank(lambda: check_base(checkpoint, marker, self.adapter.base))
+        model_state, optimizer_state = self._trained_state()
+        state = {"model": model_state, "optimizer": optimizer_state}
+        check_shapes(checkpoint, model_state)
+        dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=self.adapter is None),  # what is frozen is not among it
+        )  # fmt: skip
+        if name := next(filter(None, on_all_ranks(broken_weight(self.model))), None):
+            raise ConfigError(
+                f"{checkpoint} is of no use: {name} holds NaN or infinity; move it away, and an older is taken"
+            )
+        for group, now in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(now)
+        seek(self.scheduler, marker["step"])
+        self.data_states = json.loads((checkpoint / "data.json").read_text())
+        self.restore_rng()
+        self.accelerator.on_main_process(print)(
+            f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",
+            flush=True,
+        )
+        return marker["step"]
+
+    def _trained_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        if self.adapter:
+            # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+            named = self.model.named_parameters()
+            trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
+            model_state = {name: model_state[name] for name in trained}
+        return model_state, optimizer_state
+
+    def restore_rng(self) -> None:
+        """Set the random generators to where they were at `resumed_from`: again, if something drew after `resume`."""
+        assert self.resumed_from is not None
+        marker = read_marker(self.resumed_from)
+        if marker["world_size"] == self.accelerator.num_processes:
+            file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
+            set_rng_state(torch.load(file, weights_only=True))
+        else:  # no generator fits a rank that was not there: derive one from the step
+            set_seed(self.args.seed + marker["step"], device_specific=True)
+
+
+def broken_weight(model: nn.Module) -> str | None:
+    """Name of a trained weight of which this rank holds a part that is not finite, or None."""
+    held = {
+        name: local_shard(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    held = {name: tensor for name, tensor in held.items() if tensor.numel()}
+    # A maximum, in which NaN stays, takes no memory: a mask of all elements would.
+    largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
+    are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
+    return next((WRAPPERS.sub("", name) for name, good in zip(held, are_finite, strict=True) if not good), None)
+
+
+def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None:
+    """Check that the checkpoint holds this model.
+
+    Raises:
+        ConfigError: naming the first parameter that differs, with both shapes.
+    """
+    saved = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
+    there = {name.removeprefix("model."): tuple(e.size) for name, e in saved.items() if name.startswith("model.")}
+    here = {name: tuple(tensor.size()) for name, tensor in model_state.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            raise ConfigError(
+                f"{checkpoint} holds another model: {name} has the shape {there.get(name, 'of nothing')} there and "
+                f"{here.get(name, 'of nothing')} here; resume with the model it was saved from, or give another "
+                "--output_dir"
+            )
+
+
+def ask_to_stop_if_failed(save: Future) -> None:
+    """Ask to stop where a save failed.
+
+    All ranks fail alike, but notice it at different steps: they stop together, and there `wait` says why.
+    """
+    if save.exception() is not None:
+        stop.ask("a save that failed")
+
+
+def remove_old(output_dir: Path, args: TrainArgs) -> None:
+    """Remove the complete checkpoints that `args` do not keep."""
+    present = complete_checkpoints(output_dir)
+    keep = to_keep(present, args)
+    for old in present:
+        if old not in keep:
+            # A removal that is interrupted must not leave something named like a checkpoint.
+            shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+
+
+def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
+    """The newest `save_total_limit`, each `keep_every_n_steps`, and the best; `checkpoints` are sorted by step."""
+    keep = set(checkpoints[-args.save_total_limit :])  # all, where the limit is 0
+    if args.keep_every_n_steps:
+        keep |= {checkpoint for checkpoint in checkpoints if step_of(checkpoint) % args.keep_every_n_steps == 0}
+    scores = {checkpoint: found for checkpoint in checkpoints if (found := score(checkpoint, args)) is not None}
+    if scores:
+        keep.add(max(scores, key=scores.__getitem__))
+    return keep
+
+
+def score(checkpoint: Path, args: TrainArgs) -> float | None:
+    """Return `metric_for_best_model` at the checkpoint's step, with the sign that makes greater better.
+
+    None: it was not measured, or is not finite, or the file that says it is damaged.
+    """
+    if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
+        return None
+    key = f"eval_{args.metric_for_best_model}"
+    records = map(json.loads, (checkpoint / "metrics.jsonl").read_text().splitlines())
+    values = [record[key] for record in records if key in record and record["step"] == step_of(checkpoint)]
+    greater_is_better = args.greater_is_better
+    if greater_is_better is None:
+        greater_is_better = not args.metric_for_best_model.endswith("loss")
+    if not values or not math.isfinite(values[-1]):
+        return None
+    return values[-1] if greater_is_better else -values[-1]
+
+
+def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Put a fresh schedule where it is after `step` steps. It is a function of the step alone."""
+    scheduler.last_epoch = step
+    scheduler._step_count = step + 1
+    for group, base_lr, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base_lr * factor(step)
+    scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every random generator of this process, loadable with `weights_only=True`."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

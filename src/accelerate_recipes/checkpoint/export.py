@@ -1,0 +1,292 @@
+"""Export of a checkpoint into a folder that `from_pretrained` loads, a safetensors shard at a time."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig
+
+from accelerate_recipes import adapters
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.checkpoint.files import (
+    EXPORT,
+    SaveError,
+    check_base,
+    is_of_the_disk,
+    read_marker,
+    unfinished_export,
+)
+from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.metrics import is_evaluation
+from accelerate_recipes.models import tied_names
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    description: str = "",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    merge_adapter: bool = False,
+) -> None:
+    """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
+
+    `dtype` of the weights defaults to the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory:
+    one safetensors shard of `max_shard_size` (bytes, or such as "500MB").
+
+    Of adapters it is a folder for PEFT; or with `merge_adapter` the whole model, of which each weight is read from the
+    files of the one that they belong to, and the adapters themselves in `adapter/`.
+
+    `out` may be an earlier export, whose place the new one takes when it is whole.
+
+    Raises:
+        ConfigError: for an `out` that holds anything else, and what these settings cannot make of the checkpoint.
+        SaveError: where it cannot be written; nothing is left half done.
+    """
+    checkpoint, out = checkpoint.resolve(), out.resolve()
+    if checkpoint in (out, *out.parents) or out in checkpoint.parents:
+        raise ConfigError(f"{out} is, holds or lies in the checkpoint {checkpoint}; give another folder")
+    arguments = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    base = arguments.get("model_name_or_path", "")
+    check_replaceable(out, base)
+    marker = read_marker(checkpoint)
+    is_adapter = marker.get("base_model") is not None
+    if merge_adapter and not is_adapter:
+        raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
+    if merge_adapter and arguments.get("load_in_4bit"):
+        raise ConfigError(
+            f"{checkpoint} holds adapters of a model in 4 bits: they do not fit its unrounded weights; PEFT loads them "
+            "beside a model in 4 bits"
+        )
+    if is_adapter and dtype and not merge_adapter:
+        raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
+    if merge_adapter:
+        check_base(checkpoint, marker, adapters.base_of(adapters.read_config(checkpoint)))
+    unfinished = unfinished_export(out)
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        list_files(unfinished)
+        write_export(checkpoint, marker, unfinished, description, dtype, max_shard_size, merge_adapter)
+        list_files(unfinished)
+    except Exception as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_of_the_disk(error):
+            raise SaveError(f"{out} could not be written: {error}") from None
+        raise
+    check_replaceable(out, base)  # again: writing took its time
+    try:
+        remove_export(out)
+        unfinished.rename(out)
+    except OSError as error:
+        raise SaveError(f"{unfinished} is whole, but cannot take its place: {error}; move it by hand") from None
+
+
+def write_export(
+    checkpoint: Path,
+    marker: dict,
+    out: Path,
+    description: str,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    merge_adapter: bool,
+) -> None:
+    """Fill the folder of an export; see `export`."""
+    is_adapter = marker.get("base_model") is not None
+    left_out = {"data.json"}
+    if is_adapter:  # each would make `from_pretrained` take the folder for the other
+        left_out.add("adapter_config.json" if merge_adapter else "config.json")
+    for name in marker["files"].keys() - left_out:
+        is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
+        if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copy(checkpoint / name, out / name)
+    if merge_adapter:
+        (out / "adapter").mkdir()
+        shutil.copy(checkpoint / "adapter_config.json", out / "adapter")
+    if is_adapter:
+        write_adapter(checkpoint, out / "adapter" if merge_adapter else out)
+    if merge_adapter or not is_adapter:
+        if dtype is None:
+            dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
+        write = write_merged if merge_adapter else write_safetensors
+        write(checkpoint, out, dtype, max_shard_size)
+        config = json.loads((out / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "README.md").write_text(model_card(checkpoint, description))
+
+
+def list_files(export: Path) -> None:
+    """Write down what is in an export: no more than that is removed when another takes its place."""
+    names = [str(path.relative_to(export)) for path in export.rglob("*")]
+    (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n")
+
+
+def listed_files(folder: Path) -> set[str]:
+    """List what an export has written into a folder; empty where none has."""
+    try:
+        return set(json.loads((folder / EXPORT).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def check_replaceable(out: Path, base_model: str) -> None:
+    """Check that an export can be written there: into a new or empty folder, or in place of an earlier export.
+
+    Raises:
+        ConfigError: where something else would be removed, or the model that the run began with.
+    """
+    if base_model and Path(base_model).resolve() == out.resolve():
+        raise ConfigError(f"{out} is the model that the run begins with; the export needs another folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; an export needs a folder")
+    listed = listed_files(out)
+    other = next((path for path in out.rglob("*") if str(path.relative_to(out)) not in listed), None)
+    if other:
+        raise ConfigError(f"{out} holds {other.name}, which no export wrote; move that away, or give another folder")
+    unfinished = unfinished_export(out)
+    if (
+        unfinished.exists()
+        and not (unfinished / EXPORT).exists()
+        and (unfinished.is_file() or any(unfinished.iterdir()))
+    ):
+        raise ConfigError(f"{unfinished}, where the export is written first, holds something else; move that away")
+
+
+def remove_export(out: Path) -> None:
+    """Remove what is listed and there, the list last: a removal that is interrupted can be finished."""
+    listed = listed_files(out)
+    for path in sorted(out.rglob("*"), reverse=True):  # files before their folder
+        if str(path.relative_to(out)) in listed - {EXPORT}:
+            path.rmdir() if path.is_dir() else path.unlink()
+    (out / EXPORT).unlink(missing_ok=True)
+    if out.exists():
+        out.rmdir()
+
+
+def model_card(checkpoint: Path, description: str) -> str:
+    """README.md of an export: what was trained, to what result, with which arguments."""
+    arguments = (checkpoint / "args.yaml").read_text()
+    marker = read_marker(checkpoint)
+    if base := marker.get("base_model"):
+        at = f" at commit {base['revision']}" if base["revision"] else ""
+        description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
+    records = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text().splitlines()]
+    result = next((record for record in reversed(records) if is_evaluation(record)), {})
+    measured = "".join(
+        f"| {name.removeprefix('eval_')} | {value:.5g} |\n"
+        for name, value in result.items()
+        if name.startswith("eval_")
+    )
+    return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
+
+{description} Trained with accelerate-recipes {marker["versions"]["accelerate_recipes"]}.
+
+## Result on held-out data
+
+| after {result.get("step", "no")} steps | |
+|---|---|
+{measured}
+## Arguments
+
+```yaml
+{arguments}```
+"""
+
+
+def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
+    """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
+
+    Reads one shard of `max_shard_size` bytes at a time. `dtype` of floating-point weights; None: as saved.
+    """
+    model, tied = model_on_meta(checkpoint)
+    tensors = {name: t for name, t in saved_tensors(checkpoint).items() if name not in tied}
+    if missing := set(model.state_dict()) - tied - set(tensors):
+        raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
+    write_shards(tensors, partial(read_state, checkpoint), out, dtype, max_shard_size)
+
+
+def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+    """Write the model that the adapters of `checkpoint/state` belong to, with them merged in.
+
+    Weights are named as in its files, which are mapped into memory: of what is read, no more than a shard is kept.
+    """
+    config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
+    base = adapters.base_tensors(config)
+    model, tied = model_on_meta(checkpoint)
+    tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
+    weight_named = adapters.merged(model, base, adapter, config)
+
+    def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weight_named(name).to(tensor.dtype).contiguous() for name, tensor in wanted.items()}
+
+    write_shards(tensors, read, out, dtype, max_shard_size)
+
+
+def write_adapter(checkpoint: Path, out: Path) -> None:
+    """Write the adapters of `checkpoint/state` as PEFT does, in fp32."""
+    tensors = {adapters.peft_name(name): tensor for name, tensor in read_adapter(checkpoint).items()}
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return read_state(checkpoint, saved_tensors(checkpoint))
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """List the tensors of the model in `checkpoint/state` by their names in it, on the meta device."""
+    metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
+    return {
+        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in metadata.items()
+        if key.startswith("model.")
+    }
+
+
+def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the model in `checkpoint/state`, like those that are `wanted`."""
+    # In the dtype to be written: the reader converts as it copies, without a second buffer.
+    tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
+    dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
+    return {name: tensors[f"model.{name}"] for name in wanted}
+
+
+def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
+    """The checkpoint's model without weights, and which of its names are other names of a tied weight."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
+    return model, tied_names(model, checkpoint)
+
+
+def write_shards(
+    tensors: dict[str, torch.Tensor],
+    read: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    out: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+) -> None:
+    """Write `tensors`, which are on the meta device, as safetensors; `read` fills those of a shard that it is given."""
+    tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
+    plan = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for filename, names in plan.filename_to_tensors.items():
+        # No name for the shard: it would live until the next one is read.
+        save_file(read({name: tensors[name] for name in names}), out / filename, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

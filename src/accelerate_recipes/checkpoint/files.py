@@ -1,0 +1,171 @@
+"""Names and files of a checkpoint and of an export: what is whole, what is damaged, what a killed run has left."""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from itertools import chain, count
+from pathlib import Path
+
+import xxhash
+from safetensors import SafetensorError
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.disk import checksum, fsync
+from accelerate_recipes.ranks import is_first
+
+# Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+warnings.filterwarnings("ignore", "Please use DTensor instead and we are deprecating ShardedTensor")
+
+MARKER = "complete.json"
+EXPORT = "accelerate_recipes.json"  # in an export: its files, by which it is known when another is to take its place
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def defect(checkpoint: Path) -> str | None:
+    """Say why this directory is no complete checkpoint, or return None.
+
+    Looks at names and sizes only, and at the content of what is read to choose a checkpoint: marker and arguments.
+    """
+    try:
+        marker = read_marker(checkpoint)
+    except FileNotFoundError:
+        return f"it has no {MARKER}: the save was interrupted"
+    except (OSError, ValueError) as error:
+        return f"its {MARKER} is damaged: {error}"
+    for name, entry in marker["files"].items():
+        file = checkpoint / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"its {MARKER} names {name}, which is not in it"
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["size"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
+    return difference(checkpoint, "args.yaml", marker)
+
+
+def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Name a file of a complete checkpoint that changed since it was written, or None. Reads one part of the files."""
+    marker = read_marker(checkpoint)
+    names = sorted(marker["files"])[part::parts]
+    return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
+
+
+def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
+    """Say how the content of a file differs from what was written, or None."""
+    try:
+        found = checksum(checkpoint / name)
+    except OSError as error:  # what a disk cannot read any more
+        return f"{name} cannot be read: {error}"
+    wanted = marker["files"][name]["checksum"]
+    return None if found == wanted else f"the checksum of {name} is {found} instead of {wanted}: the file is damaged"
+
+
+def read_marker(checkpoint: Path) -> dict:
+    """Read a checkpoint's marker.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: for one that was changed.
+    """
+    marker = json.loads((checkpoint / MARKER).read_text())
+    if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
+        raise ValueError("it does not list the files of a checkpoint")
+    found, written = checksum_of(marker), marker.pop("checksum", None)  # earlier versions wrote none
+    if written not in (None, found):
+        raise ValueError(f"its checksum is {found} instead of {written}")
+    return marker
+
+
+def write_marker(checkpoint: Path, marker: dict) -> None:
+    (checkpoint / MARKER).write_text(json.dumps(marker | {"checksum": checksum_of(marker)}, indent=1))
+
+
+def checksum_of(marker: dict) -> str:
+    content = {name: value for name, value in marker.items() if name != "checksum"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def candidates(output_dir: Path) -> list[Path]:
+    """Directories that are named like a checkpoint, oldest first."""
+    return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+
+
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first.
+
+    Rank 0 warns about each directory that is named like a checkpoint but is not complete.
+    """
+    complete = []
+    for checkpoint in candidates(output_dir):
+        reason = defect(checkpoint)
+        if reason is None:
+            complete.append(checkpoint)
+        elif is_first():
+            warnings.warn(f"skipping {checkpoint}: {reason}", stacklevel=2)
+    return complete
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename what is no whole checkpoint, so that a new one can have its name."""
+    names = (f"{checkpoint.name}.damaged{suffix}" for suffix in chain([""], (f"-{i}" for i in count(2))))
+    checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not os.path.lexists(path)))
+
+
+def leftovers(output_dir: Path) -> list[Path]:
+    """List what killed runs left unfinished in their output directory; it is of no use."""
+    found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
+    unfinished = unfinished_export(output_dir / "export")
+    return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    for leftover in leftovers(output_dir):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the older ones are intact."""
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Tell whether an error means that a file could not be written: the tokenizers library has no name for that."""
+    return isinstance(error, OSError | SafetensorError) or type(error) is Exception
+
+
+def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
+    """Check that the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
+
+    Raises:
+        ConfigError: if they were trained in another, by its weights, whatever its name.
+    """
+    before = marker.get("base_model")  # of a whole model there is none, and the names tell
+    if before and "checksum" not in before:
+        warnings.warn(
+            f"{checkpoint} was saved by a version that looked at a part of the model's weights only: that {base['name']} is "
+            f"the model which its adapters were trained in, {before['name']}, was not checked",
+            stacklevel=2,
+        )
+    elif before and before["checksum"] != base["checksum"]:
+        was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
+        raise ConfigError(
+            f"{checkpoint} holds adapters of {was}; {now} has other weights now. Bring those back that the adapters "
+            "were trained in; or train anew, in another --output_dir"
+        )
+
+
+def describe(file: Path, root: Path) -> tuple[str, dict]:
+    """Bring a file to the disk; returns its name and what the marker says of it."""
+    fsync(file)
+    return str(file.relative_to(root)), {"size": file.stat().st_size, "checksum": checksum(file)}
+
+
+def unfinished_export(out: Path) -> Path:
+    """Return the folder in which an export is written before it takes its place."""
+    return out.with_name(f"{out.name}.partial")

@@ -1,0 +1,137 @@
+"""Choice of the checkpoint that a run goes on from."""
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import yaml
+from accelerate import Accelerator
+
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+from accelerate_recipes.checkpoint.export import check_replaceable
+from accelerate_recipes.checkpoint.files import (
+    NAME,
+    complete_checkpoints,
+    damage,
+    defect,
+    leftovers,
+    remove_leftovers,
+    set_aside,
+    step_of,
+)
+from accelerate_recipes.life import lock
+from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+
+
+def find_resume(args: TrainArgs) -> Path | None:
+    """The checkpoint that the run begins with, or None for a fresh start; what it holds is not verified yet.
+
+    `args.resume_from_checkpoint` says which. Where this very command has saved since it began, its newest: a command
+    that is given again goes on.
+
+    Raises:
+        ConfigError: for a path that is no complete checkpoint, a checkpoint of other data or batches, and an
+            output directory whose checkpoints or files the run would collide with.
+    """
+    output_dir = Path(args.output_dir)
+    check_replaceable(output_dir / "export", args.base_model)
+    present = complete_checkpoints(output_dir)
+    if args.resume_from_checkpoint == "latest" or (present and not changed_arguments(present[-1], args)):
+        chosen = present[-1] if present else None
+    elif args.resume_from_checkpoint == "none":
+        chosen = None
+    else:
+        chosen = Path(args.resume_from_checkpoint)
+        if not chosen.is_dir() or not NAME.fullmatch(chosen.name):
+            raise ConfigError(
+                f"--resume_from_checkpoint {chosen}: no such checkpoint; give latest, none, or a path like "
+                "outputs/run/checkpoint-500"
+            )
+        if reason := defect(chosen):
+            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+    ahead = [p for p in present if step_of(p) > (step_of(chosen) if chosen else 0)]
+    if ahead:
+        raise ConfigError(
+            f"--resume_from_checkpoint {args.resume_from_checkpoint} would overwrite {ahead[-1]}, which is further on; "
+            "give another --output_dir, or latest, or move that checkpoint away"
+        )
+    if chosen:
+        check_arguments(chosen, args)
+    return chosen
+
+
+def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
+    """`find_resume` as rank 0 sees it, with the checksums verified, each rank reading its share of the files.
+
+    From here on the output directory is this run's, and what killed runs left unfinished there is removed. A damaged
+    checkpoint is set aside as `<name>.damaged`, and the next older one taken.
+
+    Raises:
+        ConfigError: as `find_resume`, where the checkpoint that was asked for by its path is damaged, and where
+            another run uses the output directory.
+    """
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    output_dir = Path(args.output_dir)
+    on_first_rank(lambda: make_own(output_dir))
+    while True:
+        chosen = on_first_rank(lambda: find_resume(args))
+        if chosen is None:
+            return None
+        unseen = [i for i, reason in enumerate(on_all_ranks(defect(chosen))) if reason]
+        if unseen:
+            raise ConfigError(
+                f"ranks {unseen} do not see {chosen} as rank 0 does; --output_dir must lie on a filesystem that all "
+                "machines share"
+            )
+        reason = next(filter(None, on_all_ranks(damage(chosen, rank, world_size))), None)
+        if reason is None:
+            for name, (before, now) in changed_arguments(chosen, args).items():
+                if name not in ("output_dir", "resume_from_checkpoint"):
+                    accelerator.on_main_process(print)(
+                        f"--{name} is now {now!r}; until step {step_of(chosen)} it was {before!r}"
+                    )
+            return chosen
+        if chosen == Path(args.resume_from_checkpoint):
+            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+        if rank == 0:
+            warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
+        on_first_rank(partial(set_aside, chosen))
+
+
+def make_own(output_dir: Path) -> None:
+    """Take the output directory, and remove what killed runs left unfinished there.
+
+    Raises:
+        ConfigError: if another run has it, or it cannot be written to.
+    """
+    try:
+        lock.take(output_dir)
+    except OSError as error:
+        names = ", ".join(map(str, leftovers(output_dir)))
+        room = f"make room: {names} may be removed" if names else "make room, or give another"
+        raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
+    remove_leftovers(output_dir)
+
+
+def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
+    """Arguments that differ from the checkpoint's, as name: (before, now)."""
+    saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    return {
+        name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
+    }
+
+
+def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
+    """Check that a checkpoint can be continued with these arguments.
+
+    Raises:
+        ConfigError: where a difference would change the model, or the order of the data under way.
+    """
+    fixed = args.fixed_on_resume()
+    fatal = [
+        f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
+        for name, (before, now) in changed_arguments(checkpoint, args).items()
+        if name in fixed
+    ]
+    if fatal:
+        raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))

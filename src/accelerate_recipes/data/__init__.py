@@ -1,0 +1,1 @@
+"""Data: which rows a step trains on, and where they come from."""

@@ -1,0 +1,115 @@
+"""Rows of files, read by `datasets`; what is wrong with a file is one message that says where."""
+
+import contextlib
+import json
+import logging
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+
+from accelerate_recipes.data.shards import DataError, check_characters, record_of
+from accelerate_recipes.hub import cache
+
+# They log what they raise.
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Make one message of whatever `datasets`, pandas and pyarrow raise.
+
+    Raises:
+        DataError: naming the source, and what is wrong with it.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{source} cannot be read: {reason}") from error
+
+
+def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
+    """All rows of local .jsonl, .parquet or .csv files, which are of one kind.
+
+    Raises:
+        DataError: for a file that is damaged, or has no rows.
+    """
+    names = ", ".join(files)
+    kind = cache.BUILDERS[Path(files[0]).suffix]
+    # A text may well be "None" or "NA".
+    options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+    for file in files:
+        with reading(file):
+            if is_empty(file):
+                raise ValueError("it has 0 rows")
+    try:
+        with reading(names):
+            rows = datasets.load_dataset(
+                kind, data_files=list(files), split="train", cache_dir=cache_dir and str(cache_dir), **options
+            )
+        check_texts(rows, names)
+    except DataError:
+        for file in files if kind == "json" else ():
+            check_lines(file)
+        raise
+    return rows
+
+
+def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
+    """Raise DataError for a column that is not there or holds something else, and for the first row in which it is null."""
+    for column in columns:
+        if column not in rows.column_names:
+            raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
+        values = rows.data.column(column)
+        kind = values.type
+        is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)
+        if not (is_messages or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+            raise DataError(f"{source}: {column!r} holds {kind}, not texts or messages")
+        if values.null_count:
+            row = pc.index(values.is_null(), True).as_py()
+            raise DataError(f"{source}, row {row}: {column!r} is null, as in {values.null_count} of {len(rows)} rows")
+
+
+def is_empty(file: str) -> bool:
+    """Tell whether a local file has no rows; what `datasets` says of one would help nobody."""
+    if file.endswith(".parquet"):
+        return pq.read_metadata(file).num_rows == 0
+    with open(file, "rb") as lines:
+        filled = (line for line in lines if line.strip())
+        if file.endswith(".csv"):
+            next(filled, None)  # the header
+        return next(filled, None) is None
+
+
+def check_lines(file: str) -> None:
+    """Raise DataError for the first line of a .jsonl file that is not JSON, or is none that can be kept."""
+    with open(file, "rb") as lines:
+        for index, line in enumerate(lines):
+            if line.strip():
+                record = record_of(file, index, line)
+                check_characters(json.dumps(record, ensure_ascii=False), f"{file}, line {index + 1}")
+
+
+def check_texts(rows: datasets.Dataset, source: str) -> None:
+    """Raise DataError for the first row with a text that is not UTF-8, which pyarrow lets through."""
+    table = rows.data.table
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        for row in range(len(table)):
+            with reading(f"{source}, row {row}"):
+                table.slice(row, 1).to_pylist()
+        raise DataError(f"{source} cannot be read: {error}") from error
+
+
+def falls_under(source: str, share: float) -> bool:
+    """Tell whether a source's hash falls under a share; case and white space, in which repeats differ, do not count."""
+    text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
+    return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)

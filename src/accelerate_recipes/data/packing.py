@@ -1,0 +1,141 @@
+"""Packing: documents laid behind each other in rows of one length, none cut that fits a row."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+
+from accelerate_recipes.losses import IGNORE_INDEX
+
+
+def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:
+    """Distribute documents over rows of `max_length` tokens, longest first, each where it fits best.
+
+    A document that fits a row is kept whole; a longer one is split into full rows and a rest. Returns for each row
+    its pieces as (document, start, end); every token is in exactly one.
+
+    Source: best-fit packing, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
+    """
+    pieces = [
+        (document, start, min(start + max_length, length))
+        for document, length in enumerate(lengths)
+        for start in range(0, length, max_length)
+    ]
+    pieces.sort(key=lambda piece: piece[1] - piece[2])  # a stable sort: the lengths alone decide
+    rows: list[list[tuple[int, int, int]]] = []
+    rows_by_space: list[list[int]] = [[] for _ in range(max_length + 1)]
+    spaces = 0  # bit n: some row has n tokens left. The lowest bit that fits is found without a search.
+    for piece in pieces:
+        length = piece[2] - piece[1]
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        if left := space - length:
+            rows_by_space[left].append(row)
+            spaces |= 1 << left
+    return rows
+
+
+def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dataset:
+    """Pack the `input_ids` of `documents` into rows with `input_ids` and the `lengths` of the pieces in each.
+
+    `documents` must have no pending selection (`flatten_indices`). The rows are written to `cache_file`.
+    """
+    chunks = documents.data.column("input_ids").chunks
+    rows = pack(np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks]).tolist(), max_length)
+
+    def gather(pieces_of_rows: list[list[list[int]]]) -> dict[str, list]:
+        wanted = pa.array([document for pieces in pieces_of_rows for document, _, _ in pieces])
+        taken = documents.data.column("input_ids").take(wanted).combine_chunks()
+        tokens, offsets = np.asarray(taken.values), np.asarray(taken.offsets)
+        packed, lengths, i = [], [], 0
+        for pieces in pieces_of_rows:
+            parts = []
+            for _, start, end in pieces:
+                parts.append(tokens[offsets[i] + start : offsets[i] + end])
+                i += 1
+            packed.append(np.concatenate(parts))
+            lengths.append([len(part) for part in parts])
+        return {"input_ids": packed, "lengths": lengths}
+
+    return Dataset.from_dict({"pieces": rows}).map(
+        gather,
+        input_columns="pieces",
+        remove_columns="pieces",
+        batched=True,
+        cache_file_name=str(cache_file),
+        new_fingerprint="packed",  # nothing is looked up by it; hashing `documents` would read them all
+        desc="Packing",
+    )
+
+
+def make_row(
+    tokens: np.ndarray, lengths: Sequence[int], max_length: int, pad_token_id: int, document_mask: bool
+) -> dict[str, torch.Tensor]:
+    """A row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
+
+    `tokens` are those of the pieces of documents in it, which have these `lengths`; padding fills the rest. With
+    `document_mask`, positions restart with each piece, from which transformers keeps attention inside it; without, a
+    row is one run of text. Either way the first token of a piece is no target: what precedes it is another document,
+    or was cut off.
+    """
+    input_ids = np.full(max_length, pad_token_id)
+    labels = np.full(max_length, IGNORE_INDEX)
+    position_ids = np.arange(max_length)
+    input_ids[: len(tokens)] = labels[: len(tokens)] = tokens
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    labels[starts[:-1]] = IGNORE_INDEX
+    if document_mask:
+        # The padding is a document of its own; the last start is where it begins.
+        position_ids -= np.repeat(starts, np.diff(np.append(starts, max_length)))
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "position_ids": torch.from_numpy(position_ids),
+        "labels": torch.from_numpy(labels),
+    }
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Rows of `max_length` tokens, as `make_row` gives them, with their number as `row`. Number -1 is a row without
+    targets, for places that no row is left for.
+    """
+
+    def __init__(self, rows: Dataset, max_length: int, pad_token_id: int, document_mask: bool):
+        self.rows = rows.with_format("numpy")
+        self.max_length = max_length
+        self.pad_token_id = pad_token_id
+        self.document_mask = document_mask
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = {"input_ids": [], "lengths": []} if index < 0 else self.rows[index]
+        tokens = make_row(row["input_ids"], row["lengths"], self.max_length, self.pad_token_id, self.document_mask)
+        return tokens | {"row": torch.tensor(index)}
+
+    @property
+    def padding_share(self) -> float:
+        """Share of all positions that hold no token."""
+        return 1 - self._token_counts().sum() / (len(self) * self.max_length)
+
+    @property
+    def attended_length(self) -> float:
+        """Mean over all tokens of the length of the document they lie in: T of the attention FLOPs."""
+        if not self.document_mask:
+            return float(self.max_length)
+        lengths = np.concatenate([np.asarray(c.values) for c in self.rows.data.column("lengths").chunks]).astype(float)
+        return float((lengths**2).sum() / lengths.sum())
+
+    def _token_counts(self) -> np.ndarray:
+        return np.concatenate([np.asarray(c.value_lengths()) for c in self.rows.data.column("input_ids").chunks])

@@ -1,0 +1,99 @@
+"""Data that are prepared once, kept under what decides them, and known by their content."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from datasets import Dataset
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.disk import own_suffix
+
+
+def check_content(now: str, states: list[dict]) -> None:
+    """Raise ConfigError unless a checkpoint, whose data's `states` these are, is of rows with this checksum."""
+    then = states[0].get("content") if states else None
+    if then and then != now:
+        raise ConfigError(
+            f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the "
+            "files back as they were, or start anew in another --output_dir"
+        )
+
+
+def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
+    """Compute XXH3 of columns of any type, whatever chunks they lie in."""
+    chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
+    if rows._indices is not None:  # of rows that were shuffled or chosen: which of the table they are
+        chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
+    digests = defaultdict(xxhash.xxh3_128)
+    for column, chunk in chunks:
+        for leaf, values in leaf_arrays(column, chunk):
+            digests[leaf].update(values)
+    return xxhash.xxh3_128_hexdigest(
+        repr(sorted((leaf, digest.hexdigest()) for leaf, digest in digests.items())).encode()
+    )
+
+
+def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray]]:
+    """Yield names and contents of the plain arrays that an array of texts, lists or structures consists of."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        yield f"{name}, lengths", np.ascontiguousarray(array.value_lengths().fill_null(0))
+        yield from leaf_arrays(f"{name}[]", array.flatten())
+    elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        yield f"{name}, lengths", np.ascontiguousarray(pc.binary_length(array).fill_null(0))
+        yield name, "".join(filter(None, array.to_pylist())).encode()
+    elif pa.types.is_struct(array.type):
+        for field, values in zip(array.type, array.flatten(), strict=True):
+            yield from leaf_arrays(f"{name}.{field.name}", values)
+    elif pa.types.is_boolean(array.type):
+        yield from leaf_arrays(name, array.cast(pa.uint8()))
+    elif pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+        yield name, np.ascontiguousarray(array.fill_null(0))
+    else:
+        yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
+
+
+def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:
+    """The folder that `build(folder)` filled for this `key`, built once by the process that `is_builder`.
+
+    The others wait for it, without a collective that could time out; when the builder fails, the launcher ends
+    them. The folder appears under its name only when it is whole. On a shared filesystem two nodes may build at
+    once; then the second finds the first's.
+    """
+    final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    if not is_builder:
+        while not final.exists():
+            time.sleep(0.2)
+    elif not final.exists():
+        partial = final.with_name(final.name + own_suffix())
+        print(f"Preparing the data, once; it is kept in {final}", flush=True)
+        try:
+            partial.mkdir(parents=True)
+            build(partial)
+            (partial / "key.json").write_text(json.dumps(key, indent=1))
+            try:
+                partial.rename(final)
+            except OSError:
+                if not final.exists():
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                root.rmdir()  # only when empty: a build that failed leaves nothing
+    return final
+
+
+def num_proc(num_rows: int, rows_per_process: int) -> int | None:
+    """Return how many processes are worth starting for so many rows; None is this one."""
+    wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // rows_per_process)
+    return wanted if wanted > 1 else None

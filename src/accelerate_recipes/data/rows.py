@@ -1,0 +1,234 @@
+"""Rows of a finite dataset: which of them each rank sees at each step, and the loaders that hand them out.
+
+The order is a pure function of (seed, optimizer step): resuming needs no saved iterator and is exact on any number
+of ranks. Nothing here knows a task.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.data.prepared import check_content
+from accelerate_recipes.life.parent import start_worker
+
+LENGTH_WINDOW = 50  # global batches whose rows are sorted by length together: enough to pad little, few enough to mix
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that are made when they are asked for, by `make(item, number)` of one of `items`.
+
+    Number -1 stands for places that no row is left for: of it, `make` leaves no targets.
+    """
+
+    def __init__(self, items: Sequence, make: Callable[[Any, int], dict]):
+        self.items, self.make = items, make
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> dict:
+        return self.make(self.items[number], number)
+
+
+@lru_cache(maxsize=2)
+def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Order of the rows in one epoch."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
+
+
+def rows_of_step(
+    step: int,
+    batch_size: int,
+    num_rows: int,
+    seed: int,
+    end: float = math.inf,
+    order_of_epoch: Callable[[int, int, int], np.ndarray] = permutation,
+) -> list[int]:
+    """Rows of the global batch that optimizer step `step` (from 0) trains on.
+
+    Epochs follow each other without a gap, so every row comes once in each. Behind `end` rows in all, -1.
+    """
+    places = range(step * batch_size, (step + 1) * batch_size)
+    return [
+        int(order_of_epoch(num_rows, seed, place // num_rows)[place % num_rows]) if place < end else -1
+        for place in places
+    ]
+
+
+def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epoch: int, seed: int) -> np.ndarray:
+    """Return `order`, of the rows of an epoch, with rows of similar `lengths` in each global batch.
+
+    In every LENGTH_WINDOW batches the rows are sorted by length, and the batches then shuffled: neither short nor long
+    rows come first. Nothing here knows the ranks. A batch in which two epochs meet is left as it is: what of it lies
+    in this epoch cannot know the lengths of the rest.
+    """
+    order = order.copy()
+    start = -epoch * len(order) % batch_size  # epochs have no gap: the first batch of this one may begin in the last
+    num_batches = max(0, len(order) - start) // batch_size
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # not the draws of the permutation
+    for first in range(0, num_batches, LENGTH_WINDOW):
+        last = min(first + LENGTH_WINDOW, num_batches)
+        window = order[start + first * batch_size : start + last * batch_size]
+        by_length = window[np.argsort(lengths[window], kind="stable")]
+        window[:] = generator.permutation(by_length.reshape(-1, batch_size)).ravel()
+    return order
+
+
+class StepOrder(Sampler[list[int]]):
+    """Micro-batches of one rank, from `start_step` on, without end: rank r takes the r-th slice of each global batch."""
+
+    def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
+        self.num_rows = num_rows
+        self.args = args
+        self.rank = rank
+        self.world_size = world_size
+        self.start_step = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        args = self.args
+        end = math.inf if args.max_steps > 0 else round(args.num_train_epochs * self.num_rows)
+        share = args.total_batch_size // self.world_size
+        step = self.start_step
+        while True:
+            mine = self.share_of(rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, end, self.epoch))
+            for start in range(0, share, args.per_device_train_batch_size):
+                yield mine[start : start + args.per_device_train_batch_size]
+            step += 1
+
+    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+        """Order of the rows in one epoch; the same on all ranks."""
+        return permutation(num_rows, seed, epoch)
+
+    def share_of(self, rows: list[int]) -> list[int]:
+        """Return this rank's share of a global batch."""
+        share = len(rows) // self.world_size
+        return rows[self.rank * share : (self.rank + 1) * share]
+
+
+class LengthOrder(StepOrder):
+    """Order like StepOrder's, with rows of similar length together in a global batch and, more so, in a micro-batch.
+
+    `lengths` has any number for each row that grows with its cost. The ranks' micro-batches of one forward pass are
+    neighbours in length, since the ranks wait for the slowest.
+    """
+
+    def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
+        super().__init__(len(lengths), args, rank, world_size)
+        self.lengths = lengths
+        self.epoch = lru_cache(maxsize=2)(self.epoch)  # a batch may lie in two
+
+    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+        order = permutation(num_rows, seed, epoch)
+        return group_by_length(order, self.lengths, self.args.total_batch_size, epoch, seed)
+
+    def share_of(self, rows: list[int]) -> list[int]:
+        rows = sorted(rows, key=lambda row: math.inf if row < 0 else self.lengths[row])
+        size = self.args.per_device_train_batch_size
+        starts = range(self.rank * size, len(rows), self.world_size * size)
+        return [row for start in starts for row in rows[start : start + size]]
+
+
+def num_steps(args: TrainArgs, num_rows: int) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: if they would be none.
+    """
+    if args.max_steps > 0:
+        return args.max_steps
+    num_trained = round(args.num_train_epochs * num_rows)
+    if num_trained == 0:
+        raise ConfigError(
+            f"--num_train_epochs {args.num_train_epochs} of {num_rows:,} rows is less than one row; raise it, or give "
+            "--max_steps"
+        )
+    return math.ceil(num_trained / args.total_batch_size)
+
+
+class StepLoader(DataLoader):
+    """Micro-batches by a StepOrder, whose position is the step and nothing else."""
+
+    is_uneven = False
+    content = ""
+
+    def start_at(self, step: int, states: list[dict]) -> None:
+        """Begin behind `step` optimizer steps; call it before iterating. `states` are what `state` gave on all ranks.
+
+        Raises:
+            ConfigError: for the state of other rows.
+        """
+        check_content(self.content, states)
+        self.batch_sampler.start_step = step
+
+    def state(self) -> dict:
+        """Return what a checkpoint needs besides the step: of which rows it is."""
+        return {"content": self.content}
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+
+def make_train_loader(
+    rows: torch.utils.data.Dataset,
+    args: TrainArgs,
+    rank: int,
+    world_size: int,
+    lengths: np.ndarray | None = None,
+    collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+    content: str = "",
+) -> StepLoader:
+    """This rank's micro-batches in the order of the steps; with `lengths`, rows of similar length together.
+
+    `content` is the rows' `checksum_of_rows`, by which a resumed run knows that they are the same.
+    """
+    position = (args, rank, world_size)
+    order = StepOrder(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
+    loader = StepLoader(
+        rows,
+        batch_sampler=order,
+        collate_fn=collate_fn,
+        num_workers=args.dataloader_num_workers,
+        worker_init_fn=start_worker,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
+    )
+    loader.content = content
+    return loader
+
+
+def make_eval_loader(
+    rows: torch.utils.data.Dataset,
+    args: TrainArgs,
+    rank: int,
+    world_size: int,
+    lengths: np.ndarray | None = None,
+    collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
+) -> DataLoader:
+    """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets.
+
+    With `lengths`, from the shortest row to the longest.
+
+    Raises:
+        ConfigError: where there are no rows.
+    """
+    if not len(rows):
+        raise ConfigError("no row is left to evaluate on; give more data, or hold out a larger share")
+    size = args.per_device_eval_batch_size
+    num_batches = math.ceil(len(rows) / (size * world_size))
+    order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
+    places = range(rank, num_batches * size * world_size, world_size)
+    mine = [order[place] if place < len(rows) else -1 for place in places]
+    batches = [mine[start : start + size] for start in range(0, len(mine), size)]
+    return DataLoader(
+        rows,
+        batch_sampler=batches,
+        collate_fn=collate_fn,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # evaluating must not shift the dropout of the steps behind it
+    )

@@ -1,0 +1,684 @@
+"""An endless order of packed rows from shards of text, which any number of ranks can leave and take up again.
+
+The text is divided among a fixed number of logical streams, 24 unless said otherwise. In each epoch a stream goes
+through documents of its own and cuts them into rows of `max_length` tokens without padding: what does not fit goes on
+in the stream's next row. The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they
+come in rounds: the first row of each stream, the second of each that has a second, until none is left; then the rests,
+less than a row of each stream, as many together in a row as fit. So each document comes once in each epoch, however
+unequal the shards, and optimizer step s trains on the B rows from s * B on, on any number of ranks.
+
+Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
+Once some have ended, the ranks agree which rows come next, and those that have too many hand rows over to the others.
+
+What an epoch's order is made of, all keyed on (seed, epoch): the shards are permuted and dealt out to the streams;
+those left over (all of them, when there are fewer shards than streams) are shared: of k streams with one shard, each
+takes every k-th document. Within a shard, blocks of `shuffle_block` documents of a stream are shuffled.
+
+Every row carries the state of its stream behind it, seven numbers, so a checkpoint knows what was consumed, not what
+workers have prepared beyond. To resume, each stream decompresses one shard from its start, at most.
+"""
+
+import contextlib
+import copy
+import heapq
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, count, islice
+from pathlib import PurePath
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from datasets import Dataset
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.data.packing import PackedRows, make_row
+from accelerate_recipes.data.shards import (
+    DataError,
+    Retry,
+    all_texts,
+    find_shards,
+    named_shards,
+    needs_of_shards,
+    read_documents,
+    shards_version,
+    text_of,
+)
+from accelerate_recipes.hub import cache
+from accelerate_recipes.life.parent import start_worker
+from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+
+NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
+SHUFFLE_BLOCK = 1024  # documents; of C4 about 2 MB of text, which every stream holds in memory
+ENCODE_BYTES = 2**17  # of text tokenised at once: enough to keep the tokenizer busy, little enough to start soon
+
+Batch = dict[str, torch.Tensor]
+
+
+def stream_problems(num_streams: int, world_size: int) -> list[str]:
+    """Check that the logical streams divide among the processes."""
+    if num_streams % world_size == 0:
+        return []
+    fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
+    return [
+        f"--num_streams {num_streams} is not a multiple of {world_size} processes; numbers of processes that work: "
+        f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams "
+        f"{-(-num_streams // world_size) * world_size}"
+    ]
+
+
+@dataclass
+class TextArgs:
+    """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
+
+    dataset_name: str = arg(
+        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
+    )
+    dataset_revision: str = arg(
+        "", "Branch or commit of the dataset; default: what was downloaded, else the newest of main.", fixed=False
+    )
+    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
+    validation_dataset_files: str = arg(
+        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
+    )
+    train_files: list[str] = arg([], "Paths or URLs of files to train on, instead of a dataset.", fixed=False)
+    validation_files: list[str] = arg([], "Paths or URLs of files to validate on, instead of a dataset.", fixed=False)
+    text_column: str = arg("text", "Key or column of the text.")
+    pretokenize: str = arg(
+        "", "Tokenise all training text once, into this folder, and read it from there.", fixed=False
+    )
+    num_streams: int = arg(
+        NUM_STREAMS,
+        "Number of logical streams: a multiple of each number of processes on which the run may go on.",
+        min=1,
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        return super().problems(world_size) + stream_problems(self.num_streams, world_size)
+
+    def train_shards(self) -> list[str]:
+        """Find the files to train on."""
+        if self.train_files:
+            return named_shards(self.train_files)
+        return find_shards(self.dataset_name, self.dataset_files, "training", self.dataset_revision)
+
+    def validation_shards(self) -> list[str]:
+        """Find the files to validate on."""
+        if self.validation_files:
+            return named_shards(self.validation_files)
+        return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
+
+    def train_texts(self) -> Iterator[str]:
+        """Read the documents to train on, shard by shard."""
+        return all_texts(self.train_shards(), self.text_column)
+
+    def text_datasets(self, training: bool) -> list[cache.HubDataset]:
+        """List what is read from the Hub: to validate on and, with `training`, to train on."""
+        found = []
+        parts = [(self.validation_files, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        for files, pattern in parts if training else parts[:1]:
+            dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
+            found += needs_of_shards(files) if files else [dataset]
+        return found
+
+    @property
+    def text_source(self) -> str:
+        """Name of the text's source, for people."""
+        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
+
+
+class Documents(Protocol):
+    """Source of a stream's tokens: text shards, or shards that were tokenised before."""
+
+    shards: Sequence[str]
+
+    def version(self) -> dict[str, str]:
+        """Return what changes when the data do, by its kind: only what is of one kind can be compared."""
+        ...
+
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
+        """Documents `first`, `first + stride`, ... of a shard, in a form that is cheap to pass over."""
+        ...
+
+    def tokens(self, shard: int, documents: Sequence[Any]) -> Iterator[np.ndarray]:
+        """The tokens of some of them, (T,) integers; each ends with the end token."""
+        ...
+
+
+@dataclass
+class TextShards:
+    """Text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one."""
+
+    shards: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase
+    text_column: str = "text"
+    retry: Retry = field(default_factory=Retry)
+    bos: list[int] = field(init=False)
+    backend: Tokenizer = field(init=False)
+
+    def __post_init__(self):
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
+        bos = self.tokenizer.bos_token_id
+        self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
+        # A copy: the original's truncation and padding change with every call of others.
+        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    def version(self) -> dict[str, str]:
+        return shards_version(self.shards)
+
+    def read(
+        self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
+    ) -> Iterator[tuple[int, bytes | str]]:
+        return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
+
+    def tokens(self, shard: int, documents: Iterable[tuple[int, bytes | str]]) -> Iterator[np.ndarray]:
+        texts, size = [], 0
+        for index, document in documents:
+            texts.append(text_of(self.shards[shard], index, document, self.text_column))
+            size += len(document)
+            if size >= ENCODE_BYTES:
+                yield from self.encode(texts)
+                texts, size = [], 0
+        yield from self.encode(texts)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
+        eos = [self.tokenizer.eos_token_id]
+        # `_fast` leaves out the offsets of the tokens in the text, which nobody asks for here.
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
+
+
+class StreamState(NamedTuple):
+    """Place in a stream at which its next row begins, and what came before."""
+
+    epoch: int = 0  # passes over all text that lie behind
+    part: int = 0  # place in the epoch's list of the stream's shards
+    document: int = 0  # place among the stream's documents of this shard, in shuffled order
+    token: int = 0  # of this document
+    rows: int = 0  # since the start of the epoch
+    tokens: int = 0  # since the start of the run
+    documents: int = 0  # that ended in these tokens
+
+
+class Order(NamedTuple):
+    """Settings that decide, besides the text, which rows the streams yield."""
+
+    num_streams: int
+    max_length: int
+    seed: int
+    shuffle_block: int = SHUFFLE_BLOCK
+
+
+class Row(NamedTuple):
+    """A whole row of a stream, or the rest of its epoch, with less tokens or none.
+
+    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its rests.
+    """
+
+    epoch: int
+    is_rest: bool
+    place: int  # number of rows before it in the stream's epoch * number of streams + the stream
+    tokens: np.ndarray  # (T,) integers
+    lengths: list[int]  # of the pieces of documents in it
+    state: StreamState  # of its stream, behind it
+
+    @property
+    def key(self) -> tuple[int, bool, int]:
+        return self[:3]
+
+
+def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch], spawn_key=key)))
+
+
+def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
+    """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
+
+    With 24 shards and more, a stream owns whole shards, and each is read once. Shards left over are split rather than
+    dealt out, so that streams are of nearly equal length; one shard alone is decompressed by all 24, which costs less
+    than tokenising it. Neighbours among the streams share one, so that each rank has its part in each.
+    """
+    shards = generator(order.seed, epoch).permutation(num_shards).tolist()
+    left = num_shards % order.num_streams
+    whole = num_shards - left
+    parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
+    if left:
+        place = stream * left // order.num_streams
+        first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
+        parts.append((shards[whole + place], stream - first, end - first))
+    return parts
+
+
+def stream_documents(
+    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
+) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """The documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
+    skip, size = state.document, order.shuffle_block
+    parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
+    for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
+        first_block, skip = divmod(skip, size)
+        documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
+        for block in count(first_block):
+            members = list(islice(documents, size))
+            if not members:
+                break
+            shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
+            chosen = [members[i] for i in shuffled[skip:]]
+            for place, tokens in enumerate(source.tokens(shard, chosen), skip):
+                yield (part, block * size + place), tokens
+            skip = 0
+        skip = 0
+
+
+def stream_rows(
+    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
+) -> Iterator[Row]:
+    """The rows of one stream from `state` on, without end; each epoch ends with a rest.
+
+    Raises:
+        DataError: if there is no document at all.
+    """
+
+    def row(is_rest: bool, behind: StreamState) -> Row:
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        place = state.rows * order.num_streams + stream
+        return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
+
+    while True:
+        pieces, space = [], order.max_length
+        start, tokens_seen, ended = state.token, state.tokens, state.documents
+        for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
+            while start < len(tokens):
+                piece = tokens[start : start + space]
+                pieces.append(piece)
+                space -= len(piece)
+                start += len(piece)
+                tokens_seen += len(piece)
+                is_end = start == len(tokens)
+                ended += is_end
+                if space == 0:
+                    place = (document + 1, 0) if is_end else (document, start)
+                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended)
+                    yield row(False, behind)
+                    state, pieces, space = behind, [], order.max_length
+            start = 0
+        if not pieces and state.rows == 0:
+            check_not_empty(source, on_retry)
+        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended)
+        yield row(True, behind)
+        state = behind
+
+
+def check_not_empty(source: Documents, on_retry: Callable[[], None]) -> None:
+    """Raise DataError if no shard has a document: a stream would look for one for ever."""
+    if not any(list(islice(source.read(i, 0, 1, on_retry), 1)) for i in range(len(source.shards))):
+        more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
+        raise DataError(f"there is no document to train on in {source.shards[0]}{more}")
+
+
+class StreamRows(IterableDataset):
+    """Rows of some streams in their order, without end, as lists of `Row`. What is wrong with the data is yielded as
+    its text.
+    """
+
+    def __init__(self, source: Documents, order: Order, states: dict[int, StreamState], retries: torch.Tensor):
+        self.source = source
+        self.order = order
+        self.states = states
+        self.retries = retries  # (number of streams,) in shared memory
+
+    def __iter__(self) -> Iterator[list[Row] | str]:
+        rows = [self._rows_of(stream) for stream in self.states]
+        try:
+            # On all cores: what a resume passes over is decompressed outside of the interpreter's lock.
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                first = list(pool.map(next, rows))
+            merged = heapq.merge(*(chain([row], rest) for row, rest in zip(first, rows, strict=True)))
+            while True:
+                yield list(islice(merged, len(rows)))
+        except DataError as error:  # an exception would come out with the worker's traceback around it
+            yield str(error)
+
+    def _rows_of(self, stream: int) -> Iterator[Row]:
+        def on_retry() -> None:
+            self.retries[stream] += 1
+
+        return stream_rows(self.source, self.order, stream, self.states[stream], on_retry)
+
+
+class Lookahead:
+    """An endless iterator of rows whose next ones can be looked at before they are taken."""
+
+    def __init__(self, rows: Iterator[Row]):
+        self.rows = rows
+        self.waiting: deque[Row] = deque()
+
+    def first(self, number: int) -> Iterator[Row]:
+        for i in range(number):
+            if i == len(self.waiting):
+                self.waiting.append(next(self.rows))
+            yield self.waiting[i]
+
+    def take(self, number: int) -> list[Row]:
+        list(self.first(number))
+        return [self.waiting.popleft() for _ in range(number)]
+
+
+class StreamLoader:
+    """This rank's micro-batches in the order of the steps, without end, and the state of its streams.
+
+    Each iteration goes on behind the last whole step of the one before, or where `start_at` says. Batches lie in
+    memory of the host, pinned where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        source: Documents,
+        args: TrainArgs,
+        rank: int,
+        world_size: int,
+        *,
+        max_length: int,
+        document_mask: bool = True,
+        num_streams: int = NUM_STREAMS,
+        shuffle_block: int = SHUFFLE_BLOCK,
+    ):
+        if problems := stream_problems(num_streams, world_size):
+            raise ConfigError(problems[0])
+        self.source = source
+        self.args = args
+        self.rank, self.world_size = rank, world_size
+        self.document_mask = document_mask
+        self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
+        self.order = Order(num_streams, max_length, args.seed, shuffle_block)
+        self.step = 0
+        self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
+        # Written by the workers, each in the places of its own streams, read by the main process.
+        self.retries = torch.zeros(num_streams, dtype=torch.int64).share_memory_()
+        self.is_uneven = True
+        self.version = on_first_rank(source.version)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(Lookahead(heapq.merge(*self._start_workers())))
+
+    def _batches(self, ahead: Lookahead) -> Iterator[Batch]:
+        size = self.args.per_device_train_batch_size
+        self.is_uneven, last = True, None  # nothing was agreed on yet
+        while True:
+            if self.is_uneven:
+                mine, gone = self._divide(ahead)
+            else:
+                gone = ahead.take(self.share)
+                mine = [[row] for row in gone]
+            last = gone[-1] if gone else last
+            for start in range(0, self.share, size):
+                if start + size == self.share:
+                    self.step += 1
+                    for row in gone:
+                        self.consumed[row.place % self.order.num_streams] = row.state
+                    self.is_uneven = not self._goes_on_evenly(last, ahead)
+                batch = self._batch(mine[start : start + size])
+                yield {k: v.pin_memory() for k, v in batch.items()} if torch.cuda.is_available() else batch
+
+    def _start_workers(self) -> list[Iterator[Row]]:
+        # A worker without a stream would have nothing to do.
+        num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
+        streams = sorted(self.consumed)
+        parts = [streams[worker::num_workers] for worker in range(num_workers)] or [streams]
+        # So that a step does not wait for rows while the one before is computed.
+        lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
+        started = []
+        with tokenizers_without_threads() if num_workers else contextlib.nullcontext():
+            for part in parts:
+                states = {stream: self.consumed[stream] for stream in part}
+                rows = StreamRows(self.source, self.order, states, self.retries)
+                # A loader for each, as they do not have equally many rows.
+                loader = DataLoader(
+                    rows,
+                    batch_size=None,
+                    collate_fn=as_it_is,
+                    num_workers=1 if num_workers else 0,
+                    prefetch_factor=lists_of_two_steps if num_workers else None,
+                    worker_init_fn=start_worker,
+                    # Else iter() draws from the global one, and a resumed run's dropout differs.
+                    generator=torch.Generator(),
+                )
+                started.append(iter(loader))
+        return [single_rows(lists) for lists in started]
+
+    def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
+        """Tell whether this rank's share of the next step is its next rows, as far as it can see.
+
+        They are the next of the whole if it is so on all ranks: in the same epoch as the row before them, `last`, and
+        without a gap, which a stream leaves that has ended.
+        """
+        for row in ahead.first(self.share):
+            if last is None or row.key != (last.epoch, False, last.place + self.world_size):
+                return False
+            last = row
+        return True
+
+    def _divide(self, ahead: Lookahead) -> tuple[list[list[Row]], list[Row]]:
+        """Agree with all ranks on the next step's rows, and who takes which.
+
+        Returns:
+            This rank's share, each a whole row or rests that fit into one; and the rows of this rank's own streams
+            that are in the step, whoever takes them.
+        """
+        num_rows, num_offered = self.share * self.world_size, self.share + 1
+        while True:
+            offer = [(row.key, len(row.tokens)) for row in ahead.first(num_offered)]
+            offers = on_all_ranks(offer)
+            # What a rank has behind its offer may come before what others offer beyond this key.
+            bound = min(offered[-1][0] for offered in offers)
+            known = sorted((*row, rank) for rank, offered in enumerate(offers) for row in offered if row[0] <= bound)
+            joined = join_rests(known, self.order.max_length)
+            if len(joined) > num_rows:  # one more, which tells that the last is whole
+                break
+            if offer[-1][0] == bound:
+                num_offered *= 2
+        end, _, _ = joined[num_rows][0]
+        own = ahead.take(sum(key < end for key, _ in offer))
+
+        shares = [[] for _ in range(self.world_size)]
+        left = deque()
+        for rows in joined[:num_rows]:
+            share = shares[rows[0][-1]]
+            (share if len(share) < self.share else left).append(rows)
+        for share in shares:
+            while len(share) < self.share:
+                share.append(left.popleft())
+        found = {row.key: row for row in own}
+        moves = [(key, owner) for taker, rows in enumerate(shares) for key, _, owner in chain(*rows) if owner != taker]
+        if moves:
+            for handed_over in on_all_ranks({key: found[key] for key, owner in moves if owner == self.rank}):
+                found |= handed_over
+        return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
+
+    def _batch(self, rows: list[list[Row]]) -> Batch:
+        return default_collate([self._row(parts) for parts in rows])
+
+    def _row(self, parts: list[Row]) -> Batch:
+        tokens = np.concatenate([part.tokens for part in parts])
+        lengths = [length for part in parts for length in part.lengths]
+        row = make_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
+        return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
+
+    def state(self) -> dict:
+        """State of this rank's streams behind the last step of which all micro-batches were handed out.
+
+        Plain numbers and strings, fit for JSON.
+        """
+        return {
+            "order": self.order._asdict(),
+            "shards": fingerprint(self.source.shards),
+            "version": self.version,
+            "streams": {str(stream): list(state) for stream, state in self.consumed.items()},
+        }
+
+    def start_at(self, step: int, states: list[dict]) -> None:
+        """Begin behind `step` optimizer steps; call it before iterating.
+
+        `states` are what `state` gave then on all ranks, of whatever number; none at the start of a run.
+
+        Raises:
+            ConfigError: for the state of other data, or of another order.
+        """
+        self.step = step
+        if not states:
+            return
+        then, now = states[0], self.state()
+        for name, value in now["order"].items():
+            if then["order"][name] != value:
+                raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
+        if then["shards"] != now["shards"]:
+            raise ConfigError(
+                f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {then['shards'][0]} then"
+                f"{', with other names' if now['shards'][0] == then['shards'][0] else ''}; a run goes on with the "
+                "shards that it started with"
+            )
+        for kind, version in self.version.items():
+            if then.get("version", {}).get(kind, version) != version:
+                raise ConfigError(
+                    f"the data changed since the checkpoint: {kind} {version} now, {then['version'][kind]} then; put them "
+                    "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
+                )
+        streams = {stream: state for part in states for stream, state in part["streams"].items()}
+        if any(len(state) != len(StreamState._fields) for state in streams.values()):
+            raise ConfigError(
+                "the checkpoint is of an earlier version, in which streams did not wait for each other at the end of an "
+                "epoch; it cannot be continued exactly. Go on from its model: `python -m accelerate_recipes export`, then "
+                "--model_name_or_path and another --output_dir"
+            )
+        self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
+
+    def counts(self) -> dict[str, int]:
+        """Count what this rank's streams have gone through since the start of the run: add them up over the ranks.
+
+        `retries` of a network that failed are those since this process started.
+        """
+        states = self.consumed.values()
+        return {
+            "tokens_seen": sum(state.tokens for state in states),
+            "documents_seen": sum(state.documents for state in states),
+            "retries": int(self.retries.sum()),
+        }
+
+
+@contextlib.contextmanager
+def tokenizers_without_threads() -> Iterator[None]:
+    """Switch tokenizers' threads off while workers start: a fork has none, and would wait for them for ever.
+
+    The workers share the cores among themselves already.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def as_it_is(rows: list[Row] | str) -> list[Row] | str:
+    return rows
+
+
+def single_rows(lists: Iterator[list[Row] | str]) -> Iterator[Row]:
+    """Raise DataError for what a worker found wrong."""
+    for rows in lists:
+        if isinstance(rows, str):
+            raise DataError(rows)
+        yield from rows
+
+
+Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
+
+
+def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
+    """Rests of an epoch that follow each other, as many together as fit into a row; whole rows by themselves."""
+    joined: list[list[Offer]] = []
+    space = 0
+    for row in rows:
+        (epoch, is_rest, _), length, _ = row
+        if length == 0:
+            continue
+        if is_rest and joined and joined[-1][0][0][:2] == (epoch, True) and length <= space:
+            joined[-1].append(row)
+            space -= length
+        else:
+            joined.append([row])
+            space = max_length - length
+    return joined
+
+
+def fingerprint(shards: Sequence[str]) -> list:
+    """Number of shards and a hash of their names. Not of their folders: a run may go on with a copy of the data."""
+    names = "\n".join(PurePath(shard).name for shard in shards)
+    return [len(shards), xxhash.xxh64_hexdigest(names.encode())]
+
+
+class ValidationRows(NamedTuple):
+    """Rows that the model is validated on, always the same; for `make_eval_loader`."""
+
+    rows: PackedRows
+    texts: list[str]  # the documents in them, the last perhaps not to its end
+    bytes_per_token: float  # of these documents, in UTF-8
+
+    def measures(self, loss: float) -> dict[str, float]:
+        """Return the loss in nats per token, in bits per byte of text, whatever the tokenizer, and e to its power."""
+        # A token at the start of a row or document is no target: it is taken to cost what the others do.
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
+def validation_rows(
+    source: TextShards, num_rows: int, max_length: int, pad_token_id: int, document_mask: bool
+) -> ValidationRows:
+    """The first `num_rows` rows of the documents in their own order, in memory; fewer, the last of them padded, where
+    the shards do not hold as many.
+
+    Raises:
+        DataError: for shards without documents.
+    """
+    texts: list[str] = []
+    pieces: list[np.ndarray] = []
+    wanted, num_tokens = num_rows * max_length, 0
+    for shard in range(len(source.shards)):
+        documents = source.read(shard, 0, 1, on_retry=lambda: None)
+        while num_tokens < wanted and (document := list(islice(documents, 1))):
+            texts.append(text_of(source.shards[shard], *document[0], source.text_column))
+            pieces += source.encode(texts[-1:])
+            num_tokens += len(pieces[-1])
+    if not texts:
+        raise DataError(f"there is no document to validate on in {', '.join(source.shards)}")
+    bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
+    tokens = np.concatenate(pieces)[:wanted]
+    is_start = np.zeros(num_tokens, dtype=bool)
+    is_start[np.cumsum([0, *(len(piece) for piece in pieces[:-1])])] = True
+    is_start[::max_length] = True
+    starts = np.flatnonzero(is_start[: len(tokens)])
+    lengths = np.diff(np.append(starts, len(tokens)))
+    first = range(0, len(tokens), max_length)
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [tokens[i : i + max_length] for i in first],
+            "lengths": [lengths[(starts >= i) & (starts < i + max_length)] for i in first],
+        }
+    )
+    return ValidationRows(PackedRows(rows, max_length, pad_token_id, document_mask), texts, bytes_per_token)

@@ -1,0 +1,400 @@
+"""Pairs of source and target texts for an encoder-decoder: from files or the Hub to padded batches."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.data.files import falls_under, read_files, reading
+from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
+from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.ranks import is_first_of_machine
+
+VERSION = 2  # of what is kept in the cache
+PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
+
+
+@dataclass(frozen=True)
+class PairSource:
+    """Place of pairs: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
+
+    A column is named by its path, such as `translation.en`.
+    """
+
+    name: str
+    source_column: str
+    target_column: str
+    split: str = ""  # of a dataset; without, `name` is a file
+    config: str = ""
+    revision: str = ""
+    files: str = ""
+
+    @property
+    def dataset(self) -> cache.HubDataset:
+        return cache.HubDataset(self.name, self.files, self.config, (self.split,), self.revision)
+
+    def __str__(self) -> str:
+        return f"{self.name}, split {self.split}" if self.split else self.name
+
+
+@dataclass
+class PairArgs:
+    """Arguments of a recipe that trains on pairs of texts."""
+
+    dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
+    dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
+    dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
+    dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
+    train_split: str = arg("train", "Split to train on.")
+    eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
+    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
+    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.")
+    eval_files: list[str] = arg([], "Local files to evaluate on.")
+    source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
+    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
+    eval_source_column: str = arg(
+        "", "Column of the texts to read in evaluation; default: --source_column.", fixed=False
+    )
+    eval_target_column: str = arg(
+        "", "Column of the texts to write in evaluation; default: --target_column.", fixed=False
+    )
+    task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
+    heldout_share: float = arg(
+        0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
+    )
+    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
+    skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
+    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.", min=2)
+    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
+    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.", fixed=False)
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        found += self.file_problems("train_files", cache.BUILDERS)
+        found += self.file_problems("eval_files", cache.BUILDERS)
+        if self.train_files and self.eval_split and not self.eval_dataset_name:
+            found.append(
+                f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "
+                "or --eval_files instead"
+            )
+        if self.eval_dataset_name and not self.eval_split:
+            found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
+        if self.eval_files and self.eval_split:
+            found.append(f"--eval_files and --eval_split {self.eval_split} both say what to evaluate on; remove one")
+        return found
+
+    @property
+    def train_sources(self) -> list[PairSource]:
+        columns = (self.source_column, self.target_column)
+        if self.train_files:
+            return [PairSource(file, *columns) for file in self.train_files]
+        dataset = (self.train_split, self.dataset_config, self.dataset_revision, self.dataset_files)
+        return [PairSource(self.dataset_name, *columns, *dataset)]
+
+    @property
+    def eval_sources(self) -> list[PairSource]:
+        columns = (self.eval_source_column or self.source_column, self.eval_target_column or self.target_column)
+        if self.eval_files or not self.eval_split:
+            return [PairSource(file, *columns) for file in self.eval_files]
+        if self.eval_dataset_name:
+            return [PairSource(self.eval_dataset_name, *columns, self.eval_split)]
+        return [PairSource(self.dataset_name, *columns, self.eval_split, self.dataset_config, self.dataset_revision)]
+
+
+def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
+    """Build, or find, the folder that holds the pairs as
+
+    `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
+                              `source`, without the prefix, and `references`, a list
+    `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
+                              `truncated_targets` were cut off at the lengths given; in all: `skipped`, and
+                              `content`, a checksum of the pairs to train on
+
+    Held out are `args.eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
+    hash under `heldout_share`: a source that comes several times lies on one side, in whatever order files come.
+
+    A target may be a list of texts, all of them right: each is trained on, as a pair of its own; of a held-out pair the
+    loss takes the first and metrics take all.
+
+    Raises:
+        DataError: for a file that cannot be read, or has no rows.
+        ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
+    """
+    sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
+    settings = {
+        "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
+        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "settings": [
+            args.task_prefix,
+            args.max_source_length,
+            args.max_target_length,
+            args.skip_bad_pairs,
+            args.heldout_share,
+        ],
+        "version": VERSION,
+    }
+
+    def build(folder: Path) -> None:
+        tmp = folder / "tmp"
+        parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
+        bad: list[str] = []
+        for i, (source, is_heldout) in enumerate(sources):
+            rows = load_rows(source, tmp / f"source-{i}")
+            share = float(is_heldout) if args.eval_sources else args.heldout_share
+            texts = read_columns(rows, source, share, tmp / f"texts-{i}.arrow")
+            heldout, good = np.array(texts["heldout"]), np.array(texts["defect"]) == ""
+            bad += [f"{source}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
+            parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
+            parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
+        if bad and not args.skip_bad_pairs:
+            more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+            raise ConfigError(
+                error_list(f"These pairs cannot be used; --skip_bad_pairs leaves them out{more}", bad[:5])
+            )
+        facts: dict = {"skipped": len(bad)}
+        num_pairs = sum(len(part) for some in parts.values() for part in some)
+        for name, some in parts.items():
+            texts = datasets.concatenate_datasets(some)
+            if not len(texts):
+                remedy = f"; change --heldout_share {args.heldout_share}" if num_pairs and not args.eval_sources else ""
+                raise ConfigError(f"of {num_pairs} pairs of texts none is left for {name}{remedy}")
+            lengths = (args.max_source_length, args.max_target_length)
+            pairs = tokenize_pairs(texts, tokenizer, args.task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
+            facts[name] = {"pairs": len(pairs)}
+            for side in ("source", "target"):
+                facts[name][f"truncated_{side}s"] = sum(pairs[f"{side}_is_cut"])
+            pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
+            if name == "train":
+                facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
+        (folder / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(tmp)
+
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+
+
+def file_version(source: PairSource) -> list:
+    """Return what changes when a local file does, or what was downloaded."""
+    if source.split:
+        return cache.version("dataset", source.name, source.files or "**/*")
+    return cache.file_versions([source.name])
+
+
+def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
+    """All rows of a source.
+
+    Raises:
+        DataError: when it cannot be read, or has none.
+        ConfigError: when a dataset was not downloaded.
+    """
+    if not source.split:
+        return read_files([source.name], cache_dir)
+    arguments = cache.load_arguments(source.dataset)
+    with reading(source):
+        return datasets.load_dataset(**arguments, split=source.split, cache_dir=str(cache_dir))
+
+
+def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
+    """Every text of both columns, to train a tokenizer on."""
+    with tempfile.TemporaryDirectory() as folder:
+        for i, source in enumerate(sources):
+            rows = load_rows(source, Path(folder) / str(i))
+            texts = read_columns(rows, source, 0.0, Path(folder) / f"{i}.arrow")
+            row: Any
+            for row in texts:
+                if not row["defect"]:
+                    yield from (row["source"], *row["references"])
+
+
+def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
+    """`source` (text), `references` (list of texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
+    types = dict(leaf_fields(rows.data.schema))
+    source_column, target_column = where.source_column, where.target_column
+    for column in (source_column, target_column):
+        if column not in types:
+            raise ConfigError(f"{where} has no column {column!r}; it has {', '.join(types) or 'none'}")
+    several = pa.types.is_list(types[target_column]) or pa.types.is_large_list(types[target_column])
+    wanted = {source_column: types[source_column]}
+    wanted[target_column] = types[target_column].value_type if several else types[target_column]
+    for column, kind in wanted.items():
+        # `datasets` keeps values of several types as JSON; which of them are no text is said row by row.
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType)
+        if not (is_text or pa.types.is_null(kind)):
+            raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
+    features = datasets.Features(
+        {
+            "source": datasets.Value("string"),
+            "references": datasets.List(datasets.Value("string")),
+            "defect": datasets.Value("string"),
+            "heldout": datasets.Value("bool"),
+        }
+    )
+
+    def read(batch: dict[str, list]) -> dict[str, list]:
+        sources = values(batch, source_column)
+        references = [target if several else [target] for target in values(batch, target_column)]
+        defects = [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)]
+        return {
+            "source": [None if defect else source for source, defect in zip(sources, defects, strict=True)],
+            "references": [None if defect else texts for texts, defect in zip(references, defects, strict=True)],
+            "defect": defects,
+            "heldout": [not d and falls_under(s, heldout_share) for s, d in zip(sources, defects, strict=True)],
+        }
+
+    top = sorted({column if column in rows.column_names else column.split(".")[0] for column in wanted})
+    return rows.select_columns(top).map(
+        read,
+        batched=True,
+        remove_columns=top,
+        features=features,
+        num_proc=num_proc(len(rows), 20_000),
+        cache_file_name=str(cache_file),
+        desc="Reading",
+    )
+
+
+def leaf_fields(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    """Path and type of every column, also of those inside others: `translation.en`."""
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            yield from leaf_fields(field.type, f"{above}{field.name}.")
+        else:
+            yield f"{above}{field.name}", field.type
+
+
+def values(batch: dict[str, list], column: str) -> list:
+    """The values of a column, given its path; None where a column around it is."""
+    if column in batch:  # also one with a dot in its name
+        return batch[column]
+    first, *rest = column.split(".")
+    found = batch[first]
+    for name in rest:
+        found = [value.get(name) if isinstance(value, dict) else None for value in found]
+    return found
+
+
+def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
+    """Say why a pair cannot be used, or return ""."""
+    for name, texts in (("source", [source]), ("target", references)):
+        for text in texts or [None]:
+            if not (text is None or isinstance(text, str)):  # a file of JSON may hold both
+                return f"its {name} is no text, but {text!r:.80}"
+            if not (text or "").strip():
+                return f"its {name} is empty"
+    return ""
+
+
+def tokenize_pairs(
+    texts: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    task_prefix: str,
+    max_lengths: tuple[int, int],
+    is_train: bool,
+    cache_file: Path,
+) -> datasets.Dataset:
+    """`source_ids` and `target_ids`, cut at `max_lengths`, and whether they were: `source_is_cut`, `target_is_cut`.
+
+    For training one pair for each reference; otherwise of the first, with the texts.
+    """
+
+    def tokenize(batch: dict[str, list]) -> dict[str, list]:
+        chosen = [(i, text) for i, texts in enumerate(batch["references"]) for text in texts[: None if is_train else 1]]
+        sources = tokenizer([task_prefix + text for text in batch["source"]], verbose=False)["input_ids"]
+        targets = tokenizer(text_target=[text for _, text in chosen], verbose=False)["input_ids"]
+        result = {}
+        sides = {"source": [sources[i] for i, _ in chosen], "target": targets}
+        for (side, ids_of_rows), max_length in zip(sides.items(), max_lengths, strict=True):
+            result[f"{side}_ids"] = [cut(ids, max_length) for ids in ids_of_rows]
+            result[f"{side}_is_cut"] = [len(ids) > max_length for ids in ids_of_rows]
+        return result if is_train else result | {name: batch[name] for name in ("source", "references")}
+
+    ends = {ids[-1] for ids in tokenizer(["a", "b"])["input_ids"]}
+    if any(end != tokenizer.eos_token_id for end in ends):
+        raise ConfigError(
+            "the tokenizer does not put its end token behind a text, so a model trained with it would never stop; "
+            "use the tokenizer of an encoder-decoder"
+        )
+    return texts.map(
+        tokenize,
+        batched=True,
+        remove_columns=texts.column_names,
+        num_proc=num_proc(len(texts), 20_000),
+        cache_file_name=str(cache_file),
+        desc="Tokenising",
+    )
+
+
+def cut(ids: list[int], max_length: int) -> list[int]:
+    """Cut a text to `max_length` tokens; the last, the end token, is kept."""
+    return ids if len(ids) <= max_length else [*ids[: max_length - 1], ids[-1]]
+
+
+class Pairs(torch.utils.data.Dataset):
+    """Tokenised pairs: `source_ids`, `target_ids` and the number `row`. Number -1 is a pair without targets, for
+    places that no row is left for.
+
+    `collate` pads them; `lengths` is what to group them by (see `data.LengthOrder`).
+    """
+
+    def __init__(self, rows: datasets.Dataset, pad_token_id: int):
+        self.rows = rows.select_columns(["source_ids", "target_ids"]).with_format("numpy")
+        self.pad_token_id = pad_token_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray | int]:
+        if index < 0:
+            # One token to attend to: attention over none is not finite with every kernel.
+            return {"source_ids": np.array([self.pad_token_id]), "target_ids": np.array([], int), "row": -1}
+        return self.rows[index] | {"row": index}
+
+    def collate(self, pairs: list[dict]) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask`, (B, S), `labels`, (B, T), and `row`, (B,); all int64.
+
+        S and T are each the longest in the batch, rounded up to a multiple of 8.
+        """
+        sources, targets = [pair["source_ids"] for pair in pairs], [pair["target_ids"] for pair in pairs]
+        return {
+            "input_ids": pad(sources, self.pad_token_id),
+            # Not from the ids: for some tokenizers the padding token is also a real one.
+            "attention_mask": pad([np.ones_like(ids) for ids in sources], 0),
+            "labels": pad(targets, IGNORE_INDEX),
+            "row": torch.tensor([pair["row"] for pair in pairs]),
+        }
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """A number for each pair by which it is sorted first by the padded length of its source, then by its target's.
+
+        Their sum would put long sources beside short ones.
+        """
+        source, target = (self.num_tokens(side).astype(np.int64) for side in ("source", "target"))
+        return -(-source // PAD_MULTIPLE) * (target.max() + 1) + target
+
+    def num_tokens(self, side: str) -> np.ndarray:
+        """Count the tokens of each `source` or `target`."""
+        chunks = self.rows.data.column(f"{side}_ids").chunks
+        found = np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks])
+        assert len(found) == len(self), "rows with a pending selection: flatten_indices first"
+        return found
+
+
+def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
+    """Make a matrix, (B, T) int64, filled up with `value` on the right; T is a multiple of 8."""
+    longest = max(1, *(len(row) for row in rows))
+    padded = np.full((len(rows), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE), value)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return torch.from_numpy(padded)

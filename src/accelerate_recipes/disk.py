@@ -1,0 +1,45 @@
+"""Files that are whole or not there, on a disk that a cut of power does not surprise."""
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+import xxhash
+
+
+def checksum(file: Path) -> str:
+    """Compute XXH3 in 128 bits: it finds damage at the speed of the disk, and is no protection against forgery."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the deepest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def own_suffix() -> str:
+    """Return an ending for names of unfinished files that no other process of the cluster gives."""
+    return f".partial-{socket.gethostname()}-{os.getpid()}"
+
+
+def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
+    """Write a file that is whole under its name at any moment.
+
+    It is written beside that, with `suffix`: `own_suffix()` where several processes may write it at once.
+    """
+    partial = path.with_name(path.name + suffix)
+    partial.write_text(text)
+    fsync(partial)
+    partial.replace(path)
+    fsync(path.parent)

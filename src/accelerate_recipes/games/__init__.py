@@ -1,0 +1,1 @@
+"""Chess: rules, games, next moves, preferences and rewards. Not `chess`, which is python-chess and a recipe."""

@@ -1,0 +1,268 @@
+"""Games from files or the Hub to packed rows, or to positions: checked, split by hash, tokenised, cached."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.data.files import read_files, reading
+from accelerate_recipes.data.packing import pack_documents
+from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
+from accelerate_recipes.games import rules
+from accelerate_recipes.hub import cache
+from accelerate_recipes.ranks import is_first_of_machine
+
+SUFFIXES = (".parquet", ".jsonl", ".pgn")
+GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
+VERSION = 3  # of what is prepared; raised when that changes, so that nobody finds it in an older form
+
+
+@dataclass
+class GamesArgs:
+    """Arguments that say which games a recipe reads. Goes before TrainArgs in the bases of a recipe's arguments."""
+
+    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
+    dataset_files: str = arg(
+        "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each is about 528 MB."
+    )
+    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.")
+    skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
+    heldout_share: float = arg(
+        0.002,
+        "Share of the games to test on, chosen by a hash of the moves; keep it in the recipes that follow chess.py.",
+        above=0,
+        below=1,
+    )
+    num_positions: int = arg(
+        600, "Positions of held-out games to predict the next move in.", fixed=False, min=len(rules.PHASES)
+    )
+    data_cache_dir: str = arg(".cache/data", "Folder in which prepared games and positions are kept.", fixed=False)
+
+    def problems(self, world_size: int) -> list[str]:
+        return super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
+
+    @property
+    def game_datasets(self) -> list[cache.HubDataset]:
+        """List the datasets that are read from the Hub."""
+        return [] if self.train_files else [cache.HubDataset(self.dataset_name, files=self.dataset_files)]
+
+    @property
+    def game_source(self) -> str:
+        """Name of the games' source, for people."""
+        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
+
+    @property
+    def game_files(self) -> list[str]:
+        return self.train_files or cache.dataset_files(self.dataset_name, self.dataset_files)
+
+    @property
+    def game_key(self) -> list:
+        """Key by which the cache knows whether it has read these files."""
+        if self.train_files:
+            return cache.file_versions(self.train_files)
+        version = cache.version("dataset", self.dataset_name, self.dataset_files)
+        return [self.dataset_name, self.dataset_files, version]
+
+
+def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
+    """Build, or find, the folder that holds the games as
+
+    `train/` and `heldout/`   packed rows (see `data.PackedRows`)
+    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and of the rows to train
+                              on a checksum, `content`
+
+    A game is one document: begin token, its moves separated by spaces, end token (see `begin_token`). Of a position it
+    is known whether it `is_seen`: whether a game to train on begins with the same moves. A game is held out when the hash of
+    its moves falls under `args.heldout_share`: the same game never lies on both sides, in whatever order files come.
+
+    Raises:
+        ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
+    """
+    settings = {
+        "sources": args.game_key,
+        "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
+        "settings": [max_length, args.heldout_share, args.num_positions, seed, args.skip_bad_games],
+        "version": VERSION,
+    }
+
+    def build(folder: Path) -> None:
+        tmp = folder / "tmp"
+        parts = []
+        for i, file in enumerate(args.game_files):
+            games = load_games(file, tmp / f"source-{i}")
+            parts.append(tokenize_games(games, tokenizer, args.heldout_share, file, tmp / f"tokens-{i}.arrow"))
+        good = good_games(parts, args)
+        games = datasets.concatenate_datasets(parts)
+        heldout = np.array(games["heldout"])
+        facts = {"games": len(games), "skipped": int((~good).sum())}
+        for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
+            if not chosen.any():
+                raise ConfigError(
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
+                )
+            part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
+            rows = pack_documents(part, max_length, tmp / f"{name}-rows.arrow")
+            rows.save_to_disk(folder / name)
+            facts[name] = len(part)
+            if name == "train":
+                facts["content"] = checksum_of_rows(rows, ["input_ids", "lengths"])
+                train_games = part["Moves"]
+                facts["baseline"] = rules.most_frequent_followers(train_games)
+            else:
+                facts["positions"] = rules.sample_positions(part["Moves"], args.num_positions, seed)
+                rules.mark_seen(facts["positions"], train_games)
+        (folder / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(tmp)
+
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+
+
+def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -> Path:
+    """Build, or find, the folder that holds positions of games, divided as `prepare_games` divides them, as
+
+    `train/`       positions to train in: columns `prefix` (moves so far), `move` (the one that was played), `phase`
+    `facts.json`   `positions` to test in, the `baseline`'s table
+
+    A game is checked as far as the position that is taken from it.
+
+    Raises:
+        ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
+    """
+    settings = {
+        "sources": args.game_key,
+        "positions": [args.heldout_share, num_train_positions, args.num_positions, seed, args.skip_bad_games],
+        "version": VERSION,
+    }
+
+    def build(folder: Path) -> None:
+        parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(args.game_files)]
+        good = good_games(parts, args)
+        games = datasets.concatenate_datasets(parts)["Moves"]
+        heldout = np.array([is_heldout(" ".join(moves), args.heldout_share) for moves in games])
+        found = {}
+        for name, chosen, number in (
+            ("train", good & ~heldout, num_train_positions),
+            ("heldout", good & heldout, args.num_positions),
+        ):
+            positions = rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
+            legal = [p for p in positions if rules.is_legal(p["prefix"], p["move"])]
+            if len(legal) < len(positions) and not args.skip_bad_games:
+                raise ConfigError(
+                    f"{len(positions) - len(legal)} of {len(positions)} positions come from games with illegal moves; "
+                    "--skip_bad_games leaves them out"
+                )
+            if not legal:
+                raise ConfigError(
+                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
+                )
+            found[name] = legal
+        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
+        datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
+        train_games = np.flatnonzero(good & ~heldout)
+        baseline = rules.most_frequent_followers(games[i] for i in train_games)
+        rules.mark_seen(found["heldout"], (games[i] for i in train_games))
+        (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
+        shutil.rmtree(folder / "tmp")
+
+    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+
+
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token that a game begins with, so that its first move is learnt too, and can be asked for.
+
+    Where a tokenizer has no begin token, as Qwen's, it is the end token, which stands between two texts anyway; GPT-2's
+    is both.
+    """
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id  # pyright: ignore[reportReturnType]
+
+
+def is_heldout(text: str, heldout_share: float) -> bool:
+    """Tell whether a game is held out, by the hash of its moves."""
+    return xxhash.xxh64_intdigest(text.encode()) < int(heldout_share * 2**64)
+
+
+def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
+    """Games of one file: `Moves`, a list of texts, and `defect`: why they are none, or not a game of normal chess, or "".
+
+    Raises:
+        DataError: for a file that cannot be read, or has no games.
+        ConfigError: for one without a column `Moves`.
+    """
+    if file.endswith(".pgn"):
+        with reading(file):
+            if next(rules.read_pgn(file), None) is None:
+                raise ValueError("it has 0 games")
+            return datasets.Dataset.from_generator(
+                rules.read_pgn, features=GAMES, gen_kwargs={"path": file}, cache_dir=str(cache_dir)
+            )
+    rows = read_files([file], cache_dir)
+    if "Moves" not in rows.column_names:
+        raise ConfigError(f"{file} has the columns {rows.column_names}; chess needs `Moves`, a list of UCI moves")
+
+    def check(batch: list) -> dict[str, list]:
+        defects = [rules.defect_of_moves(moves) for moves in batch]
+        games = [[] if defect else moves for moves, defect in zip(batch, defects, strict=True)]
+        return {"Moves": games, "defect": defects}
+
+    return rows.select_columns("Moves").map(
+        check,
+        input_columns="Moves",
+        batched=True,
+        features=GAMES,
+        num_proc=num_proc(len(rows), 5000),
+        desc="Reading games",
+    )
+
+
+def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray:
+    """Return which games of all files have no defect, (number of games,) bool.
+
+    Raises:
+        ConfigError: naming those that have one, unless `args.skip_bad_games`.
+    """
+    defects = [part["defect"][:] for part in parts]
+    bad = [
+        f"{file}, row {row}: {defect}"
+        for file, part in zip(args.game_files, defects, strict=True)
+        for row, defect in enumerate(part)
+        if defect
+    ]
+    if bad and not args.skip_bad_games:
+        more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+        raise ConfigError(error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5]))
+    return np.array([not defect for part in defects for defect in part])
+
+
+def tokenize_games(
+    games: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    heldout_share: float,
+    source: str,
+    cache_file: Path,
+) -> datasets.Dataset:
+    """Add `input_ids` and `heldout` (bool), and to `defect` why a game cannot be played."""
+
+    def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:
+        texts = [" ".join(moves) for moves in batch]
+        tokens = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return {
+            "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
+            "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(batch, defects, strict=True)],
+            "heldout": [is_heldout(text, heldout_share) for text in texts],
+        }
+
+    return games.map(
+        tokenize,
+        input_columns=["Moves", "defect"],
+        batched=True,
+        num_proc=num_proc(len(games), 5000),
+        cache_file_name=str(cache_file),
+        desc=f"Checking and tokenising {Path(source).name}",
+    )

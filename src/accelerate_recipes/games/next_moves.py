@@ -1,0 +1,85 @@
+"""Shares of a model's next moves that are legal, and that were played, in positions of held-out games."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import evaluate
+import numpy as np
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import begin_token
+from accelerate_recipes.generation import generate_texts
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
+    """Token ids of the moves so far, as the beginning of a document."""
+    return [begin_token(tokenizer), *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
+
+
+def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the move that has most, at the start of a game or, with the space before it, later on."""
+
+    def num_tokens(texts: list[str]) -> np.ndarray:
+        return np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
+
+    moves = rules.all_uci_moves()
+    first = num_tokens(moves)
+    return int(max(first.max(), (num_tokens([f"{move} {move}" for move in moves]) - first).max()))
+
+
+class NextMoves:
+    """Measures the same positions at every evaluation, and for the baseline.
+
+    `facts` as `games.prepare_games` leaves them; `metric_file` is the `evaluate` module that counts. Results
+    have the keys `legal_move_rate` and `next_move_accuracy`, and each with `_<phase>` and, over the positions that no
+    game to train on came through, with `_unseen`.
+    """
+
+    def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
+        self.tokenizer = tokenizer
+        self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
+        self.positions = facts["positions"]
+        self.followers = facts["baseline"]
+        self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
+        self.max_new_tokens = longest_move(tokenizer)
+
+    def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
+        """Judge the greedy moves of `model`. Every rank takes its share; all get the result."""
+        prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
+        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
+        return self._count([(text.split() or [""])[0] for text in texts])
+
+    def baseline(self) -> dict[str, float]:
+        """Judge the most frequent next move given the previous one."""
+        return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
+
+    def _count(self, moves: list[str]) -> dict[str, float]:
+        return self.metric.compute(  # pyright: ignore[reportReturnType]
+            predictions=moves,
+            references=[position["move"] for position in self.positions],
+            prefixes=self.prefixes,
+            phases=[position["phase"] for position in self.positions],
+            seen=[position["is_seen"] for position in self.positions],
+        )
+
+    def summary(self, results: dict[str, dict]) -> str:
+        """Lines for people, of records that hold the values of an evaluation as `eval_...`, each with its name."""
+        unseen = sum(not position["is_seen"] for position in self.positions)
+        parts = {"": f"Held-out positions ({len(self.positions):,})"}
+        if unseen:
+            parts["_unseen"] = f"Of these, in no game trained on ({unseen:,})"
+        lines = []
+        for suffix, part in parts.items():
+            for name, unit in (("legal_move_rate", "legal moves"), ("next_move_accuracy", "moves as played")):
+                shares = ", ".join(f"{key} {result[f'eval_{name}{suffix}']:.1%}" for key, result in results.items())
+                lines.append(f"{part}, {unit}: {shares}")
+        return "\n".join(lines)
+
+    def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
+        """A game of the model against itself, up to its first illegal move."""
+        start = [prompt_of(self.tokenizer, [])]
+        (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
+        return rules.legal_part(text.split()[:num_moves])

@@ -1,0 +1,84 @@
+"""Pairs of moves to prefer from: what was played in a position, and what a model would play that is worse.
+
+Worse is by a rule: `illegal` takes the model's move if it is no legal one; `not_played` also a legal one that is not
+what the master chose.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.games.next_moves import prompt_of
+from accelerate_recipes.games.rewards import answer
+from accelerate_recipes.games.rules import is_legal
+from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.ranks import on_first_rank
+
+RULES = ["illegal", "not_played"]
+
+
+def is_worse(position: dict, move: str, rule: str) -> bool:
+    """Tell whether a model's `move` is to be rejected, beside the one that was played. Empty: it ended the game."""
+    return move != position["move"] and (rule == "not_played" or not is_legal(position["prefix"], move))
+
+
+def make_pairs(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: Sequence[dict],
+    rule: str,
+    file: Path,
+    max_new_tokens: int,
+    batch_size: int,
+) -> None:
+    """Write the pairs of all positions to `file`, as JSON lines with `position` (its number), `chosen` and `rejected`.
+
+    The model's moves are its greedy ones, so they are the same on any number of processes. Killed, it goes on behind
+    the last pair that it wrote; the file has its name when all are there.
+
+    Raises:
+        Stopped: between two batches.
+    """
+    partial = file.with_suffix(".partial")
+    done = on_first_rank(lambda: go_on(partial))
+    chunk = 4 * batch_size * accelerator.num_processes  # sorted by length within
+    bar = tqdm(
+        total=len(positions),
+        initial=done,
+        unit="position",
+        desc="Making pairs",
+        disable=not (accelerator.is_main_process and sys.stderr.isatty()),
+    )
+    for start in range(done, len(positions), chunk):
+        part = positions[start : start + chunk]
+        prompts = [prompt_of(tokenizer, position["prefix"]) for position in part]
+        texts = generate_texts(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size)
+        if accelerator.is_main_process:
+            with partial.open("a") as lines:
+                for i, (position, text) in enumerate(zip(part, texts, strict=True), start):
+                    if is_worse(position, move := answer(text), rule):
+                        pair = {"position": i, "chosen": position["move"], "rejected": move}
+                        lines.write(json.dumps(pair) + "\n")
+        bar.update(len(part))
+    bar.close()
+    if accelerator.is_main_process:
+        partial.touch()
+        os.replace(partial, file)
+    accelerator.wait_for_everyone()
+
+
+def go_on(partial: Path) -> int:
+    """Number of the position behind the last pair in the file; a line that was not written to its end is removed."""
+    if not partial.exists():
+        return 0
+    whole = [line for line in partial.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    partial.write_text("".join(whole))
+    return json.loads(whole[-1])["position"] + 1 if whole else 0

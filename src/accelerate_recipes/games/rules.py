@@ -1,0 +1,187 @@
+"""Chess for the chess recipes: legality, games from files, positions to test on, a baseline.
+
+A move is written in UCI (`e2e4`, `e7e8q`), a game as its moves separated by spaces.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+def import_python_chess():
+    """Import python-chess although a recipe of its name may be the running script.
+
+    `python recipes/chess.py` puts recipes/ first on the path, where `import chess` would find the recipe.
+    """
+    path = sys.path[:]
+    sys.path[:] = [entry for entry in path if not (Path(entry) / "chess.py").is_file()]
+    try:
+        import chess
+        import chess.engine
+        import chess.pgn
+
+        return chess
+    finally:
+        sys.path[:] = path
+
+
+if TYPE_CHECKING:
+    import chess
+    import chess.pgn
+else:
+    chess = import_python_chess()
+
+# Upper limits in plies of the phases that results are told apart by.
+PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
+
+
+def phase_of(ply: int) -> str:
+    """Phase of the game in which the move number `ply` (from 0) is made."""
+    return next(phase for phase, limit in PHASES.items() if ply < limit)
+
+
+def all_uci_moves() -> list[str]:
+    """Every move that a piece could make on an empty board, 1,968 of them: the vocabulary of a chess model."""
+    moves = set()
+    for square in chess.SQUARES:
+        for piece in (chess.QUEEN, chess.KNIGHT):
+            board = chess.Board(None)
+            board.set_piece_at(square, chess.Piece(piece, chess.WHITE))
+            moves |= {move.uci() for move in board.pseudo_legal_moves}
+        for target in chess.SQUARES:
+            rank, up = chess.square_rank(square), chess.square_rank(target) - chess.square_rank(square)
+            sideways = abs(chess.square_file(target) - chess.square_file(square))
+            if (rank, up) in ((6, 1), (1, -1)) and sideways <= 1:
+                moves |= {chess.Move(square, target, promotion).uci() for promotion in range(2, 6)}
+    return sorted(moves)
+
+
+def defect_of_moves(moves: object) -> str:
+    """Say why a value is no list of texts, or return an empty string."""
+    if isinstance(moves, list) and all(isinstance(move, str) for move in moves):
+        return ""
+    return f"its Moves are no list of texts, but {moves!r:.80}"
+
+
+def defect_of_game(moves: list[str]) -> str:
+    """Say what is wrong with a game, or return an empty string."""
+    if not moves:
+        return "it has no moves"
+    legal = legal_part(moves)
+    if len(legal) == len(moves):
+        return ""
+    return f"move {len(legal) + 1}, {moves[len(legal)]!r}, is illegal after {' '.join(legal[-3:]) or 'the start'}"
+
+
+def is_legal(prefix: list[str], move: str) -> bool:
+    """Tell whether `move` may follow the legal moves `prefix`."""
+    return len(legal_part([*prefix, move])) > len(prefix)
+
+
+def legal_part(moves: list[str]) -> list[str]:
+    """The moves up to the first that is not legal."""
+    board = chess.Board()
+    for ply, uci in enumerate(moves):
+        try:
+            legal = bool(board.push_uci(uci))  # the null move `0000` parses, and is false
+        except ValueError:
+            legal = False
+        if not legal:
+            return moves[:ply]
+    return moves
+
+
+class GameBuilder(chess.pgn.GameBuilder):
+    """Builds the game that was played, and logs nothing of what is wrong with it.
+
+    Variations are left out: behind one with an illegal move, python-chess 1.11 goes on from the variation's position.
+    """
+
+    def begin_variation(self) -> chess.pgn.SkipType:
+        return chess.pgn.SKIP
+
+    def end_variation(self) -> None:
+        pass
+
+    def handle_error(self, error: Exception) -> None:
+        self.game.errors.append(error)
+
+
+def read_pgn(path: str) -> Iterator[dict]:
+    """Games of a PGN file, as rows with `Moves`, and `defect`: why it cannot be used, or an empty string."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        while game := chess.pgn.read_game(file, Visitor=GameBuilder):
+            moves = [move.uci() for move in game.mainline_moves()]
+            yield {"Moves": moves, "defect": defect_of_pgn(game, len(moves))}
+
+
+def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
+    """Say why a game of which `num_moves` were read is not whole, or not normal chess; or return an empty string."""
+    variant = game.headers.get("Variant", "Standard")
+    if variant.lower() not in ("standard", "from position", "chess", "normal"):
+        return f"it is {variant}, not normal chess"
+    if game.headers.get("FEN", chess.STARTING_FEN) != chess.STARTING_FEN:
+        return f"it begins from another position, {game.headers['FEN']}"
+    if game.errors:
+        return f"move {num_moves + 1} cannot be made: {game.errors[0]}"
+    return ""
+
+
+def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) -> list[dict]:
+    """Positions spread evenly over the phases, one at most from each game and phase.
+
+    Each is {"prefix": moves so far, "move": the move that was played, "phase"}. Fewer, where there are not enough.
+    """
+    generator = random.Random(seed)
+    candidates: dict[str, list[dict]] = {phase: [] for phase in PHASES}
+    for moves in games:
+        plies: dict[str, list[int]] = {}
+        for ply in range(len(moves)):
+            plies.setdefault(phase_of(ply), []).append(ply)
+        for phase, choices in plies.items():
+            ply = generator.choice(choices)
+            candidates[phase].append({"prefix": moves[:ply], "move": moves[ply], "phase": phase})
+    share = num_positions // len(PHASES)
+    return [p for found in candidates.values() for p in generator.sample(found, min(share, len(found)))]
+
+
+def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
+    """Give each position `is_seen`: whether one of the games begins with the same moves."""
+    tree: dict = {}  # of the prefixes, move by move; under "" the positions behind these moves
+    for position in positions:
+        position["is_seen"] = False
+        node = tree
+        for move in position["prefix"]:
+            node = node.setdefault(move, {})
+        node.setdefault("", []).append(position)
+    for moves in games:
+        node = tree
+        for move in [*moves, None]:
+            for position in node.pop("", ()):
+                position["is_seen"] = True
+            if (node := node.get(move)) is None:
+                break
+
+
+def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
+    """Map each move to the one that most often comes next, in whatever position; "" stands for the start of a game.
+
+    The baseline: what can be known of the next move without knowing the board.
+    """
+    counts: dict[str, Counter] = {}
+    for moves in games:
+        for previous, move in zip(["", *moves], moves, strict=False):
+            counts.setdefault(previous, Counter())[move] += 1
+    return {previous: followers.most_common(1)[0][0] for previous, followers in counts.items()}
+
+
+def draw_game(moves: list[str]) -> str:
+    """The final position as text, with the moves in the notation of tournaments."""
+    board = chess.Board()
+    line = board.variation_san([chess.Move.from_uci(uci) for uci in moves])
+    for uci in moves:
+        board.push_uci(uci)
+    return f"{board.unicode(borders=False, empty_square='·')}\n{line}"

@@ -1,0 +1,326 @@
+"""Fetching beforehand what a run will read, where there is internet; checking and listing what is there.
+
+    python -m accelerate_recipes download RECIPE ARGS...
+    python -m accelerate_recipes verify
+    python -m accelerate_recipes list
+
+huggingface_hub transfers: several files at a time, each complete under its name or not there. So the same command
+goes on after a kill; the files that were under way begin anew. It reads HF_HOME, HF_ENDPOINT and the token itself.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import disable_progress_bars
+
+from accelerate_recipes.args import ConfigError, error_list, first_line
+from accelerate_recipes.disk import existing, own_suffix, write_atomically
+from accelerate_recipes.hub import cache
+from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
+
+# What from_pretrained reads besides weights. Not *.bin, *.h5, *.msgpack, consolidated.*: the same weights again.
+MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additional_chat_templates/*")
+
+
+class Unavailable(Exception):
+    """Reason why one repository cannot be had, in a sentence with the remedy."""
+
+
+@dataclass
+class Wanted:
+    """Files to fetch from one repository."""
+
+    repo_type: str
+    name: str
+    branch: str
+    revision: str
+    full_name: str  # `wmt14` has become `wmt/wmt14`; the Hub's client knows the old name, datasets does not
+    files: dict[str, dict] = field(default_factory=dict)
+    asked: dict[str, list[str]] = field(default_factory=dict)
+    configs: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def to_fetch(self) -> dict[str, dict]:
+        """Files whose contents the cache does not hold, under this commit or another."""
+        blobs = cache.repository(self.repo_type, self.name) / "blobs"  # by their checksums
+        return {
+            file: entry
+            for file, entry in self.files.items()
+            if cache.size_of(blobs / entry["checksum"].partition(":")[2]) != entry["size"]
+        }
+
+
+def download(
+    needs: Sequence[Need], command: Sequence[str], *, max_shards: int | None = None, update: bool = False
+) -> None:
+    """Fetch everything that `needs` names; `command`, a recipe and its arguments, is noted in the manifests.
+
+    `max_shards` takes only the first files that match a pattern. A repository stays at the commit that it was first
+    downloaded at, unless `update`.
+
+    Raises:
+        ConfigError: with all that cannot be had; for too little space; for a transfer that fails.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError("HF_HUB_OFFLINE is set: unset it, or download on a machine that has internet")
+    if not sys.stderr.isatty():  # a job's log: plain lines
+        disable_progress_bars()
+    line = shlex.join([*([] if max_shards is None else ["--max_shards", str(max_shards)]), *command])
+    plans: dict[tuple[str, str], Wanted] = {}
+    problems = []
+    for need in needs:
+        if os.path.isdir(need.name):
+            continue
+        try:
+            add_to(plans, need, max_shards, update)
+        except Unavailable as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(error_list("This cannot be downloaded", problems))
+    check_space(list(plans.values()))
+    for plan in plans.values():
+        size, to_fetch = total(plan.files), total(plan.to_fetch)
+        print(
+            f"{plan.repo_type} {plan.name} at commit {plan.revision[:12]}: {len(plan.files)} files, {readable(size)}, "
+            f"{f'{readable(to_fetch)} to fetch' if to_fetch else 'all here'}",
+            flush=True,
+        )
+    for plan in plans.values():
+        write_manifest(plan, line)
+        transfer(plan)
+
+
+def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | None, update: bool) -> None:
+    """Add what a need asks for to the plan of its repository. Raises Unavailable."""
+    api, key = HfApi(), (need.repo_type, need.name)
+    try:
+        plan = plans.get(key)
+        if plan is None:
+            manifest = None if update else cache.read_manifest(*key)
+            commit = manifest["revision"] if manifest and manifest["branch"] == need.branch else need.branch
+            info = api.repo_info(need.name, repo_type=need.repo_type, revision=commit)
+            if info.gated:
+                api.auth_check(need.name, repo_type=need.repo_type)
+            plan = Wanted(*key, need.branch, info.sha, info.id)
+        if need.branch != plan.branch:
+            raise Unavailable(f"{need} is wanted at {plan.branch} and at {need.branch}; the cache keeps one of them")
+        if isinstance(need, HubModel):
+            chosen = files_of_model(plan, tree(api, plan), need.weights)
+        elif need.files:
+            listed = tree(api, plan, *cache.place_of(need.files))
+            chosen = {file: listed[file] for file in sorted(listed) if cache.matches(file, need.files)}
+            if not chosen:
+                raise Unavailable(f"{need} has no file that matches; there are {some(listed)}")
+            chosen = dict(list(chosen.items())[:max_shards])
+        else:
+            chosen = files_of_config(api, plan, need)
+    except GatedRepoError:
+        raise Unavailable(
+            f"{need} is gated: accept its terms at {constants.ENDPOINT}/{'datasets/' * (need.repo_type == 'dataset')}"
+            f"{need.name}, then run `hf auth login` with a token of that account, or set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise Unavailable(
+            f"{need} is not on {constants.ENDPOINT}, or is private; check its name, or run `hf auth login`"
+        ) from None
+    except Unavailable:
+        raise
+    # What the Hub's client and datasets raise of a network or server that fails has no class in common.
+    except Exception as error:
+        raise Unavailable(f"{need} cannot be had from {constants.ENDPOINT}: {first_line(error)}") from None
+    plan.files |= chosen
+    plan.asked[need.key] = list(chosen)
+    plans[key] = plan
+
+
+def tree(api: HfApi, plan: Wanted, inside: str = "", recursive: bool = True) -> dict[str, dict]:
+    """Size and checksum of each file of a repository, or of a folder in it."""
+    entries = api.list_repo_tree(
+        plan.name, inside or None, recursive=recursive, revision=plan.revision, repo_type=plan.repo_type
+    )
+    return {entry.path: described(entry) for entry in entries if isinstance(entry, RepoFile)}
+
+
+def described(entry: RepoFile) -> dict:
+    checksum = f"sha256:{entry.lfs.sha256}" if entry.lfs else f"git-sha1:{entry.blob_id}"
+    return {"size": entry.size, "checksum": checksum}
+
+
+def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
+    names = [name for name in listed for pattern in MODEL_FILES if cache.matches(name, pattern)]
+    names = [name for name in names if not name.endswith(".index.json")]
+    if weights:
+        found = next((name for name in cache.WEIGHTS if name in listed), None)
+        if found is None:
+            raise Unavailable(f"model {plan.name!r} has no weights for PyTorch; it has {some(listed)}")
+        names.append(found)
+        if found.endswith(".index.json"):
+            names += cache.shards_of(Path(hf_hub_download(plan.name, found, revision=plan.revision)))
+    return {name: listed[name] for name in names}
+
+
+def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dict]:
+    """List the files of a configuration as `datasets` finds them; how it would read them is noted in the plan."""
+    try:
+        builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
+    except ValueError as error:  # names the configurations that there are
+        raise Unavailable(f"{need}: {first_line(error)}") from None
+    prefix = f"hf://datasets/{plan.full_name}@{plan.revision}/"
+    splits = {
+        str(split): [file.removeprefix(prefix) for file in files] for split, files in builder.config.data_files.items()
+    }
+    if unknown := sorted(set(need.split_names) - set(splits)):
+        raise Unavailable(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
+    options = {
+        option.name: getattr(builder.config, option.name)
+        for option in fields(builder.config)
+        if option.name not in ("name", "version", "data_dir", "data_files", "description", "features")
+        and getattr(builder.config, option.name) != option.default
+    }
+    kind = type(builder).__module__.rpartition(".")[2]
+    plan.configs[need.config] = {"builder": kind, "options": options, "splits": splits}
+    listed = tree(api, plan)
+    names = [file for name in need.split_names or splits for file in splits[name]]
+    return {name: listed[name] for name in names}
+
+
+def check_space(plans: Sequence[Wanted]) -> None:
+    """Check that the disk has room. Raises ConfigError."""
+    needed = sum(total(plan.to_fetch) for plan in plans)
+    place = existing(Path(constants.HF_HUB_CACHE))
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"{readable(needed)} are to be fetched, but {place} has {readable(free)} free; make room, or set HF_HOME "
+            "to a folder on another disk"
+        )
+
+
+def write_manifest(plan: Wanted, recipe: str) -> None:
+    """Write the manifest, before the files: what a killed download lacks is known. Earlier downloads stay in it.
+
+    The same asked again, such as a pattern with another `max_shards`, takes the place of what it was.
+    """
+    manifest: dict[str, Any] | None = cache.read_manifest(plan.repo_type, plan.name)
+    if manifest is None or (manifest["branch"], manifest["revision"]) != (plan.branch, plan.revision):
+        manifest = {
+            "name": plan.name, "type": plan.repo_type, "branch": plan.branch, "revision": plan.revision,
+            "files": {}, "asked": {}, "configs": {},
+        }  # fmt: skip
+    asked = manifest["asked"]
+    for key, files in plan.asked.items():
+        before = asked[key]["recipes"] if key in asked and asked[key]["files"] == files else []
+        asked[key] = {"files": files, "recipes": [*(line for line in before if line != recipe), recipe]}
+    files = manifest["files"] | plan.files
+    manifest["files"] = {file: files[file] for entry in asked.values() for file in entry["files"]}
+    manifest["configs"] |= plan.configs
+    place = cache.repository(plan.repo_type, plan.name)
+    place.mkdir(parents=True, exist_ok=True)
+    write_atomically(place / cache.MANIFEST, json.dumps(manifest, indent=1), own_suffix())
+
+
+def transfer(plan: Wanted) -> None:
+    """Fetch the files. Raises ConfigError."""
+    try:
+        snapshot_download(
+            plan.name,
+            repo_type=plan.repo_type,
+            revision=plan.revision,
+            allow_patterns=[glob.escape(file) for file in plan.files],
+        )
+    except Exception as error:  # of the network, of the disk; of many classes
+        raise ConfigError(
+            f"{plan.repo_type} {plan.name}: {first_line(error)}. What was fetched is kept: the same command goes on"
+        ) from error
+    if lost := cache.absent(cache.read_manifest(plan.repo_type, plan.name), list(plan.files)):
+        raise ConfigError(f"{plan.repo_type} {plan.name}: {', '.join(lost)} did not arrive; run the same command again")
+    # A killed download leaves files that huggingface_hub 2.4 does not go on with. One that is under way is not idle.
+    for rest in (cache.repository(plan.repo_type, plan.name) / "blobs").glob("*.incomplete"):
+        if time.time() - rest.stat().st_mtime > 3600:
+            rest.unlink(missing_ok=True)
+
+
+def verify() -> str:
+    """Read every downloaded file, and compare it with what the Hub said of it; returns what was verified.
+
+    Raises:
+        ConfigError: naming the files that are not there or were changed, and what to do.
+    """
+    files = [
+        (manifest, name, entry) for manifest in cache.manifests() for name, entry in sorted(manifest["files"].items())
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing does not hold the interpreter's lock
+        problems = [problem for problem in threads.map(lambda one: file_problem(*one), files) if problem]
+    if problems:
+        raise ConfigError(error_list(f"In {constants.HF_HUB_CACHE}", problems))
+    size = sum(entry["size"] for _, _, entry in files)
+    return f"{len(files)} files, {readable(size)}, in {constants.HF_HUB_CACHE}: complete and unchanged"
+
+
+def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
+    place = cache.repository(manifest["type"], manifest["name"]) / "snapshots" / manifest["revision"] / name
+    what = f"{manifest['type']} {manifest['name']}: {name}"
+    asked = next(entry for entry in manifest["asked"].values() if name in entry["files"])
+    again = f"python -m accelerate_recipes download {asked['recipes'][-1]}"
+    if not place.is_file():
+        return f"{what} is missing; run: {again}"
+    found = hub_checksum(place, entry["checksum"].partition(":")[0])
+    if found != entry["checksum"]:
+        return (
+            f"{what} is damaged: its checksum is {found} instead of {entry['checksum']}; "
+            f"run: rm {shlex.quote(os.path.realpath(place))} && {again}"
+        )
+    return None
+
+
+def hub_checksum(file: Path, kind: str) -> str:
+    """Compute a checksum as the Hub has it: `sha256` of a large file, `git-sha1`, of the git object, of a small one."""
+    if kind == "sha256":
+        with file.open("rb") as stream:
+            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
+    data = file.read_bytes()
+    digest = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    return f"git-sha1:{digest}"
+
+
+def listing() -> str:
+    """Return a paragraph for each repository that was downloaded: size, commit, what lacks, for which recipes."""
+    paragraphs = []
+    for manifest in cache.manifests():
+        lacking = cache.absent(manifest, list(manifest["files"]))
+        state = f"lacks {', '.join(lacking)}" if lacking else "complete"
+        lines = [
+            f"{manifest['type']} {manifest['name']}  commit {manifest['revision'][:12]}  "
+            f"{len(manifest['files'])} files, {readable(total(manifest['files']))}  {state}"
+        ]
+        recipes = {recipe: None for entry in manifest["asked"].values() for recipe in entry["recipes"]}
+        paragraphs.append("\n    for ".join([*lines, *recipes]))
+    return "\n".join(paragraphs) or f"nothing was downloaded to {constants.HF_HUB_CACHE}"
+
+
+def total(files: dict[str, dict]) -> int:
+    """Size of all files, in bytes."""
+    return sum(entry["size"] for entry in files.values())
+
+
+def readable(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.3f} MiB"
+
+
+def some(names: dict[str, dict]) -> str:
+    return ", ".join(list(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,498 @@
+"""Everything that can be known before the queue: `python -m accelerate_recipes preflight CONFIG RECIPE ARGS...`
+
+Checks the keys and values of the accelerate YAML (Accelerate itself drops unknown nested keys without a word), the
+recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to go on from,
+the output directory and its space, and versions; reports all problems at once. Between CONFIG and RECIPE it takes the
+flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (or, where
+there are no GPUs, --cpus-per-node), from which those flags follow.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+import transformers
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from transformers import AutoConfig, PreTrainedModel
+
+from accelerate_recipes import recipe
+from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve
+from accelerate_recipes.checkpoint import files, resume
+from accelerate_recipes.disk import existing
+from accelerate_recipes.hub import cache
+from accelerate_recipes.life.status import read_status
+from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
+from accelerate_recipes.strategy import environment_problems, lever_problems, num_accelerators
+
+SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
+VALUES = {
+    "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
+    "mixed_precision": {"no", "bf16", "fp16", "fp8"},
+    "fsdp_version": {1, 2},
+    "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"},
+    "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
+    "fsdp_sharding_strategy": {
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "HYBRID_SHARD_ZERO2",
+    },
+    "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
+} | {
+    key: {True, False}
+    for key in (
+        "fsdp_offload_params",
+        "fsdp_use_orig_params",
+        "fsdp_sync_module_states",
+        "fsdp_forward_prefetch",
+        "fsdp_activation_checkpointing",
+        "fsdp_activation_checkpointing_offload",
+        "fsdp_cpu_ram_efficient_loading",
+    )
+}
+# What Accelerate reads with one version of FSDP and ignores with the other.
+FSDP1_ONLY = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_backward_prefetch": None,
+    "fsdp_forward_prefetch": None,
+    "fsdp_sync_module_states": None,
+    "fsdp_use_orig_params": None,
+}
+
+LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+
+
+def yaml_problems(path: Path) -> list[str]:
+    """List what is wrong with the keys and values of an accelerate YAML, one sentence each."""
+    if not path.is_file():
+        return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
+    try:
+        content = read_yaml(path)
+    except ConfigError as error:
+        return [str(error)]
+    if not isinstance(content, dict):
+        return [f"{path} holds no `key: value` lines"]
+    options = {action.dest for action in launch_command_parser()._actions}
+    found, flat = [], {}
+    for key, value in content.items():
+        if key not in ClusterConfig.__dataclass_fields__:
+            found.append(f"{path}: unknown key {key!r}{closest(key, ClusterConfig.__dataclass_fields__)}")
+        elif key not in SECTIONS:
+            flat[key] = value
+        elif not isinstance(value, dict):
+            found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r}")
+        else:
+            known = {option for option in options if option.startswith(SECTIONS[key])}
+            known |= {"fsdp_version"} if key == "fsdp_config" else set()
+            for name, setting in value.items():
+                flat[name] = setting
+                if name not in known:
+                    hint = closest(name, known) or closest(SECTIONS[key] + name, known)
+                    found.append(f"{path}: {key} has an unknown key {name!r}, which Accelerate ignores{hint}")
+    for key, allowed in VALUES.items():
+        if key in flat and flat[key] not in allowed:
+            choices = ", ".join(
+                str(value).lower() if isinstance(value, bool) else str(value) for value in sorted(allowed)
+            )
+            found.append(f"{path}: {key} is {flat[key]!r}; it must be one of {choices}")
+    if flat.get("fsdp_version") == 2:
+        for key, instead in FSDP1_ONLY.items():
+            if key in flat:
+                found.append(
+                    f"{path}: {key} has no effect with fsdp_version: 2; "
+                    + (f"use {instead} (true or false)" if instead else "remove it")
+                )
+    if not isinstance(flat.get("num_processes"), int) or flat["num_processes"] < 1:
+        found.append(f"{path}: num_processes is {flat.get('num_processes')!r}; accelerate needs a number")
+    return found
+
+
+def closest(key: str, known) -> str:
+    matches = difflib.get_close_matches(str(key), known, n=1, cutoff=0.75)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def launch_environment(argv: list[str]) -> dict[str, str]:
+    """Return what `accelerate launch ARGV` would put into the environment of each process."""
+    args = launch_command_parser().parse_args(argv)
+    args, _, _ = _validate_launch_command(args)
+    args.main_process_port = 0  # none is opened here: any will do
+    # For fp8 the launcher asks for packages; what is wrong with it here is said by `environment_problems`.
+    precision, args.mixed_precision = args.mixed_precision, "no"
+    if args.use_fsdp or args.multi_gpu:
+        env, world_size = prepare_multi_gpu_env(args), args.num_processes
+    else:
+        env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    return env | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
+        "ACCELERATE_MIXED_PRECISION": precision.lower(),
+    }
+
+
+def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
+    """The models of a run, of those that are here, without weights; and why one cannot be made."""
+    models, problems = [], []
+    for name in needed.models:
+        if (place := cache.folder("model", name)) and (place / "config.json").is_file():
+            try:
+                config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+                (architecture,) = config.architectures or ["no architecture in its config.json"]
+                with torch.device("meta"):
+                    models.append(getattr(transformers, architecture)(config))
+            except (OSError, ValueError, AttributeError) as error:
+                problems.append(f"model {name!r} cannot be made: {error}")
+    if needed.new_model and make_new:
+        with torch.device("meta"):
+            models.append(needed.new_model())
+    return models, problems
+
+
+def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """Check that the class that FSDP is to wrap is in the model."""
+    if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
+        return []
+    names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    wanted = names.split(",") if names else list(model._no_split_modules or [])
+    present = {type(module).__name__ for module in model.modules()}
+    title = type(model).__name__
+    if not wanted:
+        return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
+    return [
+        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{closest(name, present)}"
+        for name in wanted
+        if name not in present
+    ]
+
+
+def versions() -> tuple[list[str], list[str]]:
+    """List what requirements.txt pins and is not installed, and what is installed in another version."""
+    missing, other = [], []
+    file = Path(__file__).parents[3] / "requirements.txt"
+    lines = file.read_text().splitlines() if file.is_file() else []  # none beside an installed copy
+    for requirement in (Requirement(line) for line in lines if line and not line.startswith(("#", "-"))):
+        try:
+            installed = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            missing.append(f"{requirement} is not installed; run: pip install -r {file}")
+        else:
+            if not requirement.specifier.contains(installed):
+                other.append(f"{requirement.name} is {installed}; tested is {requirement}")
+    return missing, other
+
+
+def filesystem(path: Path) -> str:
+    """Return the kind of the filesystem of a path, such as ext4 or nfs4."""
+    place = existing(path).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
+
+
+def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str], list[str]]:
+    """The checkpoint that the run would go on from; with problems, and with warnings. `read` it whole?"""
+    try:
+        chosen = resume.find_resume(args)
+    except ConfigError as error:
+        return None, [str(error)], []
+    if chosen is None or not read:
+        return chosen, [], []
+    parts = os.cpu_count()
+    with ThreadPoolExecutor(parts) as threads:
+        found = threads.map(lambda part: files.damage(chosen, part, parts), range(parts))
+        reason = next(filter(None, found), None)
+    if reason and chosen == Path(args.resume_from_checkpoint):
+        return None, [f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest"], []
+    if reason:
+        return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
+    return chosen, [], []
+
+
+def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_dict: bool) -> tuple[int, str]:
+    """Bytes that checkpoints to come and the export add to what is in the output directory; and how they are counted.
+
+    A checkpoint holds the parameters that are `trained`, the export too unless adapters are merged.
+
+    Of a run whose number of steps is not known, at least so many.
+    """
+    present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
+    if present:  # it knows best
+        size = sum(entry["size"] for entry in files.read_marker(present[-1])["files"].values())
+    else:
+        size = trained * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
+    saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
+    at_once = saves
+    if args.save_total_limit:
+        kept = args.max_steps // args.keep_every_n_steps if args.max_steps > 0 and args.keep_every_n_steps else 0
+        # An old one is removed when the new one is complete.
+        at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
+    coming = max(0, at_once - len(present))
+    export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize
+    return (
+        coming * size + export,
+        f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
+    )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
+    """Return flags of `accelerate launch`: processes, and a hybrid config's shards in a node and replicas between."""
+    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    if "parallelism_config" in read_yaml(config):
+        flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
+        flags += ["--parallelism_config_dp_shard_size", str(processes_per_node)]
+    return flags
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run that can start."""
+
+    said: str  # what will run, with warnings
+    args: TrainArgs
+    needs: list[cache.Need]
+    launch: list[str]  # flags of `accelerate launch`
+    command: list[str]  # the recipe with its arguments
+
+    @property
+    def signal_seconds(self) -> int:
+        """Seconds before its end at which a run must be told, so that it saves in time; 300 where it never saved."""
+        longest_save = read_status(Path(self.args.output_dir)).get("longest_save_seconds")
+        # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
+        return 300 if longest_save is None else 120 + 2 * math.ceil(longest_save)
+
+    @property
+    def assignments(self) -> str:
+        """Write assignments for a job script, which bash reads."""
+        return "\n".join(
+            [
+                f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}",
+                f"SIGNAL_SECONDS={self.signal_seconds}",
+                f"LAUNCH_FLAGS=({shlex.join(self.launch)})",
+                f"COMMAND=({shlex.join(self.command)})",
+            ]
+        )
+
+
+def preflight(argv: Sequence[str]) -> tuple[str, str]:
+    """Return what will run, with warnings, and the same as assignments that bash reads. See `check`.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    plan, problems = check(argv)
+    if problems:
+        raise ConfigError(error_list("This run cannot start", problems))
+    return plan.said, plan.assignments
+
+
+@dataclass
+class Report:
+    """Sentences that a check has to say of a run."""
+
+    problems: list[str]
+    warnings: list[str]
+
+
+class Request(NamedTuple):
+    """A command line of preflight, taken apart."""
+
+    config: Path  # the accelerate YAML
+    config_problems: list[str]
+    launch: list[str]  # flags of `accelerate launch`
+    command: list[str]  # the recipe with its arguments
+    num_devices: int  # accelerators of a machine of the job
+    reads_checksums: bool
+
+
+def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
+    """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
+
+    `volumes` are the mount paths of a pod that will run it, first that of its checkpoints. What lies there only the
+    cluster knows: the checkpoint to go on from, space, the Hub's cache, files of data. That is left to the processes of
+    the run, which look at all of it before they train.
+
+    Returns:
+        What will run, or else all problems.
+
+    Raises:
+        ConfigError: where there is nothing to check.
+    """
+    request = read_request(argv)
+    module = recipe.load(request.command[0])
+    report = Report(*versions())
+    env = check_launch(request, report)
+    world_size = int(env.get("WORLD_SIZE", 1))
+    nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
+
+    args, found = resolve(module.Args, request.command[1:], world_size, elsewhere=volumes)
+    report.problems += found
+    report.problems += lever_problems(args, env, request.num_devices) if env else []
+    if volumes:
+        resumed_from, is_writable = None, check_volume(args, volumes[0], report)
+    else:
+        resumed_from, is_writable = check_output_dir(args, nodes, request.reads_checksums, report)
+
+    needed = module.requirements(args)
+    models = check_model_and_data(args, needed, request.command, env, report, is_here=not volumes)
+    lines = [
+        f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
+        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches"
+    ]
+    if models and is_writable:
+        lines.append(check_space(args, models, env, report, is_here=not volumes))
+    if report.problems:
+        return None, report.problems
+    if resumed_from:
+        lines.append(f"Goes on from {resumed_from}{', whose checksums are right' if request.reads_checksums else ''}")
+    said = "\n".join([*lines, *(f"warning: {warning}" for warning in report.warnings)])
+    return Launch(said, args, needed.needs, request.launch, request.command), []
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """Read a command line. Raises ConfigError where it names no run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
+    parser.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
+    parser.add_argument("--no-checksums", action="store_true")  # a job leaves them to its processes
+    asked, argv = parser.parse_known_args(argv)
+    if len(argv) < 2:
+        raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    for name, number in vars(asked).items():
+        if number is not None and number < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
+    config = Path(argv[0])
+    problems = yaml_problems(config)
+    launch = ["--config_file", *argv]
+    if not problems and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
+        processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
+        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node)
+    parsed = launch_command_parser().parse_args(launch)
+    command = [parsed.training_script, *parsed.training_script_args]
+    # A login node has no GPUs, or others than the job will.
+    here = 0 if asked.cpus_per_node else num_accelerators()
+    num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
+    return Request(config, problems, launch[: len(launch) - len(command)], command, num_devices, not asked.no_checksums)
+
+
+def check_launch(request: Request, report: Report) -> dict[str, str]:
+    """Check the accelerate YAML and the launcher's flags.
+
+    Returns:
+        Environment of the first process; empty where the launcher would start none.
+    """
+    report.problems += request.config_problems
+    if request.config_problems:
+        return {}
+    try:
+        env = launch_environment(
+            [*request.launch, "--main_process_ip", "head", *request.command]
+        )  # any address will do
+    except ValueError as error:
+        report.problems.append(f"accelerate launch refuses: {error}")
+        return {}
+    report.problems += environment_problems(env, request.num_devices)
+    return env
+
+
+def check_volume(args: TrainArgs, volume: str, report: Report) -> bool:
+    """Put what a run in a pod writes onto the volume of its checkpoints; returns whether the output directory is there."""
+    for name in recipe.WRITTEN:
+        if getattr(args, name, ""):
+            setattr(args, name, os.path.normpath(Path(volume, getattr(args, name))))
+    if Path(volume) in Path(args.output_dir).parents:
+        return True
+    report.problems.append(f"--output_dir {args.output_dir} is lost with the pod; give one below {volume}")
+    return False
+
+
+def check_output_dir(args: TrainArgs, nodes: int, reads_checksums: bool, report: Report) -> tuple[Path | None, bool]:
+    """Check the directories that a run writes to; returns the checkpoint to go on from, and whether they can be written."""
+    found = recipe.write_problems(args)
+    output_dir = Path(args.output_dir)
+    if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
+        report.warnings.append(
+            f"--output_dir {output_dir} lies on {filesystem(output_dir)}; {nodes} machines must all see it there"
+        )
+    resumed_from, problems, doubts = resume_candidate(args, read=reads_checksums)
+    report.problems += [*problems, *found]
+    report.warnings += doubts
+    return resumed_from, not found
+
+
+def check_model_and_data(
+    args: TrainArgs,
+    needed: recipe.Requirements,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    report: Report,
+    *,
+    is_here: bool,
+) -> list[PreTrainedModel]:
+    """Check that what a run reads is here, if this machine is to have it, and that its models can be made and wrapped.
+
+    Returns:
+        The models, without weights, with the adapters that will be trained in them.
+    """
+    if is_here:
+        may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+        must_be = [need for need in needed.needs if need not in may_lack]
+        report.problems += recipe.lacking_problems(must_be, command)
+        if found := recipe.lacking_problems(may_lack, command):
+            report.warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
+    models, found = models_on_meta(needed, make_new=not report.problems)
+    report.problems += found
+    report.warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
+    for model in models:
+        report.problems += wrap_problems(model, env)
+    try:
+        for model in models:
+            add_adapters(model, args)
+    except ConfigError as error:
+        report.problems.append(str(error))
+    return models
+
+
+def check_space(
+    args: TrainArgs, models: Sequence[PreTrainedModel], env: Mapping[str, str], report: Report, *, is_here: bool
+) -> str:
+    """Check that the disk has room for the checkpoints; returns a line that says how much they need."""
+    output_dir = Path(args.output_dir)
+    num_parameters, trained = (
+        sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
+    )
+    has_whole_weights = env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
+    needs, counted = space_needed(args, num_parameters, trained, has_whole_weights)
+    needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
+    of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
+    line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"
+    if not is_here:
+        return line
+    # What is left unfinished there goes before the run writes anything.
+    unfinished = (file for folder in files.leftovers(output_dir) for file in folder.rglob("*"))
+    free = shutil.disk_usage(existing(output_dir)).free + sum(f.stat().st_size for f in unfinished if f.is_file())
+    if needs > free:
+        remedy = "make room, lower --save_total_limit, or give another"
+        report.problems.append(f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}")
+    return f"{line}; {gib(free)} are free"

@@ -1,0 +1,151 @@
+"""One owner of an output directory: `<output_dir>/lock.json` says which run it is, and that the run lives."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.life import stop
+from accelerate_recipes.life.status import attempt
+
+HEARTBEAT = 5.0  # seconds between two touches of the file
+SILENCE = 3 * HEARTBEAT  # seconds without a touch after which its owner is dead
+
+# The lock of this process, which has one output directory. None until `take`.
+_mine: tuple[Path, dict] | None = None
+
+
+def take(output_dir: Path) -> None:
+    """Make this process the owner until `release`, or until it is dead. Taken twice, it is the same lock.
+
+    Raises:
+        ConfigError: if the owner is another run, and alive.
+    """
+    global _mine
+    file = output_dir / "lock.json"
+    if _mine is not None and _mine[0] == file:
+        return
+    owner = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "run": uuid.uuid4().hex,
+        **attempt(),
+    }
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if other := acquire(file, owner):
+        raise ConfigError(
+            f"{output_dir} is in use by process {other['process']} on {other['host']}"
+            f"{' (job ' + other['job'] + ')' if other['job'] else ''}, which is alive; stop it, or give another "
+            "--output_dir"
+        )
+    _mine = file, owner
+    threading.Thread(target=_keep, args=_mine, daemon=True, name="lock").start()
+
+
+def acquire(file: Path, owner: dict) -> dict | None:
+    """Create `file` with `owner` in it, in place of a dead owner's if there is one.
+
+    Several may find the same owner dead. Only one of them is to remove its file, and none the file that another has
+    created meanwhile: so each first acquires a second file, in the same way, and looks again. (Not flock, which some
+    cluster filesystems lack, or keep to one machine.)
+
+    Returns:
+        The living owner, if it is another.
+    """
+    while True:
+        try:
+            with file.open("x") as opened:
+                json.dump(owner, opened, indent=1)
+            return None
+        except FileExistsError:
+            found = read(file), touched(file)
+            if found[1] is None:  # given free meanwhile
+                continue
+            if other := living_owner(file, owner):
+                return other
+        takeover = file.with_name(f"{file.stem}-takeover.json")
+        if acquire(takeover, owner) is None:
+            if (read(file), touched(file)) == found:
+                file.unlink(missing_ok=True)
+            takeover.unlink(missing_ok=True)
+
+
+def is_taken() -> bool:
+    """Tell whether this process holds the lock."""
+    return _mine is not None
+
+
+def is_lost() -> bool:
+    """Tell whether another run, which thought this one dead, has taken what this process owned."""
+    mine = _mine  # which another thread may release
+    return mine is not None and read(mine[0]) not in (mine[1], None)
+
+
+def living_owner(file: Path, me: dict) -> dict | None:
+    """Return who holds the lock, if that run still lives. Takes up to SILENCE seconds to know."""
+    other = read(file)
+    if other is not None and other["host"] == me["host"] and not process_lives(other["process"]):
+        return None
+    if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
+        return None  # this job before it was requeued
+    # The owner's clock may differ from ours: what counts is that the time changes, not what it says.
+    first = touched(file)
+    deadline = time.monotonic() + SILENCE
+    while time.monotonic() < deadline:
+        time.sleep(HEARTBEAT / 10)
+        if touched(file) != first:
+            return read(file)
+    return None
+
+
+def process_lives(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def read(file: Path) -> dict | None:
+    """Read the owner; None if there is none, or one that has not yet written who it is."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def touched(file: Path) -> int | None:
+    """Return when a file was last touched, in nanoseconds. It is opened first: then a network filesystem asks its server."""
+    try:
+        with file.open() as opened:
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _keep(file: Path, owner: dict) -> None:
+    """Touch the lock while it is ours. If another run, which thought us dead, took it, give way."""
+    while _mine == (file, owner):
+        if is_lost():
+            stop.ask(f"another run that took over {file.parent}")
+            return
+        with contextlib.suppress(OSError):  # the next touch will do
+            os.utime(file)
+        time.sleep(HEARTBEAT)
+
+
+def release() -> None:
+    """Give the output directory free, if this process owns it."""
+    global _mine
+    if _mine is not None:
+        (file, owner), _mine = _mine, None
+        if read(file) == owner:
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.parent.rmdir()  # only when empty: a run that never began leaves nothing

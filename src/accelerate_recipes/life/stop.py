@@ -1,0 +1,96 @@
+"""Stopping in good order: signals, the file `stop`, and the end of a job.
+
+A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may also write a file `stop` into the output
+directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just the time to save. Each is
+noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0, or with
+STOPPED_EXIT_CODE unless it was the file.
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from accelerate_recipes.life import parent
+from accelerate_recipes.life.status import read_status
+from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
+
+# The state of this process, as signals are a process's. `_file` is None until `listen` was called.
+_file: Path | None = None
+_asked_by: str | None = None
+_job_ends = float("inf")
+_last_step = _longest_save = 0.0  # seconds
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and all ranks know it. Its text says by what."""
+
+
+def listen(output_dir: Path) -> None:
+    """Notice, from now on, a signal, the end of the launcher, the file `stop`, or the job's end.
+
+    A second signal changes nothing.
+    """
+    global _file, _job_ends, _longest_save
+    _file = output_dir / "stop"
+    _job_ends = float(os.environ.get("JOB_END_TIME") or "inf")
+    _longest_save = read_status(output_dir).get("longest_save_seconds", 0.0)
+    for number in SIGNALS:
+        signal.signal(number, _on_signal)
+    parent.follow(signal.SIGTERM)
+
+
+def _on_signal(number: int, frame) -> None:
+    ask(signal.Signals(number).name)
+
+
+def ask(reason: str) -> None:
+    """Ask this rank, and so all, to stop at the next step or batch of an evaluation."""
+    global _asked_by
+    _asked_by = reason
+
+
+def requested() -> str | None:
+    """Return what asked this rank to stop, or None."""
+    if _asked_by is None and _file is not None and _file.exists():
+        return f"file {_file}"
+    # Reserve time for two steps and two saves: a save may be in flight when the last begins.
+    if _asked_by is None and time.time() > _job_ends - 2 * (_last_step + _longest_save) - LEAVE_SECONDS:
+        ask("the job's end")
+    return _asked_by
+
+
+def step_took(seconds: float) -> None:
+    global _last_step
+    _last_step = seconds
+
+
+def save_took(seconds: float) -> float:
+    """Note how long a save took; returns the longest, of earlier parts of the run too."""
+    global _longest_save
+    _longest_save = max(_longest_save, seconds)
+    return _longest_save
+
+
+def raise_if_requested(accelerator: Accelerator) -> None:
+    """Stop if any rank was asked to; call it on all ranks at once.
+
+    Raises:
+        Stopped: on all, if any was asked.
+    """
+    if sum_over_ranks(torch.tensor(int(requested() is not None), device=accelerator.device)).item():
+        raise Stopped(reason(accelerator))
+
+
+def reason(accelerator: Accelerator) -> str:
+    """Return what asked some rank to stop, on all ranks; the file is removed, so that the next run may start."""
+    found = on_all_ranks(requested())
+    if accelerator.is_main_process and _file is not None:
+        _file.unlink(missing_ok=True)
+    return ", ".join(dict.fromkeys(filter(None, found)))

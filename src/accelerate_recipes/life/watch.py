@@ -1,0 +1,190 @@
+"""Who is missing, and why: ends a run that hangs, names the ranks that it waits for, and tells rank 0 why one fails.
+
+A rank that dies or hangs leaves the others in a collective. gloo notices a lost connection, NCCL waits for a timeout;
+neither says whose fault it is. So a thread of each rank writes once a second, into the launcher's store, that the
+process lives and where it is; and looks whether a rank has said that it fails.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from accelerate_recipes import ranks
+from accelerate_recipes.life.status import update_status
+
+SECONDS_TO_MISS = 4  # without a sign of life, of which one is due each second
+NO_STORE = "the first node (the launcher's store does not answer)"
+
+
+class Watch:
+    """Watch over the other ranks, on every rank, from when the process group is up to the end of the process.
+
+    What does not end within its seconds ends the process, with one message for all ranks: who is gone, and where the
+    others are. `on_failure(reason)` is called on rank 0, in a thread, when another rank fails by what the user must put
+    right; it ends the process.
+    """
+
+    def __init__(self, output_dir: Path, on_failure: Callable[[str], None]):
+        self.output_dir = output_dir
+        self.on_failure = on_failure
+        self.rank = ranks.rank()
+        self.world_size = int(os.environ.get("WORLD_SIZE", 0))
+        self.expect("the start", float("inf"))
+        self.gave_up = threading.Event()
+        self.store: dist.Store | None = None  # until there is a process group
+        self.connecting = threading.Lock()
+        if self.world_size:
+            threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+    def lost(self, error: BaseException) -> str:
+        """Return the ranks that are gone, if that is why a collective failed here; else none. Takes a moment."""
+        if self.gave_up.is_set():
+            time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
+        self.seconds_left = float("inf")  # of a process that ends already
+        gone = []
+        if self._connect() and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
+            try:
+                before = self._signs()
+                time.sleep(SECONDS_TO_MISS)
+                gone = self._gone(before, self._signs())
+            except dist.DistError:
+                gone = [NO_STORE]
+        return f"{', '.join(gone)}: gone during {self.doing} ({error})" if gone else ""
+
+    def tell_first_rank(self, reason: str) -> bool:
+        """Say why this rank fails. False where rank 0 cannot hear it: it is this one, or there is no process group yet."""
+        if self.rank == 0 or not self._connect():
+            return False
+        self.seconds_left = float("inf")
+        try:
+            self.store.compare_set("failure", "", reason)
+        except dist.DistError:
+            return False
+        return True
+
+    def expect(self, doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
+        """Say that from now on this rank is `doing` something, for `seconds` at most.
+
+        With `progress`, something that other ranks are to be patient with, and the seconds begin anew whenever it
+        returns another value.
+        """
+        self.doing, self.seconds, self.seconds_left = doing, seconds, seconds
+        self.progress, self.reached = progress, None
+
+    def _connect(self) -> bool:
+        """Connect to the store, if there is a process group yet; return whether there is."""
+        with self.connecting:
+            if self.store is None and self.world_size and dist.is_initialized():
+                # A connection of its own: the main one is busy while another thread waits for a key.
+                # The launcher keeps the store when it restarts the ranks.
+                prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+                self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
+        return self.store is not None
+
+    def _run(self) -> None:
+        while not self._connect():
+            time.sleep(0.2)
+        before, beat = None, 0
+        # Counts seconds of its own, not the clock's: a job that was suspended must not wake up to an error.
+        while True:
+            time.sleep(1)
+            beat += 1
+            self.seconds_left -= 1
+            if self.progress and (reached := self.progress()) != self.reached:
+                self.reached, self.seconds_left = reached, self.seconds
+            try:
+                self._give_sign(beat)
+                # The first to give up speaks for all: to a later one it would seem gone.
+                if self.store.check(["verdict"]):
+                    self._end(self.store.get("verdict").decode())
+                if self.rank == 0 and self.store.check(["failure"]):
+                    time.sleep(SECONDS_TO_MISS)  # this rank may have found the same, and then says it itself
+                    self.on_failure(self.store.get("failure").decode())
+                if self.seconds_left > 0:
+                    before = None
+                elif before is None:
+                    before = self._signs()
+                elif self.seconds_left <= -SECONDS_TO_MISS:
+                    now = self._signs()
+                    if any(now[rank]["gets_on"] and now[rank]["beat"] > before[rank]["beat"] for rank in before):
+                        before, self.seconds_left = None, 0  # looks again
+                        continue
+                    verdict = self._verdict(before, now)
+                    self._end(self.store.compare_set("verdict", "", verdict).decode())
+            except dist.DistError:
+                if self.seconds_left <= 0:
+                    self._end(f"{self._lateness()}; gone: {NO_STORE}")
+
+    def _give_sign(self, beat: int) -> None:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        sign = {"host": socket.gethostname(), "at": f"{self.doing}, in {place}", "beat": beat}
+        sign["gets_on"] = self.progress is not None and self.seconds_left > 0
+        self.store.set(str(self.rank), json.dumps(sign))
+
+    def _signs(self) -> dict[int, dict]:
+        """The last sign of life of each rank that gave one."""
+        return {
+            rank: json.loads(self.store.get(str(rank)))
+            for rank in range(self.world_size)
+            if self.store.check([str(rank)])  # else `get` waits for it
+        }
+
+    def _gone(self, before: dict[int, dict], now: dict[int, dict]) -> list[str]:
+        """Ranks, with their hosts, that gave no sign of life between the two times."""
+        silent = {"host": "a host that is not known", "beat": None}
+        signs = {rank: (before.get(rank, silent), now.get(rank, silent)) for rank in range(self.world_size)}
+        return [
+            f"rank {rank} (on {last['host']})"
+            for rank, (first, last) in signs.items()
+            if rank != self.rank and first["beat"] == last["beat"]
+        ]
+
+    def _lateness(self) -> str:
+        return f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout)"
+
+    def _verdict(self, before: dict[int, dict], now: dict[int, dict]) -> str:
+        """Say who is gone, else where everybody is."""
+        if gone := self._gone(before, now):
+            return f"{self._lateness()}; gone: {', '.join(gone)}"
+        ranks_at = defaultdict(list)
+        for rank, sign in now.items():
+            ranks_at[sign["at"]].append(rank)
+        places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # the odd ones out first
+        return "; ".join([self._lateness(), *(f"rank {', '.join(map(str, r))} at {place}" for place, r in places)])
+
+    def _end(self, message: str) -> None:
+        self.gave_up.set()
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.stderr)
+        if self.rank == 0:
+            update_status(self.output_dir, state="crashed", reason=message)
+        time.sleep(SECONDS_TO_MISS)  # the others still read from the store, which this process may keep
+        os._exit(1)
+
+
+# The watch of this process. None until `start`.
+_watch: Watch | None = None
+
+
+def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
+    """Watch from when the process group is up."""
+    global _watch
+    _watch = Watch(output_dir, on_failure)
+    return _watch
+
+
+def expect(doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
+    """Tell this process's watch what comes next; see `Watch.expect`."""
+    if _watch is not None:
+        _watch.expect(doing, seconds, progress)

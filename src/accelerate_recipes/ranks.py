@@ -1,0 +1,88 @@
+"""Ranks: which one this process is, and what they tell each other.
+
+The numbers are the launcher's, so that they are known before there is a process group; without a launcher there is one
+process. The collectives work without a process group, too.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return the number of this process among all."""
+    return int(os.environ.get("RANK", 0))
+
+
+def is_first() -> bool:
+    """Tell whether this is rank 0, which writes and prints for all."""
+    return rank() == 0
+
+
+def is_first_of_machine() -> bool:
+    """Tell whether this is the first process of its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
+    """Gather each rank's value on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_first_rank(compute: Callable[[], T]) -> T:
+    """Return on every rank what `compute` returns on rank 0, and raise on every rank what it raises there."""
+    found: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found[0] = compute()
+        except Exception as error:
+            found[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    result, error = found
+    if error is not None:
+        raise error
+    return result
+
+
+def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
+    """Call `compute` on every rank; the first of each machine fills the caches that the others then find.
+
+    What it raises on a rank is raised on every rank: to wait for one that failed would be an error of its own.
+    """
+    result: Any = None
+    error = None
+    for turn in (True, False):
+        if is_first_of_machine() == turn:
+            try:
+                result = compute()
+            except Exception as raised:
+                error = raised
+        for raised in on_all_ranks(error):
+            if raised is not None:
+                raise raised
+    return result
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place, on the device, without waiting for it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the largest value of all ranks; waits for the device."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()

@@ -1,0 +1,198 @@
+"""Strategies that cannot work: what is wrong with a launch, or with an argument under it, said before anything starts.
+
+Everything here reads the environment that `accelerate launch` makes of a YAML, which preflight makes on a login node.
+"""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from accelerate_recipes.args import DTYPES, TrainArgs
+
+PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+
+
+def num_accelerators() -> int:
+    """Accelerators of this machine. Apple's MPS has no collectives: there it is a CPU."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
+        return 0
+    return torch.accelerator.device_count()
+
+
+def is_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1")
+
+
+def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
+    return env.get(name, "").upper() in values
+
+
+def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
+    """List what is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
+
+    `num_devices` is the number of accelerators of this machine, 0 on a CPU. Also used by preflight, before
+    anything is launched.
+    """
+    found = []
+    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+    world = int(env.get("WORLD_SIZE", 1))
+
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        found.append(
+            "mixed_precision: fp16 is not supported: models trained in bf16, T5 above all, overflow in it, and it needs a "
+            "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
+        )
+    if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+        found.append(
+            "mixed_precision: fp8 is not supported: which layers compute in it, and what FSDP gathers, is set up for bf16 "
+            "only; set `mixed_precision: bf16`, or `no`"
+        )
+    if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        found.append(
+            "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide the "
+            "accumulation; remove the YAML's"
+        )
+    if is_on(env, "ACCELERATE_USE_DEEPSPEED") or is_on(env, "ACCELERATE_USE_MEGATRON_LM"):
+        found.append("the accelerate YAML asks for DeepSpeed or Megatron-LM; choose a file of accelerate_configs/")
+    if num_devices and local_world > num_devices:
+        found.append(
+            f"{local_world} processes on this machine, which has {num_devices} GPUs; "
+            f"launch with --num_processes {num_devices} per machine at most"
+        )
+    if is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        found += parallelism_problems(env, world)
+    if is_on(env, "ACCELERATE_USE_FSDP"):
+        found += fsdp_problems(env, num_devices)
+    return found
+
+
+def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
+    """List what is wrong with the YAML's parallelism_config for `world` processes."""
+    found = []
+    sizes = [int(env.get(f"PARALLELISM_CONFIG_{name}", 1)) for name in PARALLEL_SIZES]
+    replicate, shard, *others = sizes
+    if max(sizes) == 1:
+        found.append(
+            "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
+            "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
+        )
+    elif max(others) > 1:
+        found.append("parallelism_config sets tp, cp or sp; this collection shards data-parallel only: set them to 1")
+    elif replicate * shard != world:
+        found.append(
+            f"parallelism_config asks for {replicate} replicas x {shard} shards = {replicate * shard} processes, "
+            f"but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
+            f"--parallelism_config_dp_shard_size S so that R x S = {world}"
+        )
+    return found
+
+
+def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
+    """List what is wrong with the YAML's fsdp_config, where a machine has `num_devices` GPUs."""
+    found = []
+    version = int(env.get("FSDP_VERSION", 1))
+    if version == 2 and is_one_of(env, "FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"):
+        found.append(
+            "fsdp_auto_wrap_policy: SIZE_BASED_WRAP with fsdp_version: 2 picks module lists, which fully_shard "
+            "rejects; use TRANSFORMER_BASED_WRAP, or accelerate_configs/fsdp1_size_wrap.yaml"
+        )
+    if is_on(env, "FSDP_ACTIVATION_CHECKPOINTING") and is_one_of(env, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP"):
+        found.append(
+            "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
+            "no layers; use TRANSFORMER_BASED_WRAP"
+        )
+    if version == 1 and not is_on(env, "FSDP_USE_ORIG_PARAMS"):
+        found.append(
+            "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
+            "they could not be spared weight decay; set it to true"
+        )
+    if version == 1 and not num_devices:
+        if is_one_of(env, "FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5"):
+            found.append(
+                "FSDP1 hybrid sharding on a CPU leaves every rank the whole model and does not reduce the "
+                "replicas' gradients (torch 2.13); use accelerate_configs/fsdp_hybrid.yaml"
+            )
+        if is_one_of(env, "FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"):
+            found.append(
+                "FSDP1 with FULL_STATE_DICT crashes the interpreter on a CPU (torch 2.13); use "
+                "SHARDED_STATE_DICT, or accelerate_configs/fsdp_full_state_dict.yaml"
+            )
+        if is_on(env, "FSDP_OFFLOAD_PARAMS"):
+            found.append(
+                "fsdp_offload_params with FSDP1 asks for a GPU even on a CPU (torch 2.13); use "
+                "accelerate_configs/fsdp_offload.yaml"
+            )
+    return found
+
+
+def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
+    """List the arguments that the strategy of `accelerate launch`, as in `env`, cannot follow, one sentence each.
+
+    `num_devices`: GPUs of a machine, as for `environment_problems`.
+    """
+    found = []
+    if args.load_in_4bit and not num_devices:
+        found.append(
+            "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
+            "which trains adapters beside the model in bf16"
+        )
+    use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
+    wraps_layers = env.get("FSDP_AUTO_WRAP_POLICY") == "TRANSFORMER_BASED_WRAP"
+    if args.prefetch_layers > 0 and not (use_fsdp and env.get("FSDP_VERSION") == "2" and wraps_layers):
+        found.append(
+            f"--prefetch_layers {args.prefetch_layers} needs fsdp_version: 2 with fsdp_auto_wrap_policy: "
+            "TRANSFORMER_BASED_WRAP in the accelerate YAML; set it to 0"
+        )
+    if args.checkpoint_every_n_layers > 1 and not (use_fsdp and env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"):
+        found.append(
+            f"--checkpoint_every_n_layers {args.checkpoint_every_n_layers} says which layers are recomputed, but the "
+            "accelerate YAML asks for none; set fsdp_activation_checkpointing: true under fsdp_config:, or it to 1"
+        )
+    grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
+    if not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1 and args.reduce_dtype != grad_dtype:
+        found.append(
+            f"--reduce_dtype {args.reduce_dtype}: DDP sums gradients over the ranks in the precision of the weights, "
+            f"here {grad_dtype}; set it to {grad_dtype}, or choose an FSDP config"
+        )
+    if use_fsdp and args.use_peft and env.get("FSDP_VERSION") != "2":
+        found.append(
+            "--use_peft: FSDP1 melts frozen weights and adapters into one flat parameter, which has one precision and "
+            "gradients of all; choose a config with fsdp_version: 2"
+        )
+    if use_fsdp and args.optim == "adafactor" and env.get("FSDP_VERSION") != "2":
+        found.append(
+            "--optim adafactor keeps means over rows and columns, but FSDP1 leaves each rank flat pieces of parameters; "
+            "choose a config with fsdp_version: 2"
+        )
+    if use_fsdp and args.optim == "adamw_8bit":
+        found.append(
+            "--optim adamw_8bit: bitsandbytes does not take FSDP's sharded parameters; choose single.yaml or ddp.yaml, "
+            "or --optim adafactor or adamw_bf16_kahan"
+        )
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.optim == "adamw_bf16_kahan" and precision != "no":
+        found.append(
+            f"--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: {precision} in the accelerate YAML "
+            "keeps them in fp32; set `mixed_precision: no`, or choose another --optim"
+        )
+    return found
+
+
+def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
+    """List what runs but is probably not what was meant."""
+    local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
+    if local_world < num_devices:
+        return [
+            f"{num_devices - local_world} of {num_devices} GPUs stay idle (numbers {local_world} to {num_devices - 1}); "
+            f"launch with --num_processes {num_devices} to use them all"
+        ]
+    if not num_devices and local_world > num_cores:
+        return [f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"]
+    return []
+
+
+def launch_problems(args: TrainArgs) -> list[str]:
+    """List what is wrong with this launch, on this machine, with these arguments."""
+    num_devices = num_accelerators()
+    return environment_problems(os.environ, num_devices) + lever_problems(args, os.environ, num_devices)
