@@ -174,7 +174,12 @@ class BareLoop:
         batches = []
         for _ in range(self.args.accumulation_steps(world_size)):
             batch = next(self.micro_batches)
-            batches.append({name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()})
+            batches.append(
+                {
+                    name: batch[name].to(self.device, non_blocking=True)
+                    for name in ("input_ids", "position_ids", "labels")
+                }
+            )
         num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
         dist.all_reduce(num_targets)
         loss_sum = torch.zeros((), device=self.device)

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.attention import KERNELS
+from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.streams import StreamLoader, TextArgs, TextShards, validation_rows
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
@@ -48,7 +50,6 @@ from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
-ATTENTION = ["sdpa", "eager", "flex_attention"]
 TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
 
 
@@ -59,7 +60,7 @@ class Args(TextArgs, TrainArgs, Architecture):
     tokenizer_name: str = arg(
         "", "Tokenizer of a new model, a name on the Hub or a folder; else a new one of --vocab_size tokens is trained."
     )
-    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
+    attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(
         False, "Compute the logits of all tokens at once: faster where the vocabulary is small.", fixed=False
     )
@@ -136,7 +137,7 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     loss_fn = next_token_loss if args.whole_logits else next_token_loss_without_logits
-    validation_loader = make_eval_loader(validation.rows, args, run.rank, run.world_size)
+    validation_loader = make_eval_loader(validation.rows, args, run.rank, run.world_size, collate_fn=collate)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)

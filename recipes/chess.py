@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.attention import KERNELS
+from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.games import rules
@@ -33,7 +34,6 @@ from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 
 # Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
-ATTENTION = ["sdpa", "eager", "flex_attention"]
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
@@ -48,7 +48,7 @@ class Args(GamesArgs, TrainArgs):
     intermediate_size: int = arg(384, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
     num_hidden_layers: int = arg(4, "Number of layers (with --from_scratch).", min=1, max=10_000)
     num_attention_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
-    attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
+    attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
 
@@ -122,7 +122,7 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size)
+    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size, collate_fn=collate)
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     def evaluate_fn(step: int) -> dict[str, float]:
@@ -131,7 +131,7 @@ def main(args: Args) -> None:
 
     records = train(
         run,
-        make_train_loader(train_rows, args, run.rank, run.world_size, content=facts["content"]),
+        make_train_loader(train_rows, args, run.rank, run.world_size, collate_fn=collate, content=facts["content"]),
         loss_fn=next_token_loss,
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,

@@ -1,21 +1,34 @@
-"""cuDNN's attention is switched on only where it is sound and fast: in training, without a mask."""
+"""Attention inside documents is attention with a mask, to rounding, without one in memory; and cuDNN's is switched on only
+where it is sound and fast: in training, without a mask."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
+    AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from accelerate_recipes.attention import keep_cudnn_from_masks
+from accelerate_recipes import attention
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.attention import boundaries, choose, keep_cudnn_from_masks, unable, with_padding
+from accelerate_recipes.losses import next_token_loss
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
 IDS = torch.arange(8)[None] + 4
@@ -84,3 +97,198 @@ def test_while_generating_cudnn_is_off(calls, model):
     )
     assert len(calls) >= 3 and not any(may_be_cudnn for _, may_be_cudnn in calls)
     assert model == "t5" or not any(masked for masked, _ in calls)
+
+
+WIDTHS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+CONFIGS = {
+    "heads in groups": LlamaConfig(num_key_value_heads=2, **WIDTHS),
+    "window 1": MistralConfig(num_key_value_heads=2, sliding_window=1, **WIDTHS),
+    "window 2": MistralConfig(num_key_value_heads=2, sliding_window=2, **WIDTHS),
+    "window 5": MistralConfig(num_key_value_heads=4, sliding_window=5, **WIDTHS),
+    "biases": Qwen2Config(num_key_value_heads=2, **WIDTHS),
+    "experts": MixtralConfig(num_key_value_heads=2, num_local_experts=2, **WIDTHS),
+    "both kinds of layer": Gemma3TextConfig(
+        num_key_value_heads=2, head_dim=8, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"], **WIDTHS,
+    ),
+    "learnt positions": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=300, vocab_size=97, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    ),
+}  # fmt: skip
+
+
+def positions(*rows: list[int]) -> torch.Tensor:
+    """Of rows of documents with these lengths."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+# Documents of one token, of more than a block of the kernel, and one over a whole row.
+POSITIONS = positions([5, 1, 1, 193], [200], [130, 70])
+TOKENS = torch.randint(0, 97, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
+
+
+def make(config, attention: str, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+
+
+def packed(position_ids: torch.Tensor = POSITIONS, tokens: torch.Tensor = TOKENS) -> dict:
+    batch = {"input_ids": tokens, "position_ids": position_ids, "labels": tokens}
+    return batch | boundaries(position_ids)
+
+
+def loss_and_gradients(model, batch: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = next_token_loss(model.train(), batch)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_documents_are_attended_to_as_with_a_mask(name):
+    """In loss and gradients, to 1e-6."""
+    (masked, wanted), (loss, found) = (
+        loss_and_gradients(make(CONFIGS[name], attention), packed()) for attention in ("sdpa", "documents")
+    )
+    assert loss == pytest.approx(masked, rel=1e-6)
+    largest = max(gradient.norm() for gradient in wanted.values())
+    for key, gradient in wanted.items():
+        assert (found[key] - gradient).norm() <= 1e-6 * max(gradient.norm(), 0.1 * largest), key
+
+
+def test_a_row_without_documents_is_one():
+    """As --no_document_mask makes it."""
+    batch = packed(torch.arange(200).repeat(3, 1))
+    (masked, _), (loss, _) = (
+        loss_and_gradients(make(CONFIGS["window 5"], attention), batch) for attention in ("sdpa", "documents")
+    )
+    assert loss == pytest.approx(masked, rel=1e-6)
+
+
+def test_boundaries():
+    found = boundaries(POSITIONS)
+    assert found["cu_seqlens"].dtype == torch.int32 and len(found["cu_seqlens"]) == 64
+    assert found["cu_seqlens"][:8].tolist() == [0, 5, 6, 7, 200, 400, 530, 600]
+    assert set(found["cu_seqlens"][8:].tolist()) == {600}  # documents without tokens: nothing lies behind the last
+    assert found["max_seqlen"] == 200
+    assert boundaries(positions([65, 35]))["max_seqlen"] == 100 and boundaries(positions([3, 1]))["max_seqlen"] == 4
+    assert boundaries(torch.zeros(2, 50, dtype=torch.int64))["cu_seqlens"].tolist() == [*range(101), *[100] * 27]
+    assert boundaries(torch.zeros(1, 63, dtype=torch.int64))["cu_seqlens"].tolist() == [*range(64)]
+
+
+def test_precision_of_autocast(monkeypatch):
+    """RoPE leaves queries and keys in fp32; the kernel for GPUs takes one dtype."""
+    dtypes = []
+    compute = attention.varlen_attn
+
+    def record(query, key, value, *args, **settings):
+        dtypes.append({query.dtype, key.dtype, value.dtype})
+        return compute(query, key, value, *args, **settings)
+
+    monkeypatch.setattr(attention, "varlen_attn", record)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = loss_and_gradients(make(CONFIGS["heads in groups"], "documents"), packed())
+        masked, _ = loss_and_gradients(make(CONFIGS["heads in groups"], "sdpa"), packed())
+    assert dtypes == [{torch.bfloat16}] * 2
+    assert loss == pytest.approx(masked, rel=1e-3)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that a tensor has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name, has_mask", [("sdpa", True), ("documents", False)])
+def test_memory_of_the_mask(name, has_mask):
+    """No tensor has T x T elements, forward or backward, for documents or for one over a whole row; outside of the kernel."""
+    length = 2048
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    model = make(CONFIGS["heads in groups"], name)
+    for position_ids in (
+        (positions([500] * 4 + [48]), positions([length])) if not has_mask else (positions([1024] * 2),)
+    ):
+        with Largest() as found:
+            loss_and_gradients(model, packed(position_ids, tokens))
+        assert (found.most >= length**2) == has_mask
+
+
+def test_compiled_once_for_all_documents():
+    """Other boundaries are other numbers in a tensor of the same length."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = make(CONFIGS["heads in groups"], "documents").train()
+    compiled = torch.compile(model, backend=counter, dynamic=None)
+    counts = []
+    for lengths in ([100, 100], [100, 60, 40], [50] * 4, [1] * 20 + [180], [200], [128, 72]):
+        position_ids = positions(lengths, lengths, lengths)
+        next_token_loss(compiled, packed(position_ids)).backward()
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert counts[1] == counts[0] and len(set(counts[2:])) <= 2  # two new maxima, after which it is a variable
+
+
+def test_generation_goes_back_to_sdpa():
+    """With padding, which `documents` would not see."""
+    prompt = {"input_ids": IDS, "attention_mask": PADDED}
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = make(CONFIGS["heads in groups"], "sdpa").generate(**prompt, **settings)
+    model = make(CONFIGS["heads in groups"], "documents")
+    with with_padding(model):
+        assert torch.equal(model.generate(**prompt, **settings), wanted)
+    assert model.config._attn_implementation == "documents"
+    with pytest.raises(ValueError, match="does not say where its documents begin; give sdpa"):
+        model(**prompt)
+
+
+@pytest.mark.parametrize(
+    "config, asks",
+    [
+        (Gemma2Config(), "softcapped scores"),
+        (GptOssConfig(), "attention sinks"),
+        (GPT2Config(), "dropout of the attention"),
+        (LlamaConfig(head_dim=512), "heads 512 wide"),
+        (LlamaConfig(hidden_size=4 * 20, num_attention_heads=4), "heads 20 wide"),
+        (LlamaConfig(), ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.model_type,
+)
+def test_choice(config, asks, monkeypatch):
+    assert unable(config) == asks
+    assert choose("eager", config, torch.bfloat16) == ("eager", "")
+    assert choose("auto", config, torch.bfloat16)[0] == "sdpa"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose("auto", config, torch.bfloat16)[0] == ("sdpa" if asks else "documents")
+    assert choose("auto", config, torch.float32)[0] == "sdpa"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert choose("auto", config, torch.float32)[0] == ("sdpa" if asks else "documents")
+
+
+def test_choices_that_cannot_be_are_errors(monkeypatch):
+    with pytest.raises(ConfigError, match="documents: the model has softcapped scores; give sdpa, or auto"):
+        choose("documents", Gemma2Config(), torch.bfloat16)
+    with pytest.raises(ConfigError, match="flash_attention_2: its package is not installed; pip install flash-attn"):
+        choose("flash_attention_2", LlamaConfig(), torch.bfloat16)
+    assert choose("documents", LlamaConfig(), torch.float32) == ("documents", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="documents computes in bf16 on a GPU; set `mixed_precision: bf16`"):
+        choose("documents", LlamaConfig(), torch.float32)
+
+
+def test_what_it_cannot_compute_is_an_error():
+    with pytest.raises(ValueError, match="without padding, dropout, softcap and sinks; LlamaAttention asks for one"):
+        loss_and_gradients(make(LlamaConfig(attention_dropout=0.1, **WIDTHS), "documents"), packed())

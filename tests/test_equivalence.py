@@ -106,6 +106,21 @@ def test_tied_embeddings(run_steps):
     assert found["resumed"] == found["trajectory"][2:]
 
 
+BY_DOCUMENTS = ["fsdp2", "activation checkpointing", "fsdp1"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in BY_DOCUMENTS else pytest.mark.slow) for name in STRATEGIES]
+)
+def test_attention_by_documents(run_steps, name):
+    """The trajectory of sdpa with a mask, also after a resume; generation, which pads, goes back to sdpa."""
+    found, wanted = run_steps(name, "--attn_implementation", "documents"), run_steps("one process")
+    for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
+        assert step == pytest.approx(reference, rel=1e-5)
+    assert found["resumed"] == found["trajectory"][2:]
+    assert found["texts"] == wanted["texts"]
+
+
 IN_BF16 = {"one process", "ddp", "fsdp2", "fsdp1"}
 # Half of a bf16 number's last place is a 512th of it. Losses of two runs that round in other places differ by less than
 # twice that, also after AdamW, which makes small differences of a gradient large where the gradient is small.

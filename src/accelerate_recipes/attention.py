@@ -1,11 +1,26 @@
-"""Choice of the attention kernel where torch's own is not good."""
+"""Attention inside the documents of a packed row, and the choice of the kernel where torch's own is not good."""
 
+import contextlib
+import inspect
+import itertools
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
+from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from accelerate_recipes.args import ConfigError
+
+DOCUMENTS = "documents"
+# Kernels that read where documents begin and end; others get a mask, which transformers makes of the positions.
+READ_BOUNDARIES = (DOCUMENTS, "flash_attention_2", "flash_attention_3")
+# Choices of a recipe whose rows are packed.
+KERNELS = ["auto", DOCUMENTS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 
 ALL_KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -14,6 +29,233 @@ ALL_KERNELS = [
     SDPBackend.MATH,
     SDPBackend.OVERRIDEABLE,  # what a device has of its own, such as Intel's GPUs
 ]
+BLOCK = 128  # queries that the CPU's kernel takes at a time
+FEWEST_BOUNDARIES = 64
+# torch 2.11's has keys and values with as many heads as queries.
+HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
+    """Find the documents of packed rows, on the CPU: a document begins where a position is 0, at the latest with its row.
+
+    Args:
+        position_ids: (B, T).
+
+    Returns:
+        `cu_seqlens`, (N + 1,) int32: where the documents begin in the rows laid behind each other, and the end, B x T.
+        That stands there again until N + 1 is a power of two, from 64 on: a document without tokens, so that compiled
+        code meets few lengths. `max_seqlen`: length of the longest, rounded up to a power of two for the same reason,
+        and T at most.
+    """
+    starts = (position_ids.flatten() == 0).nonzero().flatten()
+    total, (_, row) = position_ids.numel(), position_ids.shape
+    ends = torch.cat([starts, starts.new_tensor([total])])
+    num_boundaries = max(FEWEST_BOUNDARIES, 1 << (len(ends) - 1).bit_length())
+    padding = ends.new_full((num_boundaries - len(ends),), total)
+    longest = int(ends.diff().max())
+    return {
+        "cu_seqlens": torch.cat([ends, padding]).to(torch.int32),
+        "max_seqlen": min(row, 1 << (longest - 1).bit_length()),
+    }
+
+
+def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:
+    """Name the boundaries of a batch as a model with this configuration takes them; nothing for one that gets a mask."""
+    if config._attn_implementation not in READ_BOUNDARIES:
+        return {}
+    ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def documents(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute causal attention inside each document, as an attention of transformers: no tile outside is touched.
+
+    On a GPU by torch's varlen attention (FlashAttention), which wants bf16. On a CPU a plain kernel computes the same.
+
+    Args:
+        query: (B, H, T, D); key and value (B, H or a divisor, T, D).
+        cu_seq_lens_q: as `boundaries` gives it; the last entry is B x T, since the gradient of what lies behind would be
+            NaN (pytorch #176793).
+        sliding_window: tokens that a token sees, itself among them.
+
+    Returns:
+        (B, T, H, D).
+
+    Raises:
+        ValueError: for what this kernel does not compute: see `unable`, which says so beforehand.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None or dropout or softcap is not None or s_aux is not None or not causal:
+        raise ValueError(
+            f"--attn_implementation {DOCUMENTS} computes causal attention without padding, dropout, softcap and sinks; "
+            f"{type(module).__name__} asks for one of them: give sdpa, or eager"
+        )
+    if cu_seq_lens_q is None:
+        raise ValueError(
+            f"--attn_implementation {DOCUMENTS}: the batch does not say where its documents begin; give sdpa"
+        )
+    rows, length = query.shape[0], query.shape[2]
+    if torch.is_autocast_enabled(query.device.type):  # under which queries and keys, behind RoPE, are fp32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = {"enable_gqa": True}
+    if not HAS_GQA:
+        groups = {}
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    window = -1 if sliding_window is None else sliding_window - 1
+    found = varlen_attn(
+        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+        scale=scaling, window_size=(window, 0), **groups,
+    )  # fmt: skip
+    return found.unflatten(0, (rows, length)), None
+
+
+def unable(config: PreTrainedConfig) -> str:
+    """Say what a model asks of its attention that `documents` does not compute; empty if nothing."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    asks = {
+        "softcapped scores": getattr(text, "attn_logit_softcapping", None) is not None,
+        "attention sinks": text.model_type == "gpt_oss",
+        "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
+        "a bias of the attention": text.model_type in ("bloom", "mpt", "falcon") or getattr(text, "alibi", False),
+        f"heads {width} wide": width > 256 or width % 8 > 0,
+    }
+    return ", ".join(what for what, is_asked in asks.items() if is_asked)
+
+
+def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str, str]:
+    """Choose the attention for `auto`; any other name stays. Returns it, and in words why, empty where nobody asks.
+
+    `dtype` is the weights', in which the model computes unless the accelerate YAML says bf16.
+
+    Raises:
+        ConfigError: for one that the model, the precision or what is installed rules out.
+    """
+    is_bf16 = dtype == torch.bfloat16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    if name == DOCUMENTS and (why := unable(config)):
+        raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give sdpa, or auto")
+    if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:
+        raise ConfigError(
+            f"--attn_implementation {DOCUMENTS} computes in bf16 on a GPU; set `mixed_precision: bf16` in the accelerate "
+            "YAML, or give sdpa"
+        )
+    if name.startswith("flash_attention") and not find_spec(
+        "flash_attn" if name.endswith("2") else "flash_attn_interface"
+    ):
+        raise ConfigError(
+            f"--attn_implementation {name}: its package is not installed; pip install flash-attn, or give auto"
+        )
+    if name != "auto":
+        return name, ""
+    if why := unable(config):
+        return "sdpa", f"the model has {why}"
+    if not torch.cuda.is_available():
+        return "sdpa", "there is no GPU"
+    if not is_bf16:
+        return "sdpa", "the precision is not bf16"
+    return DOCUMENTS, "bf16 on a GPU"
+
+
+@contextlib.contextmanager
+def with_padding(model: PreTrainedModel) -> Iterator[None]:
+    """Compute attention by sdpa meanwhile, for batches with padding, of which `documents` knows nothing."""
+    name = model.config._attn_implementation
+    if name != DOCUMENTS:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
+
+
+def blocks(ends: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield queries of one document, at most BLOCK, the keys that they see, and which of these each does not see."""
+    bounds = ends.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        for start in range(begin, end, BLOCK):
+            stop = min(start + BLOCK, end)
+            first = begin if window < 0 else max(begin, start - window)
+            distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
+            unseen = (distance < 0) | (distance > window) if window >= 0 else distance < 0
+            yield slice(start, stop), slice(first, stop), unseen
+
+
+def probabilities(query: torch.Tensor, key: torch.Tensor, unseen: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute the softmax, (H, queries, keys) in fp32, of (queries, H, D) against (keys, H, D)."""
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
+    return scores.masked_fill(unseen, -torch.inf).softmax(-1)
+
+
+# The operator is torch's, so that both devices run the same code and compilation sees one node. torch 2.13 has no kernel for
+# a CPU; this one is for tests and small runs. Not `scaled_dot_product_attention`: an operator cannot ask autograd.
+@_varlen_attn.register_kernel("cpu")
+def _attend_on_cpu(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args
+):
+    repeats = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    found = torch.empty_like(query)
+    for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
+        weights = probabilities(query[rows], wide_key[columns], unseen, scale or query.shape[-1] ** -0.5)
+        found[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
+    # What a GPU's backward pass needs, and this one computes again.
+    lse = torch.empty(query.shape[1], query.shape[0])
+    return found, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+@_varlen_attn_backward.register_kernel("cpu")
+def _attend_backward_on_cpu(
+    grad,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal,
+    rng,
+    scale=None,
+    window_size=(-1, -1),
+):
+    repeats = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    scale = scale or query.shape[-1] ** -0.5
+    grads = [torch.zeros(t.shape, dtype=torch.float32) for t in (query, wide_key, wide_value)]
+    for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
+        weights, grad_out = probabilities(query[rows], wide_key[columns], unseen, scale), grad[rows].float()
+        grads[2][columns] += torch.einsum("hqk,qhd->khd", weights, grad_out)
+        grad_weights = torch.einsum("qhd,khd->hqk", grad_out, wide_value[columns].float())
+        grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * scale
+        grads[0][rows] += torch.einsum("hqk,khd->qhd", grad_scores, wide_key[columns].float())
+        grads[1][columns] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows].float())
+    for i in (1, 2):
+        grads[i] = grads[i].unflatten(1, (-1, repeats)).sum(2)
+    return tuple(g.to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
 
 
 def keep_cudnn_from_masks() -> None:
@@ -46,3 +288,6 @@ def sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     with sdpa_kernel(ALL_KERNELS):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+
+
+AttentionInterface.register(DOCUMENTS, documents)

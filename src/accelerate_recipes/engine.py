@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ from accelerate_recipes.metrics import Window
 from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # tensors; and numbers, such as of documents
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 CountFn = Callable[[Batch], torch.Tensor]
 

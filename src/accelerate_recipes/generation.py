@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.attention import with_padding
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.ranks import on_all_ranks
@@ -47,7 +48,7 @@ def generate_texts(
     texts: dict[int, str] = {}
     model.eval()
     # An encoder is called beside the model's own forward, where Accelerate has autocast.
-    with whole_root(model), accelerator.autocast():
+    with with_padding(generator), whole_root(model), accelerator.autocast():
         for start in range(0, len(mine), batch_size):
             stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]

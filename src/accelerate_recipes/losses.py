@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 from accelerate_recipes.args import ConfigError
+from accelerate_recipes.attention import boundaries, boundary_arguments
 
 IGNORE_INDEX = -100
 
@@ -20,8 +21,8 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     `batch` holds `input_ids`, `position_ids` and `labels`, each (B, T). Labels stand at the token's own position
     (the convention of transformers: logits at t predict the label at t + 1); IGNORE_INDEX is no target.
 
-    No attention mask is passed: transformers reads the documents of a packed row from the position ids that
-    restart, and keeps attention inside each.
+    No attention mask is passed: attention is kept inside each document, whose beginnings are in the batch
+    (`packing.collate`), or which transformers reads from the position ids that restart.
 
     While training a mixture of experts, the loss that balances them is added (`router_aux_loss_coef` of its
     configuration, for each target). It is the balance within this batch, so, unlike all else, it depends a little on
@@ -63,7 +64,9 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     """The model's output for a packed batch, and what balancing its experts adds to the summed loss: 0 without any."""
     coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0) if model.training else 0.0
     router = {"output_router_logits": True} if coefficient else {}
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **router)
+    ends = boundary_arguments(unwrapped(model).config, batch)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    output = model(**inputs, use_cache=False, **ends, **router)
     return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
 
 
@@ -74,10 +77,13 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     Two rows differ in their first document alone; what is predicted in the second must not. All ranks call it.
     """
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
+    positions = torch.arange(4).repeat(2, 2)
     rows = {
         "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
-        "position_ids": torch.arange(4, device=device).repeat(2, 2),
+        "position_ids": positions.to(device),
     }
+    ends = boundaries(positions)
+    rows |= {"cu_seqlens": ends["cu_seqlens"].to(device), "max_seqlen": ends["max_seqlen"]}
     model.eval()
     one, other = predict(model, rows)[0].logits[:, 4:].float()
     model.train()

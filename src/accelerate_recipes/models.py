@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.attention import choose
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_rank
 
@@ -64,8 +65,10 @@ def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrain
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
     """
+    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32))
     return AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=attn_implementation, use_safetensors=True, **settings, **cache.pinned(name)
+        name, attn_implementation=attention, use_safetensors=True, **settings, **cache.pinned(name)
     )
 
 
@@ -204,8 +207,9 @@ def new_model(
 
     Elsewhere `init.initialize` does.
     """
+    attention, _ = choose(attn_implementation, config, dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.config.architectures = [type(model).__name__]
     return model
 

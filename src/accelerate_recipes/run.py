@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
@@ -111,6 +112,9 @@ class Run(Generic[Args]):
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
         self.flops_per_token = flops_fn(model) if flops_fn else None
         self.shard(model)
+        attention, why = choose(getattr(self.args, "attn_implementation", ""), model.config, self.args.param_dtype)
+        if why:
+            self.print(f"Attention: {attention}, since {why}")
         self.total_steps = total_steps
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
         self.checkpointer = Checkpointer(

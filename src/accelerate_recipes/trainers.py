@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
+from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.engine import NonFiniteError
@@ -86,6 +87,11 @@ class TrainerArgs(TrainArgs):
         found = super().problems(world_size)
         if not self.model_name_or_path:
             found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
+        if self.attn_implementation == DOCUMENTS:
+            found.append(
+                f"--attn_implementation {DOCUMENTS}: trl's batches do not say where documents begin; give sdpa, or "
+                "flash_attention_2"
+            )
         multiple = str(self.pad_to_multiple_of or "none").lower()
         if multiple not in ("auto", "none") and not (multiple.isdecimal() and int(multiple)):
             found.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")

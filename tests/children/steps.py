@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from toy import requirements
 
-from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
 from accelerate_recipes.engine import to_device, train_step
@@ -54,7 +54,7 @@ def main(args: Args) -> None:
     model, checkpointer = run.model, run.checkpointer
     start = checksums(model)
     rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
-    loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes)
+    loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes, collate_fn=collate)
 
     def steps(first: int) -> tuple[list[float], list[float]]:
         loader.start_at(first, checkpointer.data_states)

@@ -24,7 +24,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import evaluate_loss, train
@@ -51,6 +51,7 @@ class Args(TrainArgs):
     dropout: float = arg(0.0, "In the attention.")
     tie_word_embeddings: bool = arg(False, "Output layer and embedding are one.")
     model_name_or_path: str = arg("", "Instead, the model in this folder.")
+    attn_implementation: str = arg("sdpa", "Attention kernel.", fixed=False)
 
 
 def requirements(args: Args) -> Requirements:
@@ -72,9 +73,9 @@ def make_rows(num_rows: int) -> Dataset:
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
     if args.model_name_or_path:
-        return load_model(args.model_name_or_path, "sdpa", **load_settings(args)), tokenizer
+        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args)), tokenizer
     model = new_llama(
-        "sdpa", args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
+        args.attn_implementation, args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
         attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
     )  # fmt: skip
@@ -97,7 +98,7 @@ def main(args: Args) -> None:
     rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
     model, tokenizer = make_model(args)
     run.prepare(model, tokenizer, num_steps(args, len(rows)), lambda model: 1.0)
-    heldout_loader = make_eval_loader(rows, args, rank, world_size)
+    heldout_loader = make_eval_loader(rows, args, rank, world_size, collate_fn=collate)
     first_step = step_of(run.resumed_from) if run.resumed_from else 0
     num_passes = 0
 
@@ -123,7 +124,7 @@ def main(args: Args) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     train(
         run,
-        make_train_loader(rows, args, rank, world_size),
+        make_train_loader(rows, args, rank, world_size, collate_fn=collate),
         loss_fn=loss_fn,
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,

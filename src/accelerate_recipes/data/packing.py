@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from datasets import Dataset
+from torch.utils.data import default_collate
 
+from accelerate_recipes.attention import boundaries
 from accelerate_recipes.losses import IGNORE_INDEX
 
 
@@ -103,6 +106,12 @@ def make_row(
         "position_ids": torch.from_numpy(position_ids),
         "labels": torch.from_numpy(labels),
     }
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Make a batch of packed rows, (B, T) each, with where their documents begin: see `attention.boundaries`."""
+    batch = default_collate(rows)
+    return batch | boundaries(batch["position_ids"])
 
 
 class PackedRows(torch.utils.data.Dataset):

@@ -37,11 +37,11 @@ import torch
 import xxhash
 from datasets import Dataset
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
-from accelerate_recipes.data.packing import PackedRows, make_row
+from accelerate_recipes.data.packing import PackedRows, collate, make_row
 from accelerate_recipes.data.shards import (
     DataError,
     Retry,
@@ -61,7 +61,7 @@ NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents; of C4 about 2 MB of text, which every stream holds in memory
 ENCODE_BYTES = 2**17  # of text tokenised at once: enough to keep the tokenizer busy, little enough to start soon
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]  # tensors; and numbers, such as of documents
 
 
 def stream_problems(num_streams: int, world_size: int) -> list[str]:
@@ -431,7 +431,9 @@ class StreamLoader:
                         self.consumed[row.place % self.order.num_streams] = row.state
                     self.is_uneven = not self._goes_on_evenly(last, ahead)
                 batch = self._batch(mine[start : start + size])
-                yield {k: v.pin_memory() for k, v in batch.items()} if torch.cuda.is_available() else batch
+                if torch.cuda.is_available():
+                    batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+                yield batch
 
     def _start_workers(self) -> list[Iterator[Row]]:
         # A worker without a stream would have nothing to do.
@@ -509,7 +511,7 @@ class StreamLoader:
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
     def _batch(self, rows: list[list[Row]]) -> Batch:
-        return default_collate([self._row(parts) for parts in rows])
+        return collate([self._row(parts) for parts in rows])
 
     def _row(self, parts: list[Row]) -> Batch:
         tokens = np.concatenate([part.tokens for part in parts])

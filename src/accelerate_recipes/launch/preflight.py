@@ -161,8 +161,11 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
             except (OSError, ValueError, AttributeError) as error:
                 problems.append(f"model {name!r} cannot be made: {error}")
     if needed.new_model and make_new:
-        with torch.device("meta"):
-            models.append(needed.new_model())
+        try:
+            with torch.device("meta"):
+                models.append(needed.new_model())
+        except ConfigError as error:
+            problems.append(str(error))
     return models, problems
 
 
