@@ -38,6 +38,7 @@ from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, pretoken
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_word_tokenizer
 
+OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # in a batch, besides where documents begin
 PAGES = ROOT / "data/c4_pydoc"
 NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
 QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
@@ -134,8 +135,9 @@ class Ranks:
             try:
                 for _ in range(num_steps):
                     step = [next(batches) for _ in range(num_batches)]
+                    of_rows = [{name: batch[name] for name in OF_ROWS} for batch in step]
                     steps.append(
-                        [dict(zip(b, row, strict=True)) for b in step for row in zip(*b.values(), strict=True)]
+                        [dict(zip(b, row, strict=True)) for b in of_rows for row in zip(*b.values(), strict=True)]
                     )
                     loader.is_uneven = any(self.gather(loader.is_uneven))
             except BaseException:

@@ -159,9 +159,9 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str
             f"--attn_implementation {DOCUMENTS} computes in bf16 on a GPU; set `mixed_precision: bf16` in the accelerate "
             "YAML, or give sdpa"
         )
-    if name.startswith("flash_attention") and not find_spec(
-        "flash_attn" if name.endswith("2") else "flash_attn_interface"
-    ):
+    # Without the package, transformers takes the kernel from the Hub by `kernels`.
+    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if name in packages and not any(map(find_spec, (packages[name], "kernels"))):
         raise ConfigError(
             f"--attn_implementation {name}: its package is not installed; pip install flash-attn, or give auto"
         )
