@@ -190,7 +190,7 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed):
 def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, run, tmp_path):
     """By SIGKILL of both ranks when rank 0 would log step 5; dropout on, so that its generators count too."""
     dropout = ("--dropout_rate", 0.1)
-    fault = {"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True}
+    fault = {"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True}
     out = tmp_path / "out"
     assert forks.run(out, *arguments, *dropout, TOY_FAULT=json.dumps(fault)) == -9
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"] and max(losses(out)) >= 4

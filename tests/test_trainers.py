@@ -47,14 +47,14 @@ TEMPLATE = (
 )
 # All ranks, by SIGKILL, when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
 IN_STEP_5 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "everyone": True})
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
 }
 
 # One rank and its worker get the signal when it would log step 3. The shell that does it is one of them.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
         {
-            "event": "open", "path": "/out/metrics.jsonl", "count": 4, "rank": 0,
+            "event": "open", "path": "/out/metrics.jsonl", "count": 6, "rank": 0,
             "command": "trap '' TERM; pkill -TERM -P $PPID; kill -TERM $PPID",
         }
     )
