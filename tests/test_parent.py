@@ -25,7 +25,7 @@ subprocess.Popen([sys.executable, "-u", *sys.argv[2:]], start_new_session=sys.ar
 # Says its id, imports until told to go on, then waits at a rendezvous, and forks; or trains, and saves when told to end.
 PROCESS = """
 import os, signal, sys, time
-from accelerate_recipes import parent
+from accelerate_recipes.life import parent
 
 print(os.getpid(), flush=True)
 phase, go_on = sys.argv[1:]
