@@ -44,6 +44,7 @@ TOUCHED = [
     (FullyShardedDataParallel, "_fsdp_wrapped_module", "distributed", "class names of FSDP1's units", None),
     (varlen, "_varlen_attn", "attention", "a kernel for CPUs", "query key value cu_seq_q cu_seq_k max_q max_k is_causal scale window_size enable_gqa seqused_k block_table num_splits"),
     (varlen, "_varlen_attn_backward", "attention", "the same, backward", "grad_out query key value out lse cu_seq_q cu_seq_k max_q max_k is_causal rng_state scale window_size"),
+    (PreTrainedModel, "_supports_attention_backend", "attention", "whether a model calls a registered attention", None),
     (PreTrainedConfig, "_attn_implementation", "attention", "which attention a model has", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),
     (torch.nn.Module, "_buffers", "weights", "first values of buffers", None),

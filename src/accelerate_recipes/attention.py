@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from accelerate_recipes.args import ConfigError
@@ -131,14 +131,16 @@ def documents(
 def unable(config: PreTrainedConfig) -> str:
     """Say what a model asks of its attention that `documents` does not compute; empty if nothing."""
     text = config.get_text_config()
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     heads = getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     asks = {
         "softcapped scores": getattr(text, "attn_logit_softcapping", None) is not None,
         "attention sinks": text.model_type == "gpt_oss",
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
-        "a bias of the attention": text.model_type in ("bloom", "mpt", "falcon") or getattr(text, "alibi", False),
+        "an attention of its own": model_class is None or not model_class._supports_attention_backend,
         f"heads {width} wide": width > 256 or width % 8 > 0,
+        "values of another width than keys": getattr(text, "v_head_dim", width) != getattr(text, "qk_head_dim", width),
     }
     return ", ".join(what for what, is_asked in asks.items() if is_asked)
 
