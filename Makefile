@@ -26,8 +26,8 @@ test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
 
 # For the inner loop of an editor: what starts no runs.
-FAST := args attention changed_data checkpoint chess_rules configs data engine init layout metrics metrics_of_texts models \
-	optim recipe requeue rows upstream
+FAST := args attention changed_data checkpoint chess_rules configs data engine layout metrics metrics_of_texts models \
+	optim recipe requeue rows upstream weights
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 

@@ -106,7 +106,6 @@ class OurLoop:
         self.training = Run(args, accelerator)
         self.training.shard(model)
         self.training.scheduler = make_scheduler(self.training.optimizer, args, args.max_steps)
-        self.training.flops_per_token = 0.0
         self.training.checkpointer = self
         self.model, self.loader, self.step = self.training.model, loader, 0
 

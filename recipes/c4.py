@@ -126,7 +126,7 @@ def main(args: Args) -> None:
         model,
         tokenizer,
         total_steps=args.max_steps,
-        flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length),
+        flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length),
     )
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)

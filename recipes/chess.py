@@ -112,7 +112,7 @@ def main(args: Args) -> None:
         make_model(args, tokenizer),
         tokenizer,
         total_steps=num_steps(args, len(train_rows)),
-        flops_fn=lambda model: flops_per_token(model, train_rows.attended_length),
+        flops_fn=lambda model: flops_per_token(model, train_rows.attended_length, args.max_length),
     )
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)

@@ -110,7 +110,7 @@ def run(tmp_path, monkeypatch):
         done = []
         args = replace(ARGS, output_dir=str(tmp_path / str(changes)), **changes)
         run = make_run(args)
-        run.total_steps, run.flops_per_token = args.max_steps, 1e6
+        run.total_steps, run.flops = args.max_steps, metrics.Flops(1e6)
         run.scheduler = make_scheduler(run.optimizer, args, args.max_steps)
         run.checkpointer = SimpleNamespace(
             newest=None, data_states=[], resume=lambda: resumed_at, save=lambda step, data_state: done.append(("save", step)),

@@ -235,3 +235,11 @@ def test_help_texts_stand_alone(path):
         if name in c.__annotations__
     }
     assert len(texts) > 40 and not [text for text in texts.values() if FRAGMENT.match(text)]
+
+
+def test_the_fast_tests_exist():
+    """What `make test-fast` names."""
+    listed = re.search(r"^FAST := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.M)[1]
+    names = listed.replace("\\\n", " ").split()
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / f"tests/test_{name}.py").exists()] == []

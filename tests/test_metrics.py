@@ -10,7 +10,9 @@ from accelerate import Accelerator
 from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import metrics
+from accelerate_recipes.models import new_llama
 
+SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA_7B = LlamaConfig(
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
 )
@@ -25,6 +27,14 @@ def test_flops_per_token():
     # Mixtral 8x7B: 12.9 of 46.7 billion parameters are active, less the input embedding.
     found = metrics.decoder_flops(MixtralConfig(), 46_702_792_704, attended_length=0)
     assert found == 6 * (12_879_925_248 - 131_072_000)
+
+
+def test_flops_by_two_conventions():
+    """Documents of 100 tokens in rows of 400."""
+    model = new_llama("sdpa", **SMALL)
+    found = metrics.flops_per_token(model, 100.0, 400)
+    assert found.full_rows - found.attended == 12 * 2 * 32 * 300
+    assert found.attended == metrics.decoder_flops(model.config, model.num_parameters(), 100)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,7 @@ def test_peak_memory_of_a_cpu(monkeypatch):
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     """The line's beginning is what job controllers look for; the file has the same values."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
-    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops_per_token=1e4)
+    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4))
     log.restore(None)
     window = metrics.Window()
     window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25, data_seconds=0.01)
@@ -69,7 +79,7 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == (
         "Step 120/1000 Loss: 2.50000, Speed: 32.00 samples/sec, 800 tokens/sec, lr: 0.000290, grad norm: 0.81, "
-        "MFU: 0.008, peak memory: 23.4 GiB, data wait: 4.0%, retries: 2"
+        "MFU: 0.008 (counting full rows: 0.016), peak memory: 23.4 GiB, data wait: 4.0%, retries: 2"
     )
     assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
     (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -82,6 +92,7 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "learning_rate": 2.9e-4,
         "grad_norm": 0.81,
         "mfu": 0.008,
+        "mfu_full_rows": 0.016,
         "peak_memory_gib": 23.4,
         "data_wait": 0.04,
         "tokens_seen": 4096,
@@ -91,7 +102,7 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
 
 def test_a_step_has_its_evaluation_or_not(tmp_path):
     """By which a run that was stopped between the two knows what is left to do."""
-    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops_per_token=None)
+    log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops=None)
     window = metrics.Window()
     window.add(torch.tensor(2.0), torch.tensor(1), samples=1, seconds=1, data_seconds=0)
     for step in (2, 4):

@@ -62,7 +62,7 @@ class Agenda:
                 "begin anew in another --output_dir"
             )
         self.step = run.checkpointer.resume()
-        self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops_per_token)
+        self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops)
         self.log.restore(checkpoint)
         if args.trackers:
             # TensorBoard takes plain values only.

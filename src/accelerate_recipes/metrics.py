@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +50,24 @@ def peak_flops(device: torch.device) -> float | None:
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
-def flops_per_token(model: PreTrainedModel, attended_length: float) -> float:
-    """Training FLOPs per token of a decoder whose weights are not sharded yet, see `decoder_flops`."""
-    return decoder_flops(model.config, model.num_parameters(), attended_length, trained_share(model))
+class Flops(NamedTuple):
+    """Training FLOPs per target token, for MFU by two conventions."""
+
+    attended: float  # a token attends to its document
+    full_rows: float | None = None  # to the whole row, as published figures count; None where rows are not packed
+
+
+def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
+    """Training FLOPs per token of a decoder whose weights are not sharded yet, see `decoder_flops`.
+
+    `document_length` is the mean over all tokens of the length of the document that a token lies in.
+    """
+    return Flops(
+        *(
+            decoder_flops(model.config, model.num_parameters(), length, trained_share(model))
+            for length in (document_length, row_length)
+        )
+    )
 
 
 def decoder_flops(
@@ -61,7 +77,7 @@ def decoder_flops(
 
     N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
     output layer) and the experts that a token is not sent to. L layers, H heads of dimension Q, T = `attended_length`,
-    the length of the document that a token lies in. Causal masking is not deducted, recomputation (activation
+    the tokens that a token is said to attend to. Causal masking is not deducted, recomputation (activation
     checkpointing) not added.
 
     Source: PaLM (Chowdhery et al. 2022), appendix B.
@@ -81,7 +97,7 @@ def trained_share(model: PreTrainedModel) -> float:
     return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
-def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
+def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> Flops:
     """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
 
     As `decoder_flops`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of
@@ -97,7 +113,7 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
     multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
     attended = config.num_layers * source**2 + config.num_decoder_layers * target * (source + target)
-    return float((multiplied + 12 * width * attended).sum() / target.sum())
+    return Flops(float((multiplied + 12 * width * attended).sum() / target.sum()))
 
 
 def num_weights(parameter: nn.Parameter) -> int:
@@ -145,13 +161,13 @@ class MetricsLog:
     ...), each with its `step`.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops_per_token: float | None):
+    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops: Flops | None):
         self.accelerator = accelerator
         self.path = output_dir / "metrics.jsonl"
         self.total_steps = total_steps
-        self.flops_per_token = flops_per_token
-        self.peak_flops = None if flops_per_token is None else peak_flops(accelerator.device)
-        if flops_per_token is not None and self.peak_flops is None:
+        self.flops = flops
+        self.peak_flops = None if flops is None else peak_flops(accelerator.device)
+        if flops is not None and self.peak_flops is None:
             accelerator.on_main_process(print)(
                 f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
             )
@@ -192,9 +208,12 @@ class MetricsLog:
             f"lr: {lr:.6f}, grad norm: {grad_norm:.2f}"
         )
         if self.peak_flops is not None:
-            achieved = self.flops_per_token * record["tokens_per_second"] / self.accelerator.num_processes
-            record["mfu"] = achieved / self.peak_flops
+            tokens_per_peak = record["tokens_per_second"] / self.accelerator.num_processes / self.peak_flops
+            record["mfu"] = self.flops.attended * tokens_per_peak
             line += f", MFU: {record['mfu']:.3f}"
+            if self.flops.full_rows is not None:
+                record["mfu_full_rows"] = self.flops.full_rows * tokens_per_peak
+                line += f" (counting full rows: {record['mfu_full_rows']:.3f})"
         record["peak_memory_gib"] = gib
         record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; the others wait for it, and it for them
         record |= counts

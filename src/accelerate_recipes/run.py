@@ -27,7 +27,7 @@ from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.metrics import is_evaluation
+from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, draw_run
 
@@ -53,7 +53,7 @@ class Run(Generic[Args]):
     artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ..., as they are exported
     checkpointer: Checkpointer = field(init=False)
     total_steps: int = field(init=False)
-    flops_per_token: float | None = field(init=False, default=None)
+    flops: Flops | None = field(init=False, default=None)
 
     def __post_init__(self):
         _runs.append(self)
@@ -96,11 +96,11 @@ class Run(Generic[Args]):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         total_steps: int,
-        flops_fn: Callable[[PreTrainedModel], float] | None = None,
+        flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
     ) -> None:
         """Make all that is trained, saved and restored, from a model that is not sharded yet.
 
-        `flops_fn(model)` counts the FLOPs of training by a target token, for MFU.
+        `flops_fn(model)` counts the FLOPs of training per target token, for MFU.
 
         Raises:
             ConfigError: for adapters, a strategy or settings that the model cannot have.
@@ -110,7 +110,7 @@ class Run(Generic[Args]):
         model.config.architectures = [type(model).__name__]
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
-        self.flops_per_token = flops_fn(model) if flops_fn else None
+        self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         attention, why = choose(getattr(self.args, "attn_implementation", ""), model.config, self.args.param_dtype)
         if why:
