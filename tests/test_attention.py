@@ -1,9 +1,12 @@
 """Attention inside documents is attention with a mask, to rounding, without one in memory; and cuDNN's is switched on only
 where it is sound and fast: in training, without a mask."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import CHILDREN
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -242,6 +245,26 @@ def test_compiled_once_for_all_documents():
         counts.append(counter.frame_count)
     torch._dynamo.reset()
     assert counts[1] == counts[0] and len(set(counts[2:])) <= 2  # two new maxima, after which it is a variable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, num_processes, flags",
+    [("single", 1, ()), ("fsdp_full", 1, ()), ("fsdp_full", 2, ("--fsdp_activation_checkpointing", "true"))],
+)
+def test_compiled_by_layer(config, num_processes, flags, forks, tmp_path):
+    """Whatever the number of layers and the documents: a layer three times, for the first two lengths of the longest document
+    in training, then for any; and for evaluation. Generation compiles nothing, and nothing is compiled again."""
+    flags += ("--dynamo_backend", "eager", "--dynamo_use_regional_compilation")
+    out = tmp_path / "out"
+    script = CHILDREN / "graphs.py"
+    code = forks.run(out, script=script, config=config, num_processes=num_processes, flags=flags)
+    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    found = json.loads((out / "result.json").read_text())
+    assert found["2"] == found["3"]
+    graphs, layers = zip(*found["2"].values(), strict=True)
+    assert layers == (2, 2, *[3] * 8)
+    assert graphs == (graphs[0], graphs[0], *[graphs[2]] * 8)
 
 
 def test_generation_goes_back_to_sdpa():

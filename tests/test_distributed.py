@@ -23,9 +23,11 @@ FSDP2 = {
 }
 FSDP1 = FSDP2 | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
 HYBRID = FSDP2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+BY_LAYER = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}
 
 
-@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1])
+@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED])
 def test_sound_environments(env):
     assert environment_problems(env, num_devices=0) == []
     assert environment_problems(env, num_devices=8) == []
@@ -54,6 +56,12 @@ def test_sound_environments(env):
             FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             4,
             ["fsdp_activation_checkpointing", "NO_WRAP"],
+        ),
+        (FSDP1 | COMPILED | BY_LAYER, 4, ["dynamo_use_regional_compilation: true", "fsdp_version: 2"]),
+        (
+            FSDP2 | COMPILED | {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            4,
+            ["would compile no layer", "dynamo_use_regional_compilation: true"],
         ),
         (FSDP1 | {"FSDP_USE_ORIG_PARAMS": "false"}, 4, ["fsdp_use_orig_params"]),
         (FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, 0, ["FSDP1 hybrid", "fsdp_hybrid.yaml"]),

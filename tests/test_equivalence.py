@@ -173,9 +173,9 @@ def test_bf16(run_bf16, name):
     ],
 )
 def test_compiled(run_steps, name, monkeypatch):
-    """`dynamo_backend: inductor` changes the kernels, not the losses; generation and resume go on."""
+    """Layers compiled by inductor change the kernels, not the losses; generation and resume go on."""
     config, world_size, size, flags, units, share = STRATEGIES[name]
-    flags = (*flags, "--dynamo_backend", "inductor")
+    flags = (*flags, "--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
     monkeypatch.setitem(STRATEGIES, f"{name}, compiled", (config, world_size, size, flags, units, share))
     found, wanted = run_steps(f"{name}, compiled"), run_steps("one process")
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs, set_seed
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    set_seed,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import (
@@ -54,6 +60,10 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
+    if os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC") == "False":
+        # `accelerate launch` 1.15 says so where the YAML says nothing. torch would compile a layer anew for each longest
+        # document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
+        del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
     resolve_vector_math()
     keep_cudnn_from_masks()
     if args.full_determinism:
@@ -194,6 +204,7 @@ def prepare(
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
+        compile_inside_recompute(model, accelerator.state.dynamo_plugin)
         # Its embedding and last norms are gathered too when `generate` calls an encoder by itself.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
@@ -252,6 +263,21 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, CheckpointWrapper):
                 module.checkpoint_fn.keywords["preserve_rng_state"] = True
+
+
+def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile layers inside of what recomputes them.
+
+    Accelerate 1.15 (_prepare_fsdp2) compiles regions around it and then shards the layers inside. torch cannot trace
+    FSDP's hooks within a checkpoint: without a word it would compute whole layers uncompiled.
+    """
+    for wrapper in model.modules():
+        if isinstance(wrapper, CheckpointWrapper | OffloadWrapper) and wrapper._compiled_call_impl is not None:
+            wrapper._compiled_call_impl = None
+            inner = wrapper
+            while isinstance(inner, CheckpointWrapper | OffloadWrapper):
+                inner = inner._checkpoint_wrapped_module
+            inner.compile(**plugin.to_kwargs())
 
 
 def recompute_every(model: nn.Module, n: int) -> None:

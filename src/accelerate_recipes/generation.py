@@ -1,7 +1,7 @@
 """Text that a sharded model generates: each rank for its share of the prompts, all ranks knowing the result."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +37,7 @@ def generate_texts(
         Stopped: between two batches.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    generator = accelerator.unwrap_model(model, keep_torch_compile=False)  # compiled, it would be so for every length
+    generator = accelerator.unwrap_model(model, keep_torch_compile=False)
     if not generator.config.is_encoder_decoder:
         room = max_positions(generator.config)
         max_new_tokens = min(max_new_tokens, room - 1)
@@ -48,7 +48,7 @@ def generate_texts(
     texts: dict[int, str] = {}
     model.eval()
     # An encoder is called beside the model's own forward, where Accelerate has autocast.
-    with with_padding(generator), whole_root(model), accelerator.autocast():
+    with with_padding(generator), uncompiled(generator), whole_root(model), accelerator.autocast():
         for start in range(0, len(mine), batch_size):
             stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]
@@ -77,6 +77,22 @@ def generate_texts(
     model.train()
     found = {i: text for part in on_all_ranks(texts) for i, text in part.items()}
     return [found[i] for i in range(len(prompts))]
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Call modules as they are, also those that `nn.Module.compile` has compiled in place, as Accelerate's regions under FSDP2.
+
+    Compiled, they would be so for every length.
+    """
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:

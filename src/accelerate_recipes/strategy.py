@@ -102,6 +102,18 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
             "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
             "no layers; use TRANSFORMER_BASED_WRAP"
         )
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        by_layer = is_on(env, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+        if version == 1 and by_layer:
+            found.append(
+                "dynamo_use_regional_compilation: true with fsdp_version: 1 does not work: Accelerate 1.15 copies modules, "
+                "which FSDP1's are not made for; set it to false, or choose a config with fsdp_version: 2"
+            )
+        if version == 2 and not by_layer and is_on(env, "FSDP_ACTIVATION_CHECKPOINTING"):
+            found.append(
+                "dynamo_backend with fsdp_activation_checkpointing: true would compile no layer (Accelerate 1.15); set "
+                "dynamo_use_regional_compilation: true under dynamo_config:"
+            )
     if version == 1 and not is_on(env, "FSDP_USE_ORIG_PARAMS"):
         found.append(
             "fsdp_use_orig_params: false melts norms and biases into one flat parameter with the weights, so "
