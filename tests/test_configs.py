@@ -32,8 +32,8 @@ def test_shipped(path):
     text, content = path.read_text(), yaml.safe_load(path.read_text())
     for word in ("# Choose it:", "# Costs:", "# Needs:"):
         assert word in text
-    assert content["mixed_precision"] == "bf16"
-    assert content["num_processes"] == {"single": 1, "fsdp_hybrid": 4}.get(path.stem, 2)
+    assert content["mixed_precision"] == ("no" if path.stem == "single_bf16" else "bf16")
+    assert content["num_processes"] == {"single": 1, "single_bf16": 1, "fsdp_hybrid": 4}.get(path.stem, 2)
     if content["distributed_type"] == "FSDP":
         fsdp = content["fsdp_config"]
         strategy = "fsdp_reshard_after_forward" if fsdp["fsdp_version"] == 2 else "fsdp_sharding_strategy"
@@ -49,6 +49,8 @@ def test_every_key_reaches_the_environment(path):
     assert env["WORLD_SIZE"] == str(content["num_processes"])
     for key, value in (content.get("fsdp_config", {}) | content.get("parallelism_config", {})).items():
         assert env[key.upper()].lower() == str(value).lower()
+    for key, value in content.get("dynamo_config", {}).items():
+        assert env[f"ACCELERATE_{key.upper()}"].lower() == str(value).lower()
 
 
 def test_ready():

@@ -332,3 +332,23 @@ def test_upstream_still_chooses_kernels_of_vector_math_in_the_first_call():
     if "Math Kernel Library" not in torch.__config__.show():
         pytest.skip("this torch is built without MKL")
     assert "Math Kernel Library Version 2024." in torch.__config__.show()
+
+
+@pytest.mark.parametrize(
+    "on_gpu, env, settings",
+    [
+        (True, {}, "expandable_segments:True"),
+        (True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        (False, {}, None),
+    ],
+)
+def test_segments_of_memory_grow_unless_the_user_says_otherwise(on_gpu, env, settings, monkeypatch):
+    for name in distributed.ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    distributed.keep_memory_in_one_piece()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == settings

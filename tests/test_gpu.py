@@ -3,6 +3,9 @@
 import copy
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +118,12 @@ def test_upstream_still_gives_nan_where_attention_has_a_mask():
     assert ours.isfinite().all()
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         assert gradient(F.scaled_dot_product_attention(query, key, value, attn_mask=mask)).isnan().any()
+
+
+def test_memory_is_in_segments_that_grow():
+    """Set before torch reads it."""
+    code = "import torch; torch.empty(1, device='cuda'); print(torch.cuda.memory._snapshot()['allocator_settings'])"
+    settings = "from accelerate_recipes.distributed import keep_memory_in_one_piece as k; k(); " + code
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", settings], env=variables, capture_output=True, text=True, check=True)
+    assert "'expandable_segments': True" in done.stdout

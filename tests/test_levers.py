@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
-from helpers import CHILDREN, losses
+from helpers import CHILDREN, launch_ok, losses
 from transformers import AutoModelForCausalLM
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
@@ -134,3 +135,25 @@ def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, aft
         assert losses(out) == losses(whole)
     else:
         assert losses(out) == pytest.approx(losses(whole), rel=tolerance(optim))
+
+
+@pytest.mark.slow
+def test_one_device_in_pure_bf16_copies_no_weights(tmp_path):
+    """Bytes a parameter in one step of one row. FSDP2 casts and copies each weight for both passes also at one rank, and
+    sums gradients in fp32; autocast casts weights; clipping multiplies gradients."""
+
+    def written(config: str, *args: object, precision: str = "no") -> dict[str, float]:
+        out = tmp_path / f"{config}-{precision}-{len(args)}"
+        flags = ("--num_processes", "1", "--mixed_precision", precision)
+        launch_ok(tmp_path, config, CHILDREN / "copies.py", "--output_dir", out, *args, flags=flags)
+        return defaultdict(float, json.loads((out / "result.json").read_text()))
+
+    def copied(found: dict[str, float]) -> float:
+        return sum(size for name, size in found.items() if name in ("copy_", "_to_copy", "cat", "_foreach_copy_"))
+
+    best = written("single", *KAHAN)
+    assert copied(best) < 0.5
+    assert best["_foreach_mul_"] == pytest.approx(2, rel=0.01) and best["zeros_like"] == 0
+    assert written("single", *KAHAN, "--max_grad_norm", 0)["_foreach_mul_"] == 0
+    assert copied(written("single", precision="bf16")) > 5
+    assert copied(written("fsdp_full", precision="bf16")) > 10

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
@@ -65,6 +66,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         # document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
         del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
     resolve_vector_math()
+    keep_memory_in_one_piece()
     keep_cudnn_from_masks()
     if args.full_determinism:
         make_deterministic()
@@ -108,6 +110,22 @@ def resolve_vector_math() -> None:
     for name in VECTOR_MATH:
         for dtype in (torch.float32, torch.float64):
             getattr(torch, name)(torch.ones(1, dtype=dtype))
+
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
+
+
+def keep_memory_in_one_piece() -> None:
+    """Let memory segments of a GPU grow, unless the user has set the allocator; before anything is on it.
+
+    Batches of many lengths, layers that are gathered and freed: of segments that cannot grow, more and more lies idle.
+    """
+    if (
+        torch.cuda.is_available()
+        and not torch.version.hip
+        and not any(name in os.environ for name in ALLOCATOR_SETTINGS)
+    ):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def make_deterministic() -> None:
@@ -386,12 +404,23 @@ def report_strategy(
         parts.append(f"activations of {sum(map(recomputes, layers))} of {len(layers)} layers recomputed{where}")
     if torch.are_deterministic_algorithms_enabled():
         parts.append("deterministic algorithms")
+    parts += [f"allocator {os.environ[name]}" for name in ALLOCATOR_SETTINGS if name in os.environ]
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
     if trained < total:
         parts.append(f"adapters: {trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
     accelerator.on_main_process(print)("Strategy: " + " | ".join(parts), flush=True)
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients down to a norm of `max_norm`, or none with 0; returns the norm before, a scalar on the device."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if max_norm or (plugin and plugin.fsdp_version == 1):  # whose own clipping alone knows the norm of flat shards
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+    else:  # clipping to infinity would multiply each gradient by 1
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @contextlib.contextmanager

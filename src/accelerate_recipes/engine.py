@@ -19,7 +19,7 @@ from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
-from accelerate_recipes.distributed import accumulate
+from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
@@ -105,9 +105,7 @@ def train_step(
             accelerator.backward(loss * scale)
         micro_losses.append(loss.detach())
     loss = sum_over_ranks(torch.stack(micro_losses).sum()) / num_targets.clamp(min=1)
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
-    if hasattr(grad_norm, "full_tensor"):
-        grad_norm = grad_norm.full_tensor()
+    grad_norm = clip_gradients(accelerator, model, max_grad_norm)
     # The one wait for the device in a step. All are sums over all ranks, so all ranks decide alike.
     flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), *(n > 0 for n in num_wishes)])
     loss_is_finite, norm_is_finite, *wanted = flags.tolist()

@@ -81,7 +81,7 @@ def generate_texts(
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Call modules as they are, also those that `nn.Module.compile` has compiled in place, as Accelerate's regions under FSDP2.
+    """Call modules as they are that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
 
     Compiled, they would be so for every length.
     """

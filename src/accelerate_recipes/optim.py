@@ -64,7 +64,8 @@ class KahanAdamW(torch.optim.AdamW):
             params, grads, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
             self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, [], steps)
             for parameter in params:
-                self.state[parameter].setdefault("compensation", torch.zeros_like(parameter))
+                if "compensation" not in self.state[parameter]:
+                    self.state[parameter]["compensation"] = torch.zeros_like(parameter)
             compensations = [self.state[parameter]["compensation"] for parameter in params]
             # Each element by itself: a rank's shard is a tensor like any other.
             tensors = (params, grads, exp_avgs, exp_avg_sqs, compensations)

@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         run = Run(args, accelerator)
         run.shard(
             new_llama(
-                args.attn_implementation, vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=2,
+                args.attn_implementation, args.param_dtype, vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=2,
                 num_hidden_layers=num_layers, max_position_embeddings=128,
             )
         )  # fmt: skip

@@ -1,0 +1,76 @@
+"""Bytes that each operator writes in a training step, per parameter of the model; the result goes to a JSON file.
+
+Run by tests/test_levers.py. A row is short, so that weights and gradients are what is large.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import toy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy import requirements
+
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.engine import train_step
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
+
+
+@dataclass
+class Args(toy.Args):
+    total_batch_size: int = 1
+    per_device_train_batch_size: int = 1
+
+
+class Written(TorchDispatchMode):
+    """Adds up the bytes that each operator writes: its result, or what it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        schema = function._schema
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+        changed = [
+            value
+            for value, argument in zip(args, schema.arguments, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in tree_leaves(changed or result):
+            if isinstance(tensor, torch.Tensor) and not is_view:
+                self.bytes[schema.name.removeprefix("aten::")] += tensor.numel() * tensor.element_size()
+        return result
+
+
+def main(args: Args) -> None:
+    accelerator = make_accelerator(args)
+    run = Run(args, accelerator)
+    run.shard(
+        new_llama(
+            "sdpa", args.param_dtype, vocab_size=500, hidden_size=128, intermediate_size=384, num_attention_heads=2,
+            num_hidden_layers=3, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+    ids = torch.arange(8)[None] + 4
+    batch = {"input_ids": ids, "position_ids": torch.arange(8)[None], "labels": ids}
+    for _ in range(2):  # the first makes the moments
+        with Written() as written:
+            train_step(run, [batch], next_token_loss, count_next_tokens)
+    total = sum(parameter.numel() for parameter in run.model.parameters())
+    if accelerator.is_main_process:
+        Path(args.output_dir).mkdir(parents=True)
+        per_parameter = {name: size / total for name, size in written.bytes.items()}
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(per_parameter))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)
