@@ -24,10 +24,12 @@ FSDP2 = {
 FSDP1 = FSDP2 | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
 HYBRID = FSDP2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+GATHER_FP8 = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", GATHER_FP8: "False"}
 BY_LAYER = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}
 
 
-@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED])
+@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED, FP8, FSDP2 | FP8])
 def test_sound_environments(env):
     assert environment_problems(env, num_devices=0) == []
     assert environment_problems(env, num_devices=8) == []
@@ -37,11 +39,10 @@ def test_sound_environments(env):
     "env, num_devices, names",
     [
         (FSDP2 | {"ACCELERATE_MIXED_PRECISION": "fp16"}, 4, ["fp16", "bf16"]),
-        (
-            {"ACCELERATE_MIXED_PRECISION": "fp8"},
-            4,
-            ["mixed_precision: fp8 is not supported", "`mixed_precision: bf16`"],
-        ),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, 4, ["`backend: AO` under fp8_config:", "fsdp_fp8.yaml"]),
+        (FSDP1 | FP8, 4, ["fp8 with fsdp_version: 1"]),
+        (FSDP2 | FP8 | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, 4, ["fsdp_cpu_ram_efficient_loading", "false"]),
+        (FSDP2 | FP8 | {GATHER_FP8: "True"}, 4, ["enable_fsdp_float8_all_gather", "false"]),
         (
             FSDP2 | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
             4,

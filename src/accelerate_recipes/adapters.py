@@ -29,7 +29,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs
+from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.weights import seed_of
@@ -60,8 +60,7 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
-    is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    dtype = torch.bfloat16 if args.use_peft and is_bf16 else args.param_dtype
+    dtype = torch.bfloat16 if args.use_peft and computes_in_bf16() else args.param_dtype
     if not args.load_in_4bit:
         return {"dtype": dtype}
     quantization = BitsAndBytesConfig(

@@ -42,6 +42,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALL_LINEAR = "all-linear"
 
 
+def computes_in_bf16(precision: str | None = None) -> bool:
+    """Tell whether layers compute in bf16 beside fp32 weights, as the accelerate YAML's `mixed_precision` says.
+
+    With fp8 that is what all but the linear layers compute in, and what these are handed.
+    """
+    return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")
+
+
 class ConfigError(ValueError):
     """A mistake of the user's: printed as one message, without a traceback."""
 

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import itertools
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varle
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, computes_in_bf16
 
 DOCUMENTS = "documents"
 # Kernels that read where documents begin and end; others get a mask, which transformers makes of the positions.
@@ -153,7 +152,7 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str
     Raises:
         ConfigError: for one that the model, the precision or what is installed rules out.
     """
-    is_bf16 = dtype == torch.bfloat16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
     if name == DOCUMENTS and (why := unable(config)):
         raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give sdpa, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:

@@ -9,13 +9,14 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
+    AORecipeKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, error_list
+from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, computes_in_bf16, error_list
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank
@@ -71,6 +72,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     if args.full_determinism:
         make_deterministic()
     timeout = timedelta(seconds=args.ddp_timeout)
+    is_fp8 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
         start_on_cpu(use_fsdp, timeout)
@@ -78,7 +80,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         use_cores(num_cores)
     accelerator = Accelerator(
         fsdp_plugin=make_fsdp_plugin(args, on_cpu=not num_devices) if use_fsdp else None,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout), *([AORecipeKwargs()] if is_fp8 else [])],
         log_with=args.trackers or None,
         project_dir=args.output_dir,
     )
@@ -171,7 +173,7 @@ def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelP
     version = int(os.environ.get("FSDP_VERSION", 1))
     # Accelerate's default under bf16 reduces gradients in bf16: 8 bits of mantissa for a sum over all ranks. Without a
     # `param_dtype` the parameters keep theirs: fp32, or bf16 with --optim adamw_bf16_kahan.
-    compute_dtype = torch.bfloat16 if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None
+    compute_dtype = torch.bfloat16 if computes_in_bf16() and args.param_dtype == torch.float32 else None
     policy = {"param_dtype": compute_dtype, "reduce_dtype": DTYPES[args.reduce_dtype]}
     if version == 2:
         settings = {"mixed_precision_policy": MixedPrecisionPolicy(**policy)}
@@ -208,6 +210,8 @@ def prepare(
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
+    if accelerator.mixed_precision == "fp8":
+        accelerator.ao_recipe_handler.module_filter_func = fp8_filter(model)
     # Of a pretrained model parameters may be meta too: those that its files lack, and all on ranks that did not read it.
     is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
@@ -246,6 +250,27 @@ def prepare(
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
     return model, make_optimizer(model), units[:2]
+
+
+def fp8_filter(model: PreTrainedModel) -> Callable[[nn.Module, str], bool]:
+    """Return which modules, by their names, compute in fp8: linear layers but the output layer, adapters, and those of sizes
+    that are no multiple of 16, which a GPU does not multiply in fp8.
+
+    Raises:
+        ConfigError: for a mixture of experts.
+    """
+    head = model.get_output_embeddings()
+    if experts := [name for name, parameter in model.named_parameters() if parameter.ndim == 3]:
+        raise ConfigError(
+            f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
+            f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
+        )
+
+    def is_fp8(module: nn.Module, name: str) -> bool:
+        is_linear = isinstance(module, nn.Linear) and module is not head and ".lora_" not in name
+        return is_linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    return is_fp8
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
@@ -393,6 +418,8 @@ def report_strategy(
         f"backend {accelerator.state.backend or 'none'}",
         f"precision {accelerator.mixed_precision}",
     ]
+    if accelerator.mixed_precision == "fp8":
+        parts[-1] += f" in {sum(type(m).__name__ == 'Float8Linear' for m in model.modules())} linear layers"
     if (dtype := next(model.parameters()).dtype) != torch.float32:
         parts[-1] += f", weights {str(dtype).removeprefix('torch.')}"
     if accelerator.distributed_type == DistributedType.FSDP:

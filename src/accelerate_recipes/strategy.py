@@ -5,6 +5,7 @@ Everything here reads the environment that `accelerate launch` makes of a YAML, 
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import torch
 
@@ -44,10 +45,7 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
             "gradient scaler whose overflow check all ranks share; set `mixed_precision: bf16`, or `no`"
         )
     if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
-        found.append(
-            "mixed_precision: fp8 is not supported: which layers compute in it, and what FSDP gathers, is set up for bf16 "
-            "only; set `mixed_precision: bf16`, or `no`"
-        )
+        found += fp8_problems(env)
     if env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
         found.append(
             "gradient_accumulation_steps in the accelerate YAML and --total_batch_size both decide the "
@@ -64,6 +62,38 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
         found += parallelism_problems(env, world)
     if is_on(env, "ACCELERATE_USE_FSDP"):
         found += fsdp_problems(env, num_devices)
+    return found
+
+
+def fp8_problems(env: Mapping[str, str]) -> list[str]:
+    """List what is wrong with `mixed_precision: fp8`."""
+    found = []
+    if find_spec("torchao") is None:
+        found.append("mixed_precision: fp8 needs torchao; pip install torchao==0.18.0, or set `mixed_precision: bf16`")
+    if env.get("ACCELERATE_FP8_BACKEND", "").upper() != "AO":
+        found.append(
+            "mixed_precision: fp8 is computed by torchao here; write `backend: AO` under fp8_config: in the accelerate "
+            "YAML, or take accelerate_configs/fsdp_fp8.yaml"
+        )
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < (8, 9):
+        found.append(
+            f"mixed_precision: fp8 needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell), this one has "
+            f"{capability[0]}.{capability[1]}; set `mixed_precision: bf16`"
+        )
+    if is_on(env, "ACCELERATE_USE_FSDP") and env.get("FSDP_VERSION") != "2":
+        found.append(
+            "mixed_precision: fp8 with fsdp_version: 1 is not supported; take accelerate_configs/fsdp_fp8.yaml"
+        )
+    elif is_on(env, "ACCELERATE_USE_FSDP"):
+        if is_on(env, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            found.append(
+                "mixed_precision: fp8 with fsdp_cpu_ram_efficient_loading: true is refused by Accelerate; set it to false"
+            )
+        if env.get("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true").lower() != "false":
+            found.append(
+                "fp8_config: enable_fsdp_float8_all_gather would put weights of a class of torchao's into checkpoints; set "
+                "it to false"
+            )
     return found
 
 
@@ -183,9 +213,13 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
             "or --optim adafactor or adamw_bf16_kahan"
         )
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if args.optim == "adamw_bf16_kahan" and precision != "no":
+    if precision == "fp8" and args.load_in_4bit:
         found.append(
-            f"--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: {precision} in the accelerate YAML "
+            "--load_in_4bit keeps linear layers in 4 bits, mixed_precision: fp8 computes them in fp8; leave one of them out"
+        )
+    if args.optim == "adamw_bf16_kahan" and precision == "bf16":
+        found.append(
+            "--optim adamw_bf16_kahan keeps the weights in bf16, mixed_precision: bf16 in the accelerate YAML "
             "keeps them in fp32; set `mixed_precision: no`, or choose another --optim"
         )
     return found

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg
+from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg, computes_in_bf16
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
@@ -112,7 +112,7 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
     values |= {
         "accelerator_config": {"use_configured_state": True},
         "use_cpu": accelerator.device.type == "cpu",
-        "bf16": accelerator.mixed_precision == "bf16",
+        "bf16": computes_in_bf16(accelerator.mixed_precision),
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
         "activation_checkpointing": False,  # trl has it on, beside the YAML's key
         "full_determinism": False,  # make_accelerator has seen to it

@@ -29,6 +29,7 @@ from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, nu
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
+from accelerate_recipes.metrics import Flops
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import start
@@ -97,7 +98,7 @@ def main(args: Args) -> None:
     look_at_data(0)
     rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
     model, tokenizer = make_model(args)
-    run.prepare(model, tokenizer, num_steps(args, len(rows)), lambda model: 1.0)
+    run.prepare(model, tokenizer, num_steps(args, len(rows)), lambda model: Flops(1.0))
     heldout_loader = make_eval_loader(rows, args, rank, world_size, collate_fn=collate)
     first_step = step_of(run.resumed_from) if run.resumed_from else 0
     num_passes = 0

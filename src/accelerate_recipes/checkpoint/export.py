@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from accelerate_recipes import adapters
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, computes_in_bf16
 from accelerate_recipes.checkpoint.files import (
     EXPORT,
     SaveError,
@@ -117,7 +117,9 @@ def write_export(
         write_adapter(checkpoint, out / "adapter" if merge_adapter else out)
     if merge_adapter or not is_adapter:
         if dtype is None:
-            dtype = torch.bfloat16 if marker["mixed_precision"] == "bf16" else getattr(torch, marker["param_dtype"])
+            dtype = (
+                torch.bfloat16 if computes_in_bf16(marker["mixed_precision"]) else getattr(torch, marker["param_dtype"])
+            )
         write = write_merged if merge_adapter else write_safetensors
         write(checkpoint, out, dtype, max_shard_size)
         config = json.loads((out / "config.json").read_text())

@@ -25,7 +25,7 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 from transformers import AutoConfig, PreTrainedModel
@@ -40,7 +40,12 @@ from accelerate_recipes.life.status import read_status
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.strategy import environment_problems, lever_problems, num_accelerators
 
-SECTIONS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
+SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "dynamo_config": "dynamo_",
+    "fp8_config": "fp8_",
+}
 VALUES = {
     "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
     "mixed_precision": {"no", "bf16", "fp16", "fp8"},
@@ -102,6 +107,8 @@ def yaml_problems(path: Path) -> list[str]:
             known = {option for option in options if option.startswith(SECTIONS[key])}
             known |= {"fsdp_version"} if key == "fsdp_config" else set()
             for name, setting in value.items():
+                if key == "fp8_config" and not name.startswith("fp8_"):  # as Accelerate documents them
+                    name = f"fp8_{name}"
                 flat[name] = setting
                 if name not in known:
                     hint = closest(name, known) or closest(SECTIONS[key] + name, known)
@@ -140,6 +147,8 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
         env, world_size = prepare_multi_gpu_env(args), args.num_processes
     else:
         env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    if precision == "fp8":
+        env = setup_fp8_env(args, env)
     return env | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),

@@ -1,0 +1,102 @@
+"""Linear layers in fp8: near bf16, the same under all strategies, and the checkpoints of bf16."""
+
+import pytest
+import torch
+from helpers import CHILDREN, launch_ok, losses
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, MixtralConfig
+
+from accelerate_recipes import strategy
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.distributed import fp8_filter
+from accelerate_recipes.models import new_model
+
+SCRIPT = CHILDREN / "toy.py"
+FP8 = ("--mixed_precision", "fp8")
+EAGER = ("--dynamo_backend", "no")
+SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_layers():
+    """Not the output layer, nor what a GPU does not multiply, nor adapters."""
+    model = new_model(LlamaConfig(vocab_size=64, **SIZES), "sdpa")
+    is_fp8 = fp8_filter(model)
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if is_fp8(module, name)]
+    assert names == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert not is_fp8(nn.Linear(32, 16), "model.layers.0.self_attn.q_proj.lora_A.default")
+    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
+        fp8_filter(new_model(MixtralConfig(num_local_experts=2, **SIZES), "sdpa"))
+
+
+def test_what_it_needs(monkeypatch):
+    env = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
+    assert strategy.fp8_problems(env) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    (problem,) = strategy.fp8_problems(env)
+    assert (
+        "compute capability 8.9 or later (Ada, Hopper, Blackwell), this one has 8.0; set `mixed_precision: bf16`"
+        in problem
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(strategy, "find_spec", lambda name: None)
+    (problem,) = strategy.fp8_problems(env)
+    assert "pip install torchao==0.18.0" in problem
+    (problem,) = strategy.lever_problems(TrainArgs(use_peft=True, load_in_4bit=True), env, num_devices=1)
+    assert "--load_in_4bit keeps linear layers in 4 bits, mixed_precision: fp8" in problem
+
+
+@pytest.fixture(scope="module")
+def runs(forks, tmp_path_factory):
+    """Output directories of runs: in bf16, and in fp8 with fp32 weights and all in bf16."""
+    found = {}
+    for name, config, num_processes, flags, args in (
+        ("bf16", "fsdp_full", 2, ("--mixed_precision", "bf16"), ()),
+        ("fp8", "fsdp_fp8", 2, (*FP8, *EAGER), ()),
+        ("fp8, kahan", "fsdp_fp8", 1, (*FP8, *EAGER), ("--optim", "adamw_bf16_kahan")),
+    ):
+        out = found[name] = tmp_path_factory.mktemp("fp8") / "out"
+        code = forks.run(out, "--save_total_limit", 9, *args, config=config, num_processes=num_processes, flags=flags)
+        assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    return found
+
+
+@pytest.mark.slow
+def test_trajectory(runs):
+    """An element has 4 bits, a gradient 3, where bf16 has 8: losses differ by less than 2 %, not by nothing."""
+    assert "precision fp8 in 21 linear layers" in runs["fp8"].with_suffix(".log").read_text()
+    wanted = losses(runs["bf16"])
+    for name in ("fp8", "fp8, kahan"):
+        found = losses(runs[name])
+        assert list(found) == list(wanted) and list(found.values()) == pytest.approx(list(wanted.values()), rel=0.02)
+        assert list(found.values()) != pytest.approx(list(wanted.values()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_bf16(runs, forks, tmp_path):
+    """Each goes on from the other's, and exports are of the same names, shapes and precision."""
+    exports = [load_file(runs[name] / "export/model.safetensors") for name in ("bf16", "fp8")]
+    described = [{name: (tensor.shape, tensor.dtype) for name, tensor in export.items()} for export in exports]
+    assert described[0] == described[1]
+    wanted = losses(runs["bf16"])
+    for name, config, flags in (
+        ("fp8", "fsdp_full", ("--mixed_precision", "bf16")),
+        ("bf16", "fsdp_fp8", (*FP8, *EAGER)),
+    ):
+        checkpoint = runs[name] / "checkpoint-3"
+        out = tmp_path / config
+        assert forks.run(out, "--resume_from_checkpoint", checkpoint, config=config, flags=flags) == 0
+        found = losses(out)
+        assert found == pytest.approx(wanted, rel=0.02)
+        later = [losses(runs[name])[step] for step in found if step > 4]
+        assert [found[step] for step in found if step > 4] != pytest.approx(later, rel=1e-6), "the precision changes"
+
+
+@pytest.mark.slow
+def test_launched_and_compiled_by_layer(runs, tmp_path):
+    """By the YAML as it is, but for kernels, which eager computes."""
+    flags = (*FP8, "--dynamo_backend", "eager")
+    launch_ok(tmp_path, "fsdp_fp8", SCRIPT, "--output_dir", tmp_path / "out", "--max_steps", 2, flags=flags)
+    first = {step: loss for step, loss in losses(runs["fp8"]).items() if step <= 2}
+    assert losses(tmp_path / "out") == pytest.approx(first, rel=1e-3)
