@@ -26,6 +26,10 @@ pytestmark = [
 ]
 
 
+BF16 = ("--mixed_precision", "bf16")
+BY_LAYER = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     """A GPU draws other weights than a CPU for a new model: what the two do is compared from a saved one."""
@@ -72,12 +76,25 @@ def test_4_bits(tmp_path, base, config):
     assert packed.numel() * packed.element_size() == 32 * 64 // 2
 
 
-@pytest.mark.parametrize("flags", [(), ("--dynamo_backend", "inductor")])
-def test_bf16(tmp_path, base, flags):
+@pytest.mark.parametrize(
+    "config, flags",
+    [
+        ("fsdp_full", BF16),
+        ("fsdp_full", (*BF16, *BY_LAYER)),
+        ("fsdp_full", (*BF16, *BY_LAYER, "--fsdp_activation_checkpointing", "true")),
+        ("single", (*BF16, *BY_LAYER)),
+        ("fsdp_fp8", ("--mixed_precision", "fp8")),
+        ("single_fp8", ("--mixed_precision", "fp8")),
+    ],
+)
+def test_less_than_fp32(tmp_path, base, config, flags):
+    """bf16 and fp8, also compiled by layer: near fp32 on a CPU."""
+    if "fp8" in flags:
+        pytest.importorskip("torchao")
     wanted = steps(tmp_path, base, "single", gpu=False)
-    found = steps(tmp_path, base, "fsdp_full", "--mixed_precision", "bf16", *flags, gpu=True)
+    found = steps(tmp_path, base, config, *flags, gpu=True)
     for (loss, _), (reference, _) in zip(found["trajectory"], wanted["trajectory"], strict=True):
-        assert loss == pytest.approx(reference, rel=1e-2)
+        assert loss == pytest.approx(reference, rel=2e-2 if "fp8" in flags else 1e-2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -146,7 +146,9 @@ def test_table_of_sizes():
     """What slurm/README.md says of a preset stands in the preset."""
     rows = re.findall(r"^\| `(\w+)` \| (\d.*) \|$", SLURM, re.MULTILINE)
     presets = {path.stem for path in (ROOT / "recipes/configs/c4").glob("*.yaml")}
-    assert {name for name, _ in rows} == {name for name in presets if name != "laptop" and not name.endswith(("_lora", "_one_gpu"))}
+    assert {name for name, _ in rows} == {
+        name for name in presets if name != "laptop" and not name.endswith(("_lora", "_one_gpu"))
+    }
     keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
     keys += ["intermediate_size", "max_length"]
     for name, cells in rows:
