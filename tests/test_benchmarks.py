@@ -1,11 +1,22 @@
 """Each benchmark, as small as it goes: that it runs, and reports. Its numbers mean nothing here."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import gpu_cases
+import gpu_kernels
+import gpu_profile
+import gpu_report
+import gpu_steps
 import pytest
-from helpers import ROOT, environment
+import torch
+from helpers import CONFIGS, ROOT, environment
+
+from accelerate_recipes.launch.preflight import launch_environment
+from accelerate_recipes.strategy import environment_problems, lever_problems
 
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"
 TINY_HEADS = "--intermediate_size 64 --num_attention_heads 2"
@@ -23,11 +34,28 @@ COMMANDS = {
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
 LONG = {"adapter_memory", "against_trl"}
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
+GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
+# Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
+GPU_CASES = {
+    1: ["ceilings", "attention: documents", "attention: sdpa", "attention: flex", "attention: NaN", "decode"],
+    2: ["same: fsdp_grad_op, regional"],
+    3: ["staging", "7B: best", "8B: LoRA", "Trainer", "8B: fp8"],
+}
+# As on a machine where these are not installed; read by each Python process at its start.
+HIDE = """
+from importlib.machinery import PathFinder
+
+HIDDEN = {"bitsandbytes", "chess", "datasets", "torchao", "trl"}
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *args: None if name.split(".")[0] in HIDDEN else find(name, *args)
+)
+"""
 
 
 def test_all_are_here():
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert modules - ELSEWHERE - {"machine", "pages"} == set(COMMANDS)
+    assert modules - ELSEWHERE - GPU - {"machine", "pages"} == set(COMMANDS)
 
 
 @pytest.mark.slow
@@ -47,3 +75,161 @@ def test_runs(name, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())
+
+
+def gpu_environment(tmp_path: Path) -> dict[str, str]:
+    """Hide what gpu.py must do without."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    inherited = environment(tmp_path)
+    return inherited | {"PYTHONPATH": f"{tmp_path}:{inherited.get('PYTHONPATH', '')}"}
+
+
+def test_gpu_needs_no_datasets(tmp_path):
+    """Nor trl, chess, bitsandbytes and torchao: what gpu.py imports of the library."""
+    code = "import sys, gpu, gpu_steps, gpu_report; assert not sys.modules.keys() & {'datasets', 'trl', 'chess'}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", env=gpu_environment(tmp_path), capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", GPU_CASES)
+def test_gpu(part, tmp_path):
+    """What fails, fails for want of a GPU, and says so."""
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--part", str(part), "--out", str(tmp_path / "out")]
+    command += ["--cases", *GPU_CASES[part]]
+    done = subprocess.run(command, cwd=ROOT, env=gpu_environment(tmp_path), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    log = (tmp_path / f"out/part{part}.log").read_text()
+    machine, *records = gpu_report.read(tmp_path / f"out/part{part}.jsonl")
+    assert machine["tiny"] and machine["versions"]["torch"] == torch.__version__ and machine["command"]
+    assert {record["case"] for record in records} == set(GPU_CASES[part])
+    errors = [record for record in records if "error" in record]
+    assert all(part == 1 and "No viable backend" in record["error"] for record in errors), (errors, log)
+    skipped = {(record["case"], record["skipped"]) for record in records if "skipped" in record}
+    no_flex = gpu_kernels.NO_FLEX
+    assert (
+        skipped
+        == {
+            1: {("attention: flex", no_flex)},
+            2: {("same: fsdp_grad_op, regional", no_flex)},
+            3: {("8B: fp8", "torchao is not installed")},
+        }[part]
+    )
+    found = {(record["case"], record.get("what")) for record in records}
+    wanted = {
+        1: {
+            ("ceilings", "matmul"),
+            ("attention: sdpa", "attention"),
+            ("attention: NaN", "finite"),
+            ("decode", "decode"),
+        },
+        2: {("same: fsdp_grad_op, regional", "same")},
+        3: {("7B: best", "steps"), ("7B: best", "rows"), ("7B: best", "profile"), ("8B: LoRA", "steps")}
+        | {("Trainer", "steps"), ("staging", "staging")},
+    }[part]
+    assert wanted <= found
+    assert gpu_report.load(tmp_path / "out") == []  # a rehearsal is no result
+
+
+@pytest.mark.parametrize("case", gpu_cases.CASES.values(), ids=gpu_cases.CASES)
+def test_gpu_cases(case):
+    """Each can be launched and measured: what the launcher, the library and the arguments say of it on one GPU."""
+    assert hasattr(gpu_kernels if case.part == 1 else gpu_steps, case.measure)
+    flags = ["--config_file", str(CONFIGS / f"{case.config}.yaml"), "--num_processes", "1", *case.launch.split()]
+    if case.package == "torchao":  # without it the launcher refuses, and with it the library
+        assert environment_problems({"ACCELERATE_MIXED_PRECISION": "fp8"}, 1)
+        return
+    env = launch_environment([*flags, "recipe.py"])
+    assert environment_problems(env, 1) == []
+    for setting in case.settings:
+        assert setting.attention in ("documents", "sdpa", "flex_attention")
+        assert setting.args.keys() <= {field.name for field in dataclasses.fields(gpu_steps.Args)}
+        args = gpu_steps.Args(model_name_or_path="base" if "use_peft" in setting.args else "", **setting.args)
+        assert lever_problems(args, env, 1) == []
+        assert [problem for problem in args.problems(1) if "bitsandbytes" not in problem] == []
+
+
+def test_gpu_parts_fit():
+    """What the cases of a part are expected to take is not far above its time."""
+    for part in (1, 2, 3):
+        seconds = sum(c.seconds for c in gpu_cases.CASES.values() if c.part == part and c.below_gib > 1000)
+        assert seconds < 1.2 * 480, part
+
+
+@pytest.mark.parametrize("kind", ["one", "eight", "c4"])
+def test_gpu_batch(kind):
+    batch = gpu_kernels.packed_batch(kind, rows=2, row=4096, vocab_size=100, seed=3)
+    starts = (batch["position_ids"] == 0).sum(1).tolist()
+    assert {"one": starts == [1, 1], "eight": starts == [8, 8], "c4": min(starts) > 3}[kind]
+    assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
+    wanted = {"one": 4096, "eight": 512}.get(kind)
+    found = gpu_kernels.attended_length(batch["position_ids"])
+    assert found == wanted or (wanted is None and 400 < found < 2000)
+
+
+def test_gpu_profile_of_kernels():
+    """Parts of a step by name, the optimizer by time; idle is what no kernel covers, though kernels overlap."""
+    events = [
+        ("nvjet_sm90_tst_128x256", 0.0, 40.0),
+        ("void pytorch_flash::flash_fwd_kernel", 30.0, 20.0),
+        ("triton_red_fused_cat_mul_sum_3", 60.0, 10.0),
+        ("direct_copy_kernel_cuda", 70.0, 10.0),
+        ("vectorized_elementwise_kernel", 90.0, 10.0),
+    ]
+    found = gpu_profile.summary(events, [("Optimizer.step#KahanAdamW.step", 85.0, 20.0)])
+    assert {part: ms for part, ms in found["milliseconds"].items() if ms} == {
+        "matmuls": 0.04, "attention": 0.02, gpu_profile.REST: 0.01, "copies and casts": 0.01, "optimizer": 0.01,
+    }  # fmt: skip
+    assert found["idle_share"] == pytest.approx(0.2)
+
+
+def test_gpu_page_is_what_was_measured(tmp_path):
+    assert (ROOT / "docs/performance.md").read_text() == gpu_report.page(gpu_report.load(gpu_report.RESULTS))
+    assert gpu_report.draw(tmp_path / "performance.png", []) is False
+    assert "Not measured" in gpu_report.page([]) and "reached" not in gpu_report.page([])
+
+
+def test_gpu_page_of_results(tmp_path):
+    """Goals by the figures; of two runs of a case the later that found something; a picture."""
+    machine = {
+        "what": "machine", "is_gpu": True, "tiny": False, "device": "NVIDIA H200", "gib": 139.8, "driver": "1", "cuda": "13.0",
+        "cudnn": 9, "versions": {"torch": "2.11.0"},
+    }  # fmt: skip
+    step = {
+        "what": "steps", "setting": "one document a row", "rows": 1, "micro_batches": 8, "tokens_per_second": 13000.0,
+        "tokens_per_second_range": [12900.0, 13100.0], "mfu_full": 0.6, "mfu_attended": 0.6,
+    }  # fmt: skip
+    rows = [{"rows": 2, "tokens_per_second": 14000.0, "tokens_per_second_range": [14000.0, 14000.0]}]
+    runs = [
+        machine,
+        {"case": "7B: best"} | step,
+        {
+            "case": "7B: best",
+            "what": "rows",
+            "setting": step["setting"],
+            "fitting": rows,
+            "then": "3: OutOfMemoryError",
+        },
+        {
+            "case": "7B: best",
+            "what": "profile",
+            "setting": "packed",
+            "milliseconds": {"matmuls": 200.0},
+            "idle_share": 0.1,
+        },
+        {"case": "8B: LoRA", "error": "OutOfMemoryError: 80 GiB | no more"},
+        machine,
+        {"case": "7B: best", "skipped": "no time"},
+        {"case": "8B: LoRA"} | step | {"setting": "LoRA, r 16", "tokens_per_second": 12000.0},
+    ]
+    (tmp_path / "part3.jsonl").write_text("".join(json.dumps(record) + "\n" for record in runs) + '{"case": "cut of')
+    results = gpu_report.load(tmp_path)
+    page = gpu_report.page(results)
+    assert "MFU 62% | 64.6% | reached |" in page  # of two rows
+    assert "12,473 tokens/s | 12,000 | missed |" in page
+    assert "8B in fp8: 1.15 of bf16 |  | not measured |" in page
+    assert "OutOfMemoryError" not in page.split("Failed")[0].split("Goals")[1] and "no time" not in page
+    assert gpu_report.draw(tmp_path / "performance.png", results) and (tmp_path / "performance.png").stat().st_size

@@ -1,4 +1,11 @@
-"""On a GPU, the same arithmetic as on a CPU. One process: what needs several GPUs is not tested."""
+"""On a GPU, the same arithmetic as on a CPU. One process: what needs several GPUs is not tested.
+
+    python -m pytest tests/test_gpu.py
+
+Where torch, transformers, accelerate, peft, pyarrow and pytest with pytest-timeout are there and the rest of
+requirements.txt is not, it needs the wheels of datasets, dill and multiprocess; but not trl, chess and bitsandbytes.
+`benchmarks/gpu.py` needs none of these.
+"""
 
 import copy
 import json
