@@ -23,6 +23,7 @@ the backend `eager`. Its numbers mean nothing.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import subprocess
@@ -133,13 +134,12 @@ class Launch:
 
     def end(self) -> None:
         """End it with the processes that it started: torchrun puts them into sessions of their own."""
-        if self.process.poll() is None:
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                try:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 def reason_against(case: Case, gib: float, tiny: bool) -> str:

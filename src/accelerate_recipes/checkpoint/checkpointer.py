@@ -82,6 +82,8 @@ def pin_what_is_asked_for() -> None:
     torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more for a model of
     7B parameters. To set one setting sets the others back, so those of PYTORCH_ALLOC_CONF are given again.
     """
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11, which knows no such setting either
+        return
     settings = torch._C._accelerator_getAllocatorSettings()
     if PIN_EXACTLY not in settings:
         torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [settings, PIN_EXACTLY])))
