@@ -16,7 +16,7 @@ library's own, under the environment that `accelerate launch` makes of a YAML of
 A part ends within --minutes. Each case is a launch of its own, whose end, whatever it is, leaves the others alone; the
 next one starts and imports meanwhile, and waits for its turn. A case that the time, the device's memory or a lacking
 package rules out is left out, and said so. What is found is appended to OUT/partN.jsonl line by line; what the launches
-print, to OUT/partN.log. A table closes it. A GPU's results belong into a folder of their own below OUT.
+print, to OUT/partN.log. A table closes it.
 
 --tiny is a rehearsal on any machine, on models of two layers: cases of the same launch share a process, and compile by
 the backend `eager`. Its numbers mean nothing.

@@ -59,7 +59,7 @@ class Bench:
         self.accelerator, self.device = accelerator, accelerator.device
         self.folder, self.tiny = folder, tiny
         self.row = TINY_ROW if tiny else ROW
-        self.num_steps, self.num_warmups = (2, 1) if tiny else (6, 2)
+        self.num_steps, self.num_warmups = (2, 1) if tiny else (5, 2)
 
     def refuses(self, setting: Setting) -> str:
         """Say why a setting cannot be measured on this device; empty if it can."""
@@ -99,18 +99,22 @@ class Bench:
         """Make a run with a new model and its optimizer, as a recipe does, and let go of it."""
         args = Args(output_dir=str(self.folder), **setting.args)
         set_seed(args.seed)
-        model = self.model(setting, args)
         run = Run(args, self.accelerator)
-        run.adapter = add_adapters(model, args)
-        self.flops = partial(decoder_flops, model.config, model.num_parameters(), trained_share=trained_share(model))
-        run.shard(model)
-        del model
-        run.model.train()
         try:
+            model = self.model(setting, args)
+            run.adapter = add_adapters(model, args)
+            share = trained_share(model)
+            self.flops = partial(decoder_flops, model.config, model.num_parameters(), trained_share=share)
+            run.shard(model)
+            del model
+            run.model.train()
             yield run
         finally:
-            run.release()
+            if hasattr(run, "model"):
+                run.release()
+            self.accelerator.free_memory()
             torch._dynamo.reset()
+            free_memory()
 
     def step(self, run: Run, setting: Setting, batches: Sequence[Batch]) -> tuple[float, Step]:
         """Take one optimizer step; returns its seconds, to the end of all that the device has to do."""
