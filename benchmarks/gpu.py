@@ -25,7 +25,9 @@ the backend `eager`. Its numbers mean nothing.
 import argparse
 import contextlib
 import itertools
+import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,6 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -55,13 +56,14 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="Only these of the part.")
     parser.add_argument("--tiny", action="store_true", help="A rehearsal with tiny models.")
     parser.add_argument("--list", action="store_true", help="Print the names of the part's cases, and end.")
+    parser.add_argument("--describe", action="store_true", help="Print what there is to know of the device, and end.")
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="Measure these in this process.")
     parser.add_argument("--turn", type=Path, help="With --case: a file that says when, and for how many seconds.")
     return parser.parse_args()
 
 
 def describe_device() -> dict:
-    """Describe the device. In a process of its own: the memory that a CUDA context takes is not given back."""
+    """Describe the device, for the first line of the results."""
     on_gpu = torch.cuda.is_available()
     found = machine(torch.device("cuda" if on_gpu else "cpu")) | {"is_gpu": on_gpu, "gib": 0.0}
     if on_gpu:
@@ -103,12 +105,10 @@ class Launch:
             sys.executable,
             "-m",
             "accelerate.commands.launch",
-            "--num_processes",
-            "1",
-            "--main_process_port",
-            "0",
+            "--config_file",
+            str(ROOT / f"accelerate_configs/{case.config}.yaml"),
         ]
-        command += ["--config_file", str(ROOT / f"accelerate_configs/{case.config}.yaml")]
+        command += ["--num_processes", "1", "--main_process_port", "0"]
         command += ["eager" if flags.tiny and word == "inductor" else word for word in words]
         command += [str(Path(__file__).resolve()), "--out", str(path), "--turn", str(self.turn)]
         command += ["--tiny"] * flags.tiny + ["--case", *(c.name for c in cases)]
@@ -160,8 +160,9 @@ def run_part(flags: argparse.Namespace) -> None:
     start = time.monotonic()
     flags.out.mkdir(parents=True, exist_ok=True)
     path = flags.out / f"part{flags.part}.jsonl"
-    with get_context("fork").Pool(1) as pool:
-        device = pool.apply(describe_device)
+    # In a process of its own: the memory that a CUDA context takes is not given back.
+    described = subprocess.run([sys.executable, __file__, "--describe"], stdout=subprocess.PIPE, text=True, check=True)
+    device = json.loads(described.stdout.splitlines()[-1]) | {"command": shlex.join(["python", *sys.argv])}
     begin = len(read(path)) if path.exists() else 0
     write(path, {"what": "machine", "part": flags.part, "tiny": flags.tiny, "unix_time": time.time()} | device)
     print(line_of(read(path)[-1]), flush=True)
@@ -243,7 +244,9 @@ def run_cases(flags: argparse.Namespace) -> int:
 
 def main() -> None:
     flags = parse_flags()
-    if flags.list:
+    if flags.describe:
+        print(json.dumps(describe_device()))
+    elif flags.list:
         print("\n".join(case.name for case in CASES.values() if case.part == flags.part))
     elif flags.case:
         code = run_cases(flags)

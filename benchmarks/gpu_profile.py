@@ -17,7 +17,7 @@ PARTS = {
     REST: "^triton",  # compiled ones have the names of all that is fused in them
     "matmuls": "gemm|nvjet|cutlass|cublas|xmma|wgmma|matmul|aten::.*mm$|splitk",
     "loss": "softmax|nll_loss|cross_entropy",
-    "copies and casts": "memcpy|memset|copy|cat|chunk|nccl|split_with_sizes|clone",
+    "copies and casts": "memcpy|memset|copy|catarray|chunk|nccl|split_with_sizes",
 }
 Event = tuple[str, float, float]  # name, beginning and duration in microseconds
 
