@@ -268,6 +268,15 @@ def test_compiled_by_layer(config, num_processes, flags, forks, tmp_path):
     assert graphs == (graphs[0], graphs[0], *[graphs[2]] * 8)
 
 
+def test_gradients_lie_as_compiled_code_expects():
+    """With the strides of their inputs, which torch announces while it traces: inductor checks them."""
+    inputs = [torch.randn(1, heads, 8, 4).transpose(1, 2).flatten(0, 1) for heads in (4, 2, 2)]
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    saved = (inputs[0], torch.empty(4, 8), ends, ends, 8, 8, True, torch.zeros(2, dtype=torch.uint64))
+    found = torch.ops.torch_attn._varlen_attn_backward(inputs[0], *inputs, *saved)
+    assert [gradient.stride() for gradient in found] == [tensor.stride() for tensor in inputs] != [(16, 4, 1)] * 3
+
+
 def test_generation_goes_back_to_sdpa():
     """With padding, which `documents` would not see."""
     prompt = {"input_ids": IDS, "attention_mask": PADDED}

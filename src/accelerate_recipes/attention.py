@@ -256,7 +256,8 @@ def _attend_backward_on_cpu(
         grads[1][columns] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows].float())
     for i in (1, 2):
         grads[i] = grads[i].unflatten(1, (-1, repeats)).sum(2)
-    return tuple(g.to(t.dtype) for g, t in zip(grads, (query, key, value), strict=True))
+    # With the strides of the inputs, as torch says beforehand: inductor's code counts on them.
+    return tuple(torch.empty_like(t).copy_(g) for g, t in zip(grads, (query, key, value), strict=True))
 
 
 def keep_cudnn_from_masks() -> None:
