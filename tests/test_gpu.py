@@ -2,8 +2,13 @@
 
     python -m pytest tests/test_gpu.py
 
-Where torch, transformers, accelerate, peft, pyarrow and pytest with pytest-timeout are there and the rest of
-requirements.txt is not, it needs the wheels of datasets, dill and multiprocess; but not trl, chess and bitsandbytes.
+On a machine without a network that has torch, transformers, accelerate, peft, pyarrow, xxhash, pytest and pytest-timeout,
+it needs the wheels of datasets, dill and multiprocess besides, but neither trl, chess nor bitsandbytes:
+
+    pip download --no-deps -d wheels datasets==5.2.0 "dill<0.4.2" "multiprocess<0.70.20"    # where there is a network
+    pip install --no-index --no-deps --target site wheels/*.whl
+    PYTHONPATH=site:src python -m pytest tests/test_gpu.py
+
 `benchmarks/gpu.py` needs none of these.
 """
 
