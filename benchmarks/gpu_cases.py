@@ -153,6 +153,15 @@ def depth() -> list[Case]:
     def adapters(name: str, **args: Any) -> tuple[Setting, ...]:
         return (Setting(name, "8B", rows=2, micro_batches=(4,), args=LORA | args),)
 
+    def precisions(name: str, layers: int, **needs: float) -> list[Case]:
+        """Weights in fp32, AdamW: in bf16, and in fp8 beside it."""
+        one = (Setting("one document a row", layers=layers, micro_batches=(8,)),)
+        fp8 = f"--mixed_precision fp8 --fp8_backend ao {REGIONAL}"
+        return [
+            Case(f"{name}: AdamW", 3, "steps", 40, launch=REGIONAL, settings=one, **needs),
+            Case(f"{name}: fp8", 3, "steps", 60, launch=fp8, settings=one, package="torchao", **needs),
+        ]
+
     staging = Setting("8 layers", layers=8, args=KAHAN)
     turns = Setting("8 layers, whole logits", layers=8, attention="sdpa", micro_batches=(4,), whole_logits=True)
     return [
@@ -169,10 +178,8 @@ def depth() -> list[Case]:
             below_gib=130,
         ),
         Case("Trainer", 3, "trainer_turns", 40, settings=(turns,), gib=50),
-        Case(
-            "8B: fp8", 3, "steps", 60, launch=f"--mixed_precision fp8 --fp8_backend ao {REGIONAL}",
-            settings=(Setting("AdamW", "8B", micro_batches=(8,)),), gib=130, package="torchao",
-        ),
+        *precisions("7B", 32, gib=130),
+        *precisions("7B, 16 of 32 layers", 16, gib=70, below_gib=130),
         Case("8B: DoRA", 3, "steps", 45, launch=REGIONAL, settings=adapters("DoRA, r 16", use_dora=True), gib=60),
         Case(
             "8B: QLoRA", 3, "steps", 90, settings=adapters("QLoRA, r 16", load_in_4bit=True), gib=50,

@@ -39,7 +39,7 @@ GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_rep
 GPU_CASES = {
     1: ["ceilings", "attention: documents", "attention: sdpa", "attention: flex", "attention: NaN", "decode"],
     2: ["same: fsdp_grad_op, regional"],
-    3: ["staging", "7B: best", "8B: LoRA", "Trainer", "8B: fp8"],
+    3: ["staging", "7B: best", "8B: LoRA", "Trainer", "7B: fp8"],
 }
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
@@ -115,7 +115,7 @@ def test_gpu(part, tmp_path):
         == {
             1: {("attention: flex", no_flex)},
             2: {("same: fsdp_grad_op, regional", no_flex)},
-            3: {("8B: fp8", "torchao is not installed")},
+            3: {("7B: fp8", "torchao is not installed")},
         }[part]
     )
     found = {(record["case"], record.get("what")) for record in records}
@@ -152,11 +152,12 @@ def test_gpu_cases(case):
         assert [problem for problem in args.problems(1) if "bitsandbytes" not in problem] == []
 
 
-def test_gpu_parts_fit():
-    """What the cases of a part are expected to take is not far above its time."""
-    for part in (1, 2, 3):
-        seconds = sum(c.seconds for c in gpu_cases.CASES.values() if c.part == part and c.below_gib > 1000)
-        assert seconds < 1.2 * 480, part
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_gpu_part_fits(part):
+    """A part takes its eight minutes on a GPU of 141 GB, as is expected, with what requirements.txt names."""
+    gib = 139.8
+    cases = [case for case in gpu_cases.CASES.values() if case.part == part and case.gib <= gib < case.below_gib]
+    assert sum(case.seconds for case in cases if not case.package) <= 480
 
 
 @pytest.mark.parametrize("kind", ["one", "eight", "c4"])
@@ -230,6 +231,6 @@ def test_gpu_page_of_results(tmp_path):
     page = gpu_report.page(results)
     assert "MFU 62% | 64.6% | reached |" in page  # of two rows
     assert "12,473 tokens/s | 12,000 | missed |" in page
-    assert "8B in fp8: 1.15 of bf16 |  | not measured |" in page
+    assert "7B, fp8: 1.15 of bf16 |  | not measured |" in page
     assert "OutOfMemoryError" not in page.split("Failed")[0].split("Goals")[1] and "no time" not in page
     assert gpu_report.draw(tmp_path / "performance.png", results) and (tmp_path / "performance.png").stat().st_size
