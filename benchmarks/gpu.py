@@ -100,7 +100,6 @@ class Launch:
         self.cases, self.turn = cases, folder / f"turn-{cases[0].name.replace('/', '-')}"
         self.log = self.turn.with_suffix(".log")
         case = cases[0]
-        words = case.launch.split()
         command = [
             sys.executable,
             "-m",
@@ -109,7 +108,7 @@ class Launch:
             str(ROOT / f"accelerate_configs/{case.config}.yaml"),
         ]
         command += ["--num_processes", "1", "--main_process_port", "0"]
-        command += ["eager" if flags.tiny and word == "inductor" else word for word in words]
+        command += case.launch.split() + ["--dynamo_backend", "eager"] * (flags.tiny and case.is_compiled)
         command += [str(Path(__file__).resolve()), "--out", str(path), "--turn", str(self.turn)]
         command += ["--tiny"] * flags.tiny + ["--case", *(c.name for c in cases)]
         with self.log.open("w") as log:
