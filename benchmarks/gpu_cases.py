@@ -19,6 +19,7 @@ TINY_DEPTH, TINY_ROW = 2, 128
 
 REGIONAL = "--dynamo_backend inductor --dynamo_use_regional_compilation"
 BEST = "single_bf16"  # with KAHAN: pure bf16, compiled
+FP8 = "single_fp8"
 FP32 = "--mixed_precision no"  # of the YAML; with KAHAN the weights are bf16
 KAHAN = {"optim": "adamw_bf16_kahan"}
 LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
@@ -57,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def is_compiled(self) -> bool:
-        return REGIONAL in self.launch or self.config == BEST
+        return REGIONAL in self.launch or self.config in (BEST, FP8)
 
     @property
     def key(self) -> tuple:
@@ -156,15 +157,10 @@ def depth() -> list[Case]:
     def adapters(name: str, **args: Any) -> tuple[Setting, ...]:
         return (Setting(name, "8B", rows=2, micro_batches=(4,), args=LORA | args),)
 
-    def precisions(name: str, layers: int, **needs: float) -> list[Case]:
-        """Weights in fp32, AdamW: in bf16, and in fp8 beside it."""
-        one = (Setting("one document a row", layers=layers, micro_batches=(8,)),)
-        fp8 = f"--mixed_precision fp8 --fp8_backend ao {REGIONAL}"
-        return [
-            Case(f"{name}: AdamW", 3, "steps", 40, launch=REGIONAL, settings=one, **needs),
-            Case(f"{name}: fp8", 3, "steps", 60, launch=fp8, settings=one, package="torchao", **needs),
-        ]
+    def fp8(model: str, layers: int) -> tuple[Setting, ...]:
+        return (Setting("one document a row", model, layers, micro_batches=(1, 8), args=KAHAN),)
 
+    torchao = {"config": FP8, "package": "torchao"}
     staging = Setting("8 layers", layers=8, args=KAHAN)
     turns = Setting("8 layers, whole logits", layers=8, attention="sdpa", micro_batches=(4,), whole_logits=True)
     return [
@@ -181,8 +177,10 @@ def depth() -> list[Case]:
             below_gib=130,
         ),
         Case("Trainer", 3, "trainer_turns", 40, settings=(turns,), gib=50),
-        *precisions("7B", 32, gib=130),
-        *precisions("7B, 16 of 32 layers", 16, gib=70, below_gib=130),
+        Case("8B: fp8", 3, "steps", 60, settings=fp8("8B", 32), gib=95, **torchao),
+        Case("7B: fp8", 3, "steps", 60, settings=fp8("7B", 32), gib=76, **torchao),
+        Case("8B, 24 of 32 layers: fp8", 3, "steps", 60, settings=fp8("8B", 24), gib=72, below_gib=100, **torchao),
+        Case("7B, 24 of 32 layers: fp8", 3, "steps", 60, settings=fp8("7B", 24), gib=60, below_gib=100, **torchao),
         Case("8B: DoRA", 3, "steps", 45, launch=REGIONAL, settings=adapters("DoRA, r 16", use_dora=True), gib=60),
         Case(
             "8B: QLoRA", 3, "steps", 90, settings=adapters("QLoRA, r 16", load_in_4bit=True), gib=50,

@@ -51,8 +51,8 @@ ANCHORS = [
         "fp8",
     ),
     Anchor(
-        "llm.q, README", "H100", "Qwen2.5-7B, fp8, 1 GPU", 18_000, ("7B: fp8",), "another model of the size, C++ and CUDA",
-        "fp8 of attention and of the output layer",
+        "llm.q, README", "H100", "Qwen2.5-7B, fp8, 1 GPU", 18_000, ("7B: fp8", "8B: fp8"),
+        "another model of the size, C++ and CUDA", "fp8 of attention and of the output layer",
     ),
     Anchor(
         "torchtitan, llama3_h100_202412", "H100", "Llama 8B, FSDP2, 8 GPUs, 2 rows of 8,192", 5_762, ("8B: best",),
@@ -63,8 +63,8 @@ ANCHORS = [
         "fp8",
     ),
     Anchor(
-        "torchtitan, llama3_h100_202412", "H100", "the same, compiled, float8", 8_532, ("7B: fp8",),
-        "8 GPUs, rows twice as long; ours is a 7B", "float8 in the gathers of FSDP2",
+        "torchtitan, llama3_h100_202412", "H100", "the same, compiled, float8", 8_532, ("7B: fp8", "8B: fp8"),
+        "8 GPUs, rows twice as long; the case says which of ours", "float8 in the gathers of FSDP2",
     ),
     Anchor(
         "torchtune, README", "A100", "Llama 3.2 3B, LoRA", 8_210, (), "another model; an A100 was not measured",
@@ -151,9 +151,8 @@ def goals(results: Results) -> list[str]:
     best = [r["mfu_full"] for r in results.steps(FULL, "one document") if r["mfu_full"] is not None]
     lora = results.fastest(("8B: LoRA",))
     speed = lora and lora["tokens_per_second"]
-    pairs = [
-        (results.fastest((f"{m}: fp8",)), results.fastest((f"{m}: AdamW",))) for m in ("7B", "7B, 16 of 32 layers")
-    ]
+    models = ("8B", "7B", "8B, 24 of 32 layers", "7B, 24 of 32 layers")
+    pairs = [[results.fastest((f"{m}: {way}",), "one document") for way in ("fp8", "best")] for m in models]
     ratios = [fp8["tokens_per_second"] / bf16["tokens_per_second"] for fp8, bf16 in pairs if fp8 and bf16]
     return table(
         ["goal", "measured", ""],
@@ -163,7 +162,7 @@ def goals(results: Results) -> list[str]:
                 *verdict(max(best, default=None), MFU_GOAL, "{:.1%}".format),
             ),
             (f"8B, LoRA r 16: {LORA_GOAL:,} tokens/s", *verdict(speed, LORA_GOAL, "{:,.0f}".format)),
-            (f"7B, fp8: {FP8_GOAL} of bf16", *verdict(next(iter(ratios), None), FP8_GOAL, "{:.2f}".format)),
+            (f"fp8: {FP8_GOAL} of bf16", *verdict(next(iter(ratios), None), FP8_GOAL, "{:.2f}".format)),
         ],
     )
 
