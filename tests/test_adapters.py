@@ -71,7 +71,7 @@ def make_base(folder: Path, seed: int, **config) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = new_llama(
         "sdpa", vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=toy.LENGTH, pad_token_id=0,
-        initializer_range=0.1, **sizes, **config,
+        initializer_range=0.1, **(sizes | config),
     )  # fmt: skip
     initialize(model, seed, "cpu").save_pretrained(folder)
     tokenizer.save_pretrained(folder)

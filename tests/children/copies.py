@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import requirements
 
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import load_model, new_llama
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -53,12 +54,14 @@ class Written(TorchDispatchMode):
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     run = Run(args, accelerator)
-    run.shard(
-        new_llama(
-            "sdpa", args.param_dtype, vocab_size=500, hidden_size=128, intermediate_size=384, num_attention_heads=2,
-            num_hidden_layers=3, max_position_embeddings=16,
-        )
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": 500, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "max_position_embeddings": 16,
+    }  # fmt: skip
+    if args.model_name_or_path:
+        run.shard(load_model(args.model_name_or_path, "sdpa", **load_settings(args)))
+    else:
+        run.shard(new_llama("sdpa", args.param_dtype, **sizes))
     ids = torch.arange(8)[None] + 4
     batch = {"input_ids": ids, "position_ids": torch.arange(8)[None], "labels": ids}
     for _ in range(2):  # the first makes the moments
