@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer and make: they set up .venv themselves, once.
 PYTHON ?= python3
 BIN := .venv/bin
-# What the demo downloads or caches stays under this folder.
+# The demo's downloads and caches stay under this folder.
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
@@ -25,7 +25,7 @@ demo-t5: .venv/recipes
 test: .venv/dev
 	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
 
-# For the inner loop of an editor: what starts no runs.
+# For the inner loop of an editor: the tests that start no runs.
 FAST := args attention changed_data checkpoint chess_rules configs data engine layout metrics metrics_of_texts models \
 	optim recipe requeue rows upstream weights
 test-fast: .venv/dev
@@ -34,18 +34,18 @@ test-fast: .venv/dev
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow and not long"
 
-# The demos to their end, for what the README says that they reach, each kind of compilation, a whole ablation, and what
-# repeats a slow test on another node or for another operator: an hour.
+# The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; and repetitions of
+# slow tests on another node or for another operator. Takes an hour.
 test-long: .venv/dev
 	$(BIN)/python -m pytest -m long
 
-# Against olah, a Hub server from PyPI, in an environment of its own: it pins other versions.
+# Downloads from olah, a Hub server from PyPI. It has an environment of its own, because it pins other versions.
 test-hub: .venv/dev
 	@test -x .venv/olah/bin/olah-cli || $(PYTHON) -m venv .venv/olah
 	@.venv/olah/bin/pip install --quiet olah==0.5.4
 	$(BIN)/python -m pytest -m hub
 
-# Under a real Slurm of two nodes, which the tests start and stop on this machine. That needs root.
+# Jobs under a real Slurm of two nodes, which the tests start and stop on this machine. Needs root.
 test-slurm: .venv/dev
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
@@ -54,14 +54,14 @@ test-slurm: .venv/dev
 			slurmctld slurmd slurm-client munge >/dev/null; fi
 	$(BIN)/python -m pytest -m slurm
 
-# Builds the container image on a Debian that it makes, and trains in it. That needs root, the network, and 8 GB in .cache/image, which stay.
+# Builds the container image on a Debian that it makes, and trains in it. Needs root, the network, and 8 GB in .cache/image, which stay.
 test-image: .venv/dev
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v buildah && command -v debootstrap; } >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			buildah debootstrap >/dev/null; fi
 	$(BIN)/python -m pytest -m image
 
-# Lines that no test of `make test` runs, in launched and forked processes too: half as long again.
+# Lines that no test of `make test` runs, in launched and forked processes too. Takes 1.5 times as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data
 coverage: .venv/dev
 	@rm -rf .cache/coverage && mkdir -p .cache/coverage
@@ -69,7 +69,7 @@ coverage: .venv/dev
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# Small faults in the core that no test notices: make mutants ARGS="--number 200 --seed 0" takes hours.
+# Plants small faults in the core, and prints those that no test notices: make mutants ARGS="--number 200 --seed 0" takes hours.
 mutants: .venv/dev
 	@test -d .venv/mutants || $(BIN)/pip install --quiet --target .venv/mutants cosmic-ray==8.7.0
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -86,13 +86,13 @@ fix: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Of requirements.txt, for the container image: all packages of Linux on x86-64, each with its version and hashes. What is
-# locked stays as it is where requirements.txt allows; delete the file first to get the newest of all.
+# Locks requirements.txt for the container image: all packages for Linux on x86-64, each with its version and hashes. Locked
+# versions stay where requirements.txt allows; delete requirements.lock first to get the newest of all.
 lock: .venv/dev
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --no-emit-package accelerate-recipes --output-file requirements.lock requirements.txt
 
-# Each stands for a requirements file that was installed: installed again only when the file changes.
+# Each of these files stands for an installed requirements file, which is installed again only when it changes.
 .venv/recipes: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version); try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Makes .venv, or brings it up to date, for the login node and all compute nodes: the repository lies on a filesystem that
-# they share. Run it; or source it, and it is activated too. Load the cluster's Python (3.11 or newer) first.
+# Makes or updates .venv, for the login node and all compute nodes: the repository lies on a filesystem that they share.
+# Run this file, or source it to activate .venv too. Load the cluster's Python (3.11 or newer) first.
 #
 #   slurm/create_env.sh                where there is internet
-#   slurm/create_env.sh WHEELHOUSE     where there is none: a folder filled elsewhere, with the same Python, by
+#   slurm/create_env.sh WHEELHOUSE     where there is none. Fill this folder elsewhere, with the same Python, by
 #                                      pip download --dest WHEELHOUSE --requirement requirements.txt setuptools
 
-# In a shell of its own: neither an error nor an option may reach the shell that sources it.
+# Runs in a subshell: no error and no option may reach the shell that sources this file.
 create_env() (
     cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
     if (($#)); then

@@ -1,16 +1,16 @@
 # shellcheck shell=bash
-# What is particular to a cluster: one on AWS with EFA, whose jobs run in a container by Pyxis and Enroot. Not run yet.
-# Copy it to slurm/site.sh, which git ignores, and change it there. slurm/submit.sh reads it on the login node and in the
-# job.
+# Settings of one cluster, here on AWS with EFA, whose jobs run in a container by Pyxis and Enroot. Not tried yet.
+# Copy this file to slurm/site.sh, which git ignores, and change it there. slurm/submit.sh reads it on the login node and
+# in the job.
 
 export HF_HOME=/fsx/huggingface
 export SBATCH_EXCLUSIVE=1
 
-# Of the login node and the job script: checks, and what is done after the run. Made by slurm/create_env.sh.
+# slurm/create_env.sh makes this environment. The login node and the job script use it, for checks and after the run.
 . .venv/bin/activate
 
-# The processes run in the image of docs/image.md, on a base with EFA; the repository, and with it its library, is mounted
-# where it is.
+# The processes run in the image of docs/image.md, on a base with EFA. The repository, with its library, is mounted at its
+# own path.
 export PYTHONPATH=$PWD/src
 # shellcheck disable=SC2034 # slurm/submit.sh reads it
 SRUN_FLAGS=(

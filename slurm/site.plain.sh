@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# What is particular to a cluster: a plain one. Copy it to slurm/site.sh, which git ignores, and change it there.
+# Settings of one cluster, here a plain one. Copy this file to slurm/site.sh, which git ignores, and change it there.
 # slurm/submit.sh reads it on the login node and in the job.
 
 # module load python/3.11 cuda
 
-# What sbatch takes unless it is given as a flag (read by slurm/submit.sh, not by sbatch slurm/submit.sh):
+# Defaults for sbatch's flags (they work with slurm/submit.sh, not with sbatch slurm/submit.sh):
 # export SBATCH_PARTITION=gpu SBATCH_ACCOUNT=my_project SBATCH_GPUS_PER_NODE=8 SBATCH_TIMELIMIT=24:00:00
 
 # Where `python -m accelerate_recipes download` put models and data; on the shared filesystem.

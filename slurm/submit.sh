@@ -1,12 +1,12 @@
 #!/bin/bash
-# Trains on a Slurm cluster. Saves and requeues itself at the time limit or a preemption, and goes on; in the morning
-# the model is there.
+# Trains on a Slurm cluster. At the time limit or a preemption the job saves, requeues itself, and continues; in the
+# morning the model is there.
 #
 #   slurm/submit.sh [SBATCH FLAGS] -- [CONFIG [LAUNCH FLAGS] RECIPE [ARGS]]     checks the run, then queues it
 #   sbatch [SBATCH FLAGS] slurm/submit.sh [CONFIG [LAUNCH FLAGS] RECIPE [ARGS]] the job checks it first
 #
-# CONFIG and RECIPE are accelerate_configs/fsdp_full.yaml and recipes/chess.py unless given. Nodes, GPUs, time, partition
-# and account are sbatch's flags; what else is particular to a cluster stands in slurm/site.sh. slurm/README.md has more.
+# CONFIG and RECIPE default to accelerate_configs/fsdp_full.yaml and recipes/chess.py. Nodes, GPUs, time, partition and
+# account are sbatch's flags; put other settings of your cluster into slurm/site.sh. slurm/README.md has more.
 #SBATCH --job-name=accelerate-recipes
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -19,7 +19,7 @@ set -uo pipefail
 say() { echo "submit.sh $(date +%T): $*"; }
 die() { say "error: $*" >&2; exit 1; }
 
-# What is checked on the login node is what the job checks: offline, as compute nodes are.
+# The login node checks the same as the job: offline, like the compute nodes.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 main() {
@@ -35,7 +35,7 @@ main() {
 # Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS [CONFIG ...]
 plan() {
     local flags=(--nodes "$1" --gpus-per-node "$2" --cpus-per-node "$3") assignments
-    [[ $0 != */slurm_script ]] || flags+=(--no-checksums) # in the job, its processes read them
+    [[ $0 != */slurm_script ]] || flags+=(--no-checksums) # in the job, its processes verify the checksums
     shift 3
     (($#)) || set -- accelerate_configs/fsdp_full.yaml recipes/chess.py
     assignments=$(python -m accelerate_recipes preflight --shell "$1" "${flags[@]}" "${@:2}") || return
@@ -44,7 +44,7 @@ plan() {
 
 ### On the login node
 
-# The value of an sbatch flag, in each of its spellings: --nodes=4, --nodes 4, -N4, -N 4.
+# Prints the value of an sbatch flag, in any of its spellings: --nodes=4, --nodes 4, -N4, -N 4.
 value_of() { # LONG SHORT DEFAULT
     local i value=$3
     for ((i = 0; i < ${#flags[@]}; i++)); do
@@ -57,7 +57,8 @@ value_of() { # LONG SHORT DEFAULT
     echo "$value"
 }
 
-# GPUs of a node, by --gpus-per-node (8, h100:8), else by --gres (gpu, gpu:8, gpu:h100:8, beside what else it asks for).
+# Prints the number of GPUs of a node, from --gpus-per-node (8, h100:8), else from --gres (gpu, gpu:8, gpu:h100:8, among
+# other resources).
 num_gpus() { # GPUS_PER_NODE GRES
     local part number sum=0 wanted=${1:-$2}
     for part in ${wanted//,/ }; do
@@ -86,7 +87,7 @@ submit() {
     gpus=$(num_gpus "$gpus" "$(value_of --gres --gres "${SBATCH_GRES:-}")")
     cpus=$(value_of --cpus-per-task -c 1)
     [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
-    # All that is wrong, of the run and of the request, in one go.
+    # Report everything that is wrong with the run and with the request at once.
     plan "$nodes" "$gpus" "$cpus" "$@" || problems=1
     defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="B:USR1@${SIGNAL_SECONDS:-300}")
     sbatch --test-only "${defaults[@]}" "${flags[@]}" slurm/submit.sh || problems=1
@@ -96,12 +97,12 @@ submit() {
 
 ### In the job
 
-stopping=0 # how often Slurm said that it wants the nodes back
+stopping=0 # how often Slurm signalled that it wants the nodes back
 
 on_signal() { # NAME
     say "$1: the processes are told to save and stop"
     stopping=$((stopping + 1))
-    # The file is for those that are still importing, and ignore signals.
+    # The file is for processes that are still importing, and ignore signals.
     [[ -z ${OUTPUT_DIR:-} ]] || { mkdir -p "$OUTPUT_DIR" && echo "$1" >"$OUTPUT_DIR/stop"; }
     scancel --quiet --signal=USR1 "$SLURM_JOB_ID" # to the steps
 }
@@ -115,18 +116,18 @@ run() {
     if ((SLURM_CPUS_ON_NODE < ${SLURM_GPUS_ON_NODE:-0})); then
         say "warning: $SLURM_CPUS_ON_NODE CPUs for $SLURM_GPUS_ON_NODE GPUs on a node; give --cpus-per-task or --exclusive"
     fi
-    [[ ! -s $OUTPUT_DIR/stop ]] || rm "$OUTPUT_DIR/stop" # of an earlier attempt; an empty one is a person's
+    [[ ! -s $OUTPUT_DIR/stop ]] || rm "$OUTPUT_DIR/stop" # left by an earlier attempt; a person's file is empty
 
-    # The head node is another after each restart, and its name need not resolve.
+    # The head node may change at each restart, and its name need not resolve.
     node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     addr=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     port=$((20000 + SLURM_JOB_ID % 10000))
     while (: <"/dev/tcp/$addr/$port") 2>/dev/null; do port=$((port + 1)); done
-    # The processes save in time, whatever becomes of signals.
+    # With this the processes save in time, even if no signal reaches them.
     end=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null) && export JOB_END_TIME=$end
-    # The launcher dies of USR1 unless it ignores it, and passes on a TERM that the processes have already got. They
-    # inherit the ignoring until they listen for themselves.
-    # shellcheck disable=SC2016 # expanded on each node: there SLURM_NODEID is its own
+    # The launcher would die of USR1, and would pass on a TERM that the processes have already got, so it ignores both. The
+    # processes inherit this until they install handlers of their own.
+    # shellcheck disable=SC2016 # expanded on each node, which has its own SLURM_NODEID
     per_node='trap "" USR1 TERM
         export PET_SIGNALS_TO_HANDLE=SIGINT PET_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
         export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[\${rank}] "
@@ -139,13 +140,14 @@ run() {
         srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none "${SRUN_FLAGS[@]}" \
             bash -c "$per_node" "$OUTPUT_DIR" "$@" &
         pid=$!
-        # A trap ends `wait` early, with a code of its own: wait again until none ran meanwhile.
+        # A trap ends `wait` early, with another exit code: wait again until no trap ran meanwhile.
         while seen=$stopping; wait "$pid"; rc=$?; ((seen != stopping)); do :; done
         say "srun ended with $rc"
     fi
     rm -f "$OUTPUT_DIR/stop"
 
-    # Cancelled, or requeued by somebody else (perhaps it runs again while this attempt was taken for lost): so be it.
+    # If the job was cancelled, or somebody else requeued it (it may already run again, if Slurm took this attempt for
+    # lost), leave it alone.
     read -r state count <<<"$(squeue --noheader --job "$SLURM_JOB_ID" --Format State,RestartCnt)"
     [[ $state == RUNNING && $count == "$restart" ]] || { say "the job is $state, restart $count: nothing is left to do"; exit 1; }
     ((stopping == 0)) || signalled=(--signalled)
