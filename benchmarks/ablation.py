@@ -1,20 +1,20 @@
-"""Which FSDP options pay: the largest batch that fits under each, and the throughput that it buys, on this machine.
+"""Find which FSDP options pay on this machine: the largest batch that fits with each, and the throughput at that batch.
 
     python benchmarks/ablation.py --memory_gib 0.5 recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-For each of OPTIONS the batch per device is doubled, then bisected: each trial is an `accelerate launch` on this machine
+For each of OPTIONS the batch per device is doubled, then bisected. Each trial is an `accelerate launch` on this machine
 of some optimizer steps of the recipe (benchmarks/ablation_trial.py), which either fits and is measured, or runs out of
-memory. It begins with the longest rows, so what it fits, all fit. A batch is `per_device_train_batch_size`, in
+memory. A trial begins with the longest rows: if these fit, all rows fit. A batch is `per_device_train_batch_size`, in
 sequences, without accumulation. With --rounds 2 or more the batches found are measured again, the options in turns, and
-the fastest round counts, since what disturbs only slows.
+the fastest round counts, because disturbances can only slow a run.
 
-On GPUs leave --memory_gib out: their memory is the limit. On a CPU it is RLIMIT_DATA that imitates one: a process may
-take so much above what it held before the model.
+On GPUs leave --memory_gib out: their memory is the limit. On a CPU, RLIMIT_DATA imitates such a limit: a process may
+take --memory_gib more than it held before the model.
 
-Writes to --out:
+The script writes to --out:
 
-    results.jsonl     a line for each launch; those that are there are not launched again, until the line is deleted
-    table.md          what each lever brings, as in the PyTorch blog on T5; all figures; DDP against FSDP in bytes
+    results.jsonl     a line for each launch; a launch with a line is not repeated until you delete the line
+    table.md          the effect of each lever, as in the PyTorch blog on T5; all figures; DDP against FSDP in bytes
     throughput.png, memory.png
 
 Source: "Efficient Large-Scale Training with Pytorch FSDP and AWS", pytorch.org/blog: the table and its levers.
@@ -49,7 +49,7 @@ GIB = 2**30
 
 
 class Option(NamedTuple):
-    """An accelerate config, and flags of `accelerate launch` and of the recipe. {half}: of the processes, at least 2."""
+    """Config, flags of `accelerate launch` and flags of the recipe. {half} is half of the processes, at least 2."""
 
     config: str = "fsdp_full"
     launch: str = ""
@@ -77,7 +77,7 @@ OPTIONS = {
     "prefetch 2": Option(recipe="--prefetch_layers 2"),
     "compile": Option(launch="--dynamo_backend inductor --dynamo_use_regional_compilation"),
 }
-# Each compares two options that differ in it alone: with it, and without.
+# Each lever compares two options that differ in nothing else: with the lever, and without.
 LEVERS = {
     "Mixed precision (bf16), against fp32": ("full shard", "fp32"),
     "Pure bf16 with Kahan summation, against mixed": ("pure bf16, Kahan", "full shard"),
@@ -95,21 +95,21 @@ LEVERS = {
     "Prefetch of 2 layers, against 1": ("prefetch 2", "full shard"),
     "torch.compile of each layer": ("compile", "full shard"),
 }
-# All with weights, gradients and moments in fp32: their bytes compare.
+# All have weights, gradients and moments in fp32, so their bytes can be compared.
 SHARDINGS = ["DDP", "full shard", "grad-op shard", "hybrid shard", "no wrapping", "FSDP1"]
 STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer"}
 ON_CPU = "{} CPU cores, gloo: shows that it works, not what a GPU does."
 
 
 class CannotRunError(RuntimeError):
-    """The recipe refuses an option: no batch will do."""
+    """The recipe refuses an option, whatever the batch."""
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int, start: int = 1, tolerance: float = 0.0) -> int:
-    """The largest number from 1 to `limit` that fits, to within a share `tolerance`; 0 if none does.
+    """Find the largest number from 1 to `limit` that fits, to within a share `tolerance`; 0 if none fits.
 
-    Doubles (or halves) from `start` until one fits and another does not, then bisects between them. What fits is
-    taken to fit when smaller.
+    Doubles (or halves) from `start` until one number fits and another does not, then bisects between them. Every number
+    below one that fits is assumed to fit.
     """
     fitting, failing = 0, limit + 1
     size = min(start, limit)
@@ -128,12 +128,12 @@ def largest_fitting(fits: Callable[[int], bool], limit: int, start: int = 1, tol
 
 
 class Ablation:
-    """The launches of one comparison, and their file."""
+    """Launches of one comparison, and the file that records them."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
         self.path = flags.out / "results.jsonl"
-        # Of all its launches alike: others do not compare.
+        # These settings are the same for all launches: with others, results cannot be compared.
         self.settings = {
             "recipe": shlex.join([flags.recipe, *flags.arguments]),
             "num_processes": flags.num_processes,
@@ -166,7 +166,7 @@ class Ablation:
         return [*command, "--per_device_train_batch_size", str(batch), "--total_batch_size", str(batch * processes)]
 
     def trial(self, name: str, batch: int, round_number: int) -> dict:
-        """One launch, unless it is in the file."""
+        """Launch one trial, or return its record if the file has it."""
         command = self.command(name, batch)
         key = {"option": name, "batch": batch, "round": round_number, "command": shlex.join(command)}
         for record in self.records:
@@ -201,11 +201,11 @@ class Ablation:
             with contextlib.suppress(CannotRunError):
                 first = start or self.flags.first_batch
                 found = largest_fitting(partial(self.fits, name), self.flags.max_batch, first, self.flags.tolerance)
-                start = start or found  # what the first option fits, the others are near
+                start = start or found  # other options fit about as much as the first
             self.progress.update()
         for round_number in range(2, self.flags.rounds + 1):
             for name in self.flags.options:
-                # Beside the limit a launch fits that the next one does not: then it is the next smaller that counts.
+                # Near the limit a batch may fit once and not again: then the next smaller batch counts.
                 while batch := best(name, self.records).get("batch"):
                     if self.trial(name, batch, round_number)["outcome"] == "fits":
                         break
@@ -231,7 +231,7 @@ def launch(command: list[str], seconds: float, memory_gib: float) -> dict:
 
 
 def end(launcher: subprocess.Popen) -> None:
-    """With its ranks, which it puts into sessions of their own."""
+    """Kill a launcher and its ranks, which it puts into sessions of their own."""
     if launcher.poll() is None:
         for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
             process.kill()
@@ -239,10 +239,10 @@ def end(launcher: subprocess.Popen) -> None:
 
 
 def outcome(ranks: list[dict], log: str, memory_gib: float) -> dict:
-    """Of a trial, from what its ranks wrote and the launcher said: fits, out of memory, cannot run, or failed.
+    """Decide from the ranks' files and the launcher's log: a trial fits, is out of memory, cannot run, or failed.
 
-    What failed otherwise may have been too large too, in other words: the search goes on with less. Of several ranks
-    the first tells why; its peers only lost it.
+    A failure in other words may also come from too large a batch, so the search continues with smaller ones. If several
+    ranks failed, the first one says why; the others only lost contact with it.
     """
     measured = [rank for rank in ranks if "tokens_per_second" in rank]
     if measured and len(measured) == measured[0]["num_processes"]:
@@ -261,7 +261,7 @@ def outcome(ranks: list[dict], log: str, memory_gib: float) -> dict:
         found = {"outcome": first["outcome"], "reason": first["reason"]}
     elif killed := re.search(r"Root Cause.*?exitcode\s*: -(\d+)", log, re.DOTALL):
         number = int(killed[1])
-        # The kernel ends who takes the machine's last memory; C++ code often aborts where it gets none.
+        # The kernel kills (SIGKILL) when the machine's memory is used up; C++ code often aborts when it gets none.
         by_limit = memory_gib and number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
         kind = "out of memory" if by_limit or number == signal.SIGKILL else "failed"
         found = {"outcome": kind, "reason": f"killed by {signal.Signals(number).name}"}
@@ -271,7 +271,7 @@ def outcome(ranks: list[dict], log: str, memory_gib: float) -> dict:
 
 
 def write_report(out: Path, names: list[str], records: list[dict]) -> None:
-    """Tables and plots of these options, as far as they were measured."""
+    """Write tables and plots of these options, as far as they were measured."""
     rows = {name: best(name, records) for name in names}
     measured = [row for row in rows.values() if "tokens_per_second" in row]
     if not measured:
@@ -298,7 +298,7 @@ def write_report(out: Path, names: list[str], records: list[dict]) -> None:
 
 
 def best(name: str, records: list[dict]) -> dict:
-    """The fastest round at the largest batch that always fitted; or the `reason` why there is none."""
+    """Return the fastest round at the largest batch that always fitted, or the `reason` why there is none."""
     mine = [record for record in records if record["option"] == name]
     failing = [record for record in mine if record["outcome"] != "fits"]
     too_large = min((record["batch"] for record in failing), default=float("inf"))
@@ -314,7 +314,7 @@ def best(name: str, records: list[dict]) -> dict:
 
 
 def in_short(reason: str) -> str:
-    """Of a list of problems the first; of a problem what comes before its remedy."""
+    """Return the first of a list of problems, without its remedy."""
     lines = [line.strip().removeprefix("- ") for line in reason.splitlines()]
     return lines[len(lines) > 1 and lines[0].endswith(":")].split("; ")[0]
 
@@ -348,7 +348,7 @@ def heading(measured: list[dict], records: list[dict]) -> str:
             rounds[record["option"], record["batch"]].append(record["tokens_per_second"])
     if noise := max((max(speeds) / min(speeds) for speeds in rounds.values() if len(speeds) > 1), default=0):
         lines.append(
-            f"Two rounds of the same differ by up to {noise:.2f}x; the faster counts. Less than that is noise."
+            f"Two rounds of one option differ by up to {noise:.2f}x; the faster counts. Smaller differences are noise."
         )
     return "\n\n".join(lines)
 
@@ -359,7 +359,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def levers(rows: dict[str, dict]) -> str:
-    """The blog's table: throughput with a lever over that without, each at the largest batch that fits."""
+    """Format the blog's table: throughput with a lever over throughput without, each at the largest batch that fits."""
     lines = []
     for lever, names in LEVERS.items():
         if not set(names) <= set(rows):
@@ -398,15 +398,15 @@ def figures(rows: dict[str, dict]) -> str:
     return (
         "## Figures\n\n"
         + markdown(header, lines)
-        + "\n\nTokens are targets, over all processes; FLOPs by the formulas in `metrics.py`, recomputation not "
-        "counted. Peak: of the process that needs most, above what it held before the model on a CPU, allocated "
-        "tensors on a GPU. Communication: share of one profiled step in which a collective is under way, mean of the "
-        "processes; waiting for the others is in it, and on a GPU it may overlap computation."
+        + "\n\nTokens are targets, over all processes. FLOPs follow the formulas in `metrics.py`, without recomputation. "
+        "Peak is that of the process that needs most: on a CPU above what it held before the model, on a GPU allocated "
+        "tensors. Communication is the share of one profiled step in which a collective runs, as a mean over the "
+        "processes; it includes waiting for other processes, and on a GPU it may overlap computation."
     )
 
 
 def state(rows: dict[str, dict]) -> str:
-    """Bytes that do not depend on the batch, against an ideal division of them."""
+    """Format the bytes that do not depend on the batch, compared with an ideal division among the processes."""
     title = "## DDP against FSDP: what a process holds\n\n"
     whole = next((row for row in map(rows.get, ("full shard", "DDP")) if row and "batch" in row), None)
     if whole is None:
@@ -426,13 +426,13 @@ def state(rows: dict[str, dict]) -> str:
     return (
         title
         + markdown(header, lines)
-        + f"\n\nThe ideal is all of it over {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. Counted from "
-        "the tensors after a step, before the gradients are let go; of the process that holds most."
+        + f"\n\nThe ideal is the sum divided by {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. The bytes "
+        "are those of the tensors after a step, before the gradients are freed, on the process that holds most."
     )
 
 
 def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[str, dict]) -> None:
-    """A PNG with a bar for each option, of parts one after the other; an option that did not run says so."""
+    """Draw a PNG with a bar for each option, its parts one after the other; an option that did not run says so."""
     matplotlib.use("agg")  # there may be no display
     figure = Figure(figsize=(9, 1.4 + 0.34 * len(rows)), layout="constrained")
     chart = figure.subplots()
@@ -460,30 +460,30 @@ def draw(path: Path, parts: dict[str, dict[str, float]], title: str, rows: dict[
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="For results, table and plots.")
+    parser.add_argument("--out", type=Path, default=Path("outputs/ablation"), help="Folder for results.")
     parser.add_argument(
-        "--options", nargs="+", default=list(OPTIONS), choices=OPTIONS, help="Which to compare; end them with --."
+        "--options", nargs="+", default=list(OPTIONS), choices=OPTIONS, help="Options to compare; end them with --."
     )
     parser.add_argument("--num_processes", type=int, default=num_accelerators() or 2, help="Processes to launch.")
-    parser.add_argument("--memory_gib", type=float, default=0.0, help="On a CPU: what a process may hold of the model.")
-    parser.add_argument("--first_batch", type=int, default=1, help="The search begins here, per device.")
-    parser.add_argument("--max_batch", type=int, default=1024, help="The search ends here, per device.")
-    parser.add_argument("--tolerance", type=float, default=0.1, help="The search ends so near to the largest batch.")
-    parser.add_argument("--steps", type=int, default=10, help="Optimizer steps of a launch that count.")
+    parser.add_argument("--memory_gib", type=float, default=0.0, help="Memory limit of a process, on a CPU only.")
+    parser.add_argument("--first_batch", type=int, default=1, help="Batch per device at which the search begins.")
+    parser.add_argument("--max_batch", type=int, default=1024, help="Largest batch per device to try.")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="Accepted error of the batch, as a share of it.")
+    parser.add_argument("--steps", type=int, default=10, help="Optimizer steps to measure in a launch.")
     parser.add_argument("--rounds", type=int, default=1, help="Measurements of each option at its batch.")
-    parser.add_argument("--trial_minutes", type=float, default=20.0, help="After which a launch is given up.")
-    parser.add_argument("recipe", help="Such as recipes/chess.py.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Of the recipe.")
+    parser.add_argument("--trial_minutes", type=float, default=20.0, help="Time limit of a launch.")
+    parser.add_argument("recipe", help="Recipe to launch, such as recipes/chess.py.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the recipe.")
     flags = parser.parse_args()
     if not num_accelerators() and not flags.memory_gib:
-        parser.error("on a CPU give --memory_gib: without, the search would end only when the machine's memory does")
+        parser.error("on a CPU give --memory_gib: without it the search would use up the machine's memory")
     if num_accelerators() and flags.memory_gib:
         parser.error(f"--memory_gib {flags.memory_gib:g} is for a CPU; a GPU's memory is its own limit: leave it out")
     return flags
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # not without the launch under way
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and ends the running launch
     flags = parse_flags()
     flags.out.mkdir(parents=True, exist_ok=True)
     try:

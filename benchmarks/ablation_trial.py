@@ -1,12 +1,11 @@
-"""One trial of benchmarks/ablation.py: some optimizer steps of a recipe, as it would run, measured.
+"""Run and measure one trial of benchmarks/ablation.py: some optimizer steps of a recipe, under its own conditions.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml benchmarks/ablation_trial.py --steps 5 \\
         recipes/chess.py --config recipes/configs/chess/laptop.yaml
 
-The recipe is loaded by its path and runs as far as to `train`, in whose place `measure` is called: it gets the model,
-the optimizer and the loader that training would. Each rank writes what it found to `rank-<n>.json` in the recipe's
---output_dir. A rank that fails says there why, and whether that was memory, and ends at once; the launcher
-ends its peers.
+The recipe is loaded by its path and runs until it calls `train`. `measure` replaces `train`: it gets the same model,
+optimizer and loader. Each rank writes its results to `rank-<n>.json` in the recipe's --output_dir. A rank that fails
+writes there why, and whether memory was the reason, and ends at once; the launcher ends its peers.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from accelerate_recipes.run import Run
 from accelerate_recipes.strategy import launch_problems, num_accelerators
 
 GIB = 2**30
-# How memory that cannot be had shows in a traceback: on a GPU, in Python, torch, C++, a thread, oneDNN.
+# What a traceback says when memory is used up: on a GPU, in Python, torch, C++, a thread, oneDNN.
 NO_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|out of memory|"
     r"can't start new thread|Resource temporarily unavailable|could not (create|execute) a primitive(?! descriptor)"
@@ -47,7 +46,7 @@ NO_MEMORY = re.compile(
 
 
 class Trial:
-    """What one rank does and finds."""
+    """Work and results of one rank."""
 
     def __init__(self, steps: int, memory_gib: float):
         self.steps = steps
@@ -55,7 +54,7 @@ class Trial:
         self.found: dict = {}
 
     def save(self, folder: str | Path, **found: object) -> None:
-        """Whole at any time: the process may be killed."""
+        """Write the results so that the file is whole at any time: the process may be killed."""
         self.found |= found
         path = Path(folder) / f"rank-{os.environ.get('RANK', 0)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,14 +62,14 @@ class Trial:
         path.with_suffix(".partial").replace(path)
 
     def prepare(self, original):
-        """`Run.prepare`, within the memory that a trial may have."""
+        """Wrap `Run.prepare` so that it keeps within the memory limit of a trial."""
 
         def prepare_within_limit(run: Run, model: nn.Module, *rest, **settings):
             accelerator = run.accelerator
             self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
             self.held_before = 0.0
             if accelerator.device.type == "cpu":
-                # The model counts, not the interpreter, the libraries and the data.
+                # Only the model counts, not the interpreter, the libraries and the data.
                 weights = sum(num_bytes(parameter) for parameter in model.parameters() if not parameter.is_meta)
                 self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
                 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: preparing data may need more
@@ -82,10 +81,10 @@ class Trial:
         return prepare_within_limit
 
     def measure(self, run: Run, train_loader: TrainLoader, *, loss_fn: LossFn, count_fn: CountFn, **_: object) -> None:
-        """In the place of `engine.train`; does not return.
+        """Measure steps in place of `engine.train`; does not return.
 
-        Tokens are targets, as in the log of a run. Throughput is that of the rows as they come, behind three steps of
-        warm-up; peak memory that of all.
+        Tokens are targets, as in the log of a run. Throughput is measured on rows in their order, after three steps of
+        warm-up; peak memory over all steps.
         """
         accelerator, args, model, optimizer = run.accelerator, run.args, run.model, run.optimizer
         sizes: dict[str, int] = {}
@@ -96,7 +95,7 @@ class Trial:
         model.train()
 
         def step(batch: Batch) -> tuple[float, int]:
-            """Seconds, and targets of all ranks."""
+            """Take one step; return its seconds, and the number of targets on all ranks."""
             start = time.perf_counter()
             done = train_step(run, [to_device(batch, accelerator.device)], loss_fn, count_fn)
             run.scheduler.step()
@@ -105,7 +104,7 @@ class Trial:
                 torch.cuda.synchronize()
             return time.perf_counter() - start, num_targets
 
-        # The longest rows twice: the first step makes the optimizer's state. Then as they come, for the compiler.
+        # The longest rows come twice: the first step makes the optimizer state. Then rows in order, for the compiler.
         for batch in (longest or next(batches), longest or next(batches), next(batches)):
             step(batch)
         seconds, tokens = zip(*(step(next(batches)) for _ in range(self.steps)), strict=True)
@@ -124,7 +123,7 @@ class Trial:
             peak_memory_gib=peak_memory_gib(accelerator.device) - self.held_before,
             **sizes,
         )
-        limit_memory(None)  # what the profiler itself needs is not the model's
+        limit_memory(None)  # the profiler's own memory does not count
         batch = next(batches)
         with profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())]
@@ -140,9 +139,9 @@ class Trial:
 
 
 def return_freed_memory() -> None:
-    """From now on a large tensor's memory goes back to the system when it is freed.
+    """Make glibc return the memory of a large tensor to the system as soon as it is freed.
 
-    glibc would keep ever larger ones, and what fits would depend on how they happen to lie. Costs page faults.
+    Else glibc keeps ever larger blocks, and what fits depends on where they happen to lie. This costs page faults.
     """
     glibc = ctypes.CDLL(None)
     glibc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD, which by itself grows to 32 MiB
@@ -150,29 +149,29 @@ def return_freed_memory() -> None:
 
 
 def limit_memory(most: int | None) -> None:
-    """Let what `virtual_bytes` counts grow to `most`; None: to what it could before."""
+    """Limit what `virtual_bytes` counts to `most`; None removes the limit."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard if most is None else most, hard))
 
 
 def virtual_bytes() -> int:
-    """What RLIMIT_DATA limits: memory of this process alone that can be written, used or not."""
+    """Return what RLIMIT_DATA limits: this process's private writable memory, used or not."""
     return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def longest_batch(loader: TrainLoader, size: int) -> Batch | None:
-    """A micro-batch of the longest rows: what fits it fits all. None where all rows are equally long."""
+    """Return a micro-batch of the longest rows (if it fits, all fit), or None where all rows are equally long."""
     lengths = getattr(getattr(loader, "batch_sampler", None), "lengths", None)
     if lengths is None:
         return None
-    rows = np.resize(np.argsort(lengths, kind="stable")[::-1], size)  # over again, where there are not as many
+    rows = np.resize(np.argsort(lengths, kind="stable")[::-1], size)  # repeat rows if there are too few
     return loader.collate_fn([loader.dataset[int(row)] for row in rows])
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """What this rank holds on its device after a step, before the gradients are let go, by the tensors themselves.
+    """Count the bytes of the tensors that this rank holds on its device after a step, before the gradients are freed.
 
-    `whole_bytes` is what it would hold if nothing were sharded (not under FSDP1, whose tensors do not know).
+    `whole_bytes` is the sum if nothing were sharded (not under FSDP1, whose tensors do not know it).
     """
     parameters = list(model.parameters())
     tensors = {
@@ -192,7 +191,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of the spans: collectives may run beside each other."""
+    """Return the length of the union of the spans: collectives may overlap."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -202,12 +201,12 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="Optimizer steps that count.")
+    parser.add_argument("--steps", type=int, default=5, help="Optimizer steps to measure.")
     parser.add_argument(
-        "--memory_gib", type=float, default=0.0, help="On a CPU: for the model's state and activations."
+        "--memory_gib", type=float, default=0.0, help="Limit for the model's state and activations, on a CPU only."
     )
-    parser.add_argument("recipe")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Of the recipe.")
+    parser.add_argument("recipe", help="Recipe to run, such as recipes/chess.py.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the recipe.")
     flags = parser.parse_args()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -217,17 +216,17 @@ def main() -> None:
     try:
         module = recipe.load(flags.recipe)
         args = parse(module.Args, flags.arguments, other_problems=launch_problems)
-        args.max_steps = 10**6  # the rows begin anew as often as large batches need
+        args.max_steps = 10**6  # rows repeat as often as large batches need
         Run.prepare, module.train = trial.prepare(Run.prepare), trial.measure
-        if int(os.environ.get("RANK", 0)) == 0:  # on the first device: no other rank should open that one
+        if int(os.environ.get("RANK", 0)) == 0:  # it looks at the first device, which no other rank should open
             described = machine(torch.device("cuda" if num_accelerators() else "cpu"))
-            del described["command"]  # results.jsonl has that of the launch
+            del described["command"]  # results.jsonl has the command of the launch
             trial.save(args.output_dir, machine=described)
         module.main(args)
     except SystemExit:
         code = 0
     except BaseException as error:
-        limit_memory(None)  # to be able to say why it failed
+        limit_memory(None)  # leave memory to report the error
         trace = traceback.format_exc()
         reason = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1].strip()
         if "tokens_per_second" in trial.found:
@@ -237,7 +236,7 @@ def main() -> None:
             outcome = "cannot run" if isinstance(error, ConfigError) else outcome
             trial.save(output_dir, outcome=outcome, reason=reason, failed_at=time.time())
         print(trace, file=sys.stderr, flush=True)
-    # At once: the interpreter's teardown would wait for the peers.
+    # End at once: the interpreter's teardown would wait for the peers.
     sys.stdout.flush()
     os._exit(code)
 

@@ -1,11 +1,11 @@
-"""What a process holds while it trains all of a model, LoRA adapters in it, or DoRA's: bytes of each kind, and the peak.
+"""Measure what a process holds while it trains a whole model, LoRA or DoRA adapters: bytes of each kind, and the peak.
 
     python benchmarks/adapter_memory.py --out benchmarks/results/adapter_memory
     python benchmarks/adapter_memory.py --mixture --out benchmarks/results/adapter_memory_mixture
 
-A Llama of the sizes below, or a mixture of experts, is written to a folder; for each way two processes load it as a
-recipe does, and take two optimizer steps. Counted are this process's shards, after the second backward pass; the peak is
-above the imports and from the time that the model is sharded: resident set on a CPU, allocated tensors on a GPU.
+The script writes a Llama of the sizes below, or a mixture of experts, to a folder. For each way two processes load it as a
+recipe does, and take two optimizer steps. The bytes are this process's shards after the second backward pass. The peak is
+counted from the sharding of the model on, above the imports: resident set on a CPU, allocated tensors on a GPU.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from accelerate_recipes.run import Run
 from accelerate_recipes.strategy import num_accelerators
 from accelerate_recipes.weights import initialize
 
-# Name: flags of the launcher, arguments.
+# Name of the way: flags of the launcher, arguments of this script.
 WAYS = {"full": ("", ""), "LoRA": ("", "--use_peft"), "DoRA": ("", "--use_peft --use_dora")}
 QLORA = {"QLoRA": ("", "--use_peft --load_in_4bit")}  # on a GPU
 RECOMPUTE, LORA = "--fsdp_activation_checkpointing true", "--use_peft --lora_dropout 0"
@@ -60,7 +60,7 @@ MIB = 2**20
 @dataclass
 class Args(TrainArgs):
     model_name_or_path: str = arg("", "The model's folder.")
-    num_tokens: int = arg(256, "Of a row; each process has one.")
+    num_tokens: int = arg(256, "Tokens of a row; each process has one row.")
     total_batch_size: int = 2
 
 
@@ -83,7 +83,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def measure(args: Args) -> None:
-    """One process of a launch: writes what it holds to a file."""
+    """Run one process of a launch, which writes what it holds to a file."""
     before = psutil.Process().memory_info().rss / MIB
     accelerator = make_accelerator(args)
     run = Run(args, accelerator)
@@ -114,7 +114,7 @@ def measure(args: Args) -> None:
 
 
 def table(ways: dict[str, list[dict[str, float]]]) -> str:
-    """MiB of rank 1, since rank 0 has read the model."""
+    """Format the MiB of the last rank; rank 0 also holds what it needed to read the model."""
     columns = ["frozen", "trained", "gradients", "optimizer", "peak"]
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {way} | {' | '.join(f'{ranks[-1][c]:.0f}' for c in columns)} |" for way, ranks in ways.items()]
@@ -125,8 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--config_file", default="accelerate_configs/fsdp_full.yaml", help="The accelerate YAML.")
     parser.add_argument("--num_processes", type=int, default=2, help="Processes to launch.")
-    parser.add_argument("--num_hidden_layers", type=int, default=SIZES["num_hidden_layers"], help="Of the model.")
-    parser.add_argument("--mixture", action="store_true", help="Of a Mixtral of eight experts a layer, by LoRA.")
+    parser.add_argument("--num_hidden_layers", type=int, default=SIZES["num_hidden_layers"], help="Layers.")
+    parser.add_argument("--mixture", action="store_true", help="Measure LoRA in a Mixtral with eight experts a layer.")
     parser.add_argument("--out", type=Path, help="Write all numbers to OUT.json, and the table to OUT.md.")
     flags = parser.parse_args()
     ways = {}
@@ -150,9 +150,9 @@ def main() -> None:
         found = {"machine": machine(torch.device("cpu")), "num_parameters": num_parameters, "MiB_of_ranks": ways}
         flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         flags.out.with_suffix(".md").write_text(
-            f"MiB of a process (rank {flags.num_processes - 1} of {flags.num_processes}), of a {config.model_type} of "
-            f"{num_parameters:,} parameters; adapters of rank 16. {flags.config_file}, precision bf16, on a "
-            f"{found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
+            f"Memory of one process in MiB (rank {flags.num_processes - 1} of {flags.num_processes}), which trains a "
+            f"{config.model_type} of {num_parameters:,} parameters; adapters of rank 16. {flags.config_file}, precision "
+            f"bf16; device: {found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
             f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n"
         )
 

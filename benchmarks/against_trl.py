@@ -1,16 +1,16 @@
-"""Our loop against trl's SFTTrainer with packing, on chess games: tokens/s, and whether the loss curves are alike.
+"""Compare our loop with trl's SFTTrainer with packing, on chess games: tokens/s, and whether the loss curves agree.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         benchmarks/against_trl.py --out benchmarks/results/against_trl.json
 
-As benchmarks/engine_overhead.py, of which it has the model, the rows and the turns: one launch trains two copies of one
-Llama side by side. Both get the same packed rows in the same order, the same optimizer and the same FSDP2 units. trl's
-trainer is as it comes, with `packing` on (of rows that are packed beforehand, since it would pack others), its own
-collator, which lays the rows of a batch behind each other, and its own loss; but without the activation checkpointing
-that it has on, as our loop.
+Model, rows and turns are those of benchmarks/engine_overhead.py: one launch trains two copies of one Llama side by side.
+Both get the same packed rows in the same order, the same optimizer and the same FSDP2 units. trl's trainer has its
+defaults, with `packing` on (the rows are packed beforehand, since trl would pack them differently), its own collator,
+which lays the rows of a batch one after the other, and its own loss. Only its activation checkpointing, on by default, is
+off, as in our loop.
 
-The ratio is ours / trl's, above 1 if ours is the faster: the median over the rounds, with the smallest and the largest.
-The losses of all segments are drawn beside it; those of the last step must be alike, or it ends with an error.
+The ratio is ours / trl's, above 1 if ours is faster: the median over the rounds, with the smallest and the largest.
+The losses of all segments are drawn too; those of the last step must agree, or the benchmark ends with an error.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LOOPS = ("ours", "trainer")
 
 
 class OurCurve(OurLoop):
-    """With the loss of each segment."""
+    """Our loop, which also keeps the loss of each segment."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -69,7 +69,7 @@ def make_sft_trainer(
         "report_to": "none",
         "disable_tqdm": True,
         "bf16": os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16",
-        # As engine_overhead.make_trainer says.
+        # engine_overhead.make_trainer says why.
         "accelerator_config": {
             "use_configured_state": True,
             "gradient_accumulation_kwargs": {"sync_each_batch": True},
@@ -110,7 +110,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
     loader = make_train_loader(rows, args, accelerator.process_index, world_size)
     ours = OurCurve(accelerator, copy.deepcopy(model), args, loader)
     plan = [(name, flags.steps) for i in range(1 + flags.pairs) for name in LOOPS[:: -1 if i % 2 else 1]]
-    plan += [(name, 1) for name in LOOPS]  # for its loss, which is logged alone
+    plan += [(name, 1) for name in LOOPS]  # one more step, whose loss is logged alone
     turns = Turns(plan, {"ours": ours.run})
     packed = rows.rows.with_format(None).select_columns(["input_ids", "lengths"])
     trainer = make_sft_trainer(model, packed, args, flags.max_length, world_size, turns)
@@ -118,7 +118,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
 
     losses = {"ours": ours.losses, "trainer": [e["loss"] for e in trainer.state.log_history if "loss" in e]}
     tokens = flags.steps * args.total_batch_size * flags.max_length
-    # The first round warms up, the last segment is for the loss.
+    # The first round warms up; the last segment only gives the loss.
     seconds, cpu = ({name: [float(s[i]) for s in turns.seconds[name][1:-1]] for name in LOOPS} for i in range(2))
     speeds = {name: [tokens / s for s in seconds[name]] for name in LOOPS}
     result = machine(accelerator.device) | {

@@ -1,21 +1,21 @@
-"""How long training stands still for a checkpoint: asynchronous, synchronous, and Accelerate's own `save_state`.
+"""Measure how long training stands still for a checkpoint: asynchronous, synchronous, and by Accelerate's `save_state`.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         benchmarks/checkpoint_stall.py --out benchmarks/results/checkpoint_stall.json
 
-One launch trains one Llama under FSDP2 and takes turns between four segments of --steps optimizer steps, so that
-whatever else the machine does meets all of them; the first round warms up and does not count:
+One launch trains one Llama under FSDP2. Four kinds of segments of --steps optimizer steps take turns, so that
+other work on the machine disturbs all of them; the first round warms up and does not count:
 
     none         no save
-    async        a checkpoint as a run writes it, from a copy in host memory, while the steps go on
+    async        a checkpoint as a run writes it, from a copy in host memory, while the steps continue
     sync         the same with --async_save false
     save_state   `Accelerator.save_state` with SHARDED_STATE_DICT: model, optimizer and RNG; no marker, no checksums
 
-`stall` is what the call takes, the longest of the ranks: the time in which no step is made. `total` is the segment,
-from before the save until the steps are made and the files are on the disk; `extra` is what that took over the segment
-without a save of the same round. On a CPU a save in the background takes its time from the steps, so `extra` tells what
-it costs where no core is idle; with a GPU the steps do not need the cores. Read the ratio of the stalls first: async
-is to stay under a quarter of sync, in the median.
+`stall` is the duration of the call on the slowest rank: during it no step is made. `total` is the duration of the segment,
+from before the save until the steps are made and the files are on the disk. `extra` is `total` less that of the segment
+without a save in the same round. On a CPU a save in the background takes its time from the steps, so `extra` shows its
+cost where no core is idle; with a GPU the steps do not need the cores. Read the ratio of the stalls first: the median
+of async should stay under a quarter of sync.
 """
 
 import argparse
@@ -51,9 +51,9 @@ def parse_flags() -> argparse.Namespace:
     for name, default, text in (
         ("rounds", 5, "Rounds that count."),
         ("steps", 4, "Optimizer steps in a segment."),
-        ("hidden_size", 640, "Of the model."),
-        ("num_hidden_layers", 10, "Of the model."),
-        ("vocab_size", 16000, "Of the model."),
+        ("hidden_size", 640, "Width of the model."),
+        ("num_hidden_layers", 10, "Layers of the model."),
+        ("vocab_size", 16000, "Words in the model's vocabulary."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
@@ -61,7 +61,7 @@ def parse_flags() -> argparse.Namespace:
 
 
 def now(accelerator: Accelerator) -> float:
-    """Seconds, once every rank is here and its device has finished."""
+    """Return the time in seconds, once every rank is here and its device has finished."""
     if accelerator.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -69,7 +69,7 @@ def now(accelerator: Accelerator) -> float:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in it."""
+    """Return the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -100,7 +100,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
     batch = {"input_ids": tokens, "position_ids": torch.arange(LENGTH, device=tokens.device)[None], "labels": tokens}
 
     def segment(name: str, number: int) -> dict[str, float]:
-        """Save in this way, then make the steps."""
+        """Save in the given way, then take the steps."""
         start = now(accelerator)
         if name == "save_state":
             accelerator.save_state(str(output_dir / "save_state"))
@@ -161,7 +161,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
 
 if __name__ == "__main__":
     parsed = parse_flags()
-    # One folder for all ranks, which know no other thing in common before they can talk.
+    # All ranks need one folder before they can talk, so its name is made from what they have in common.
     folder = Path(tempfile.gettempdir()) / f"checkpoint_stall-{os.environ.get('MASTER_PORT', os.getpid())}"
     folder.mkdir(exist_ok=True)
     try:

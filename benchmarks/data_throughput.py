@@ -1,16 +1,16 @@
-"""Tokens/s per core from gzip shards to packed batches, beside what the tokenizer alone does with the same text.
+"""Measure tokens/s per core from gzip shards to packed batches, compared with the tokenizer alone on the same text.
 
     python benchmarks/data_throughput.py --out benchmarks/results/data_throughput.json
 
-Makes gzip shards of documents as long as C4's from the shipped pages. A round goes once through this text in each of
-three ways, with one thread, a twentieth of it at a time and in turns, so that whatever else the machine does meets all:
+The script makes gzip shards from the shipped pages, with documents as long as C4's. A round goes through this text once in
+each of three ways, with one thread, a twentieth at a time and in turns, so that other work on the machine disturbs all:
 
     ours                StreamLoader without workers: read, decompress, decode JSON, shuffle, tokenise, pack
-    encode_batch        tokenizers' own, of texts that lie in memory; the ids are not taken out
-    encode_batch_fast   the same without the tokens' offsets, which is what ours calls
+    encode_batch        the function of `tokenizers`, on texts in memory; the ids are not taken out
+    encode_batch_fast   the same without the tokens' offsets; ours calls this one
 
-A round of ours is as many rows as an epoch has tokens; the loader goes on from round to round, so that what is
-tokenised ahead at the end of one is paid for there and used in the next. Read the ratio ours / encode_batch: the
+A round of ours has the rows for the tokens of one epoch. The loader continues from round to round: what it tokenises ahead
+at the end of a round costs time there and is used in the next. Read the ratio ours / encode_batch: the
 median over the rounds, with the smallest and the largest. A first round warms up and does not count.
 """
 
@@ -40,13 +40,13 @@ WAYS = ("ours", "encode_batch", "encode_batch_fast")
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default, text in (
-        ("documents", 4_500, "In all shards: as many pieces as the pages have."),
+        ("documents", 4_500, "Documents in all shards; the default is as many pieces as the pages have."),
         ("shards", 24, "Gzip files."),
         ("mean_length", 2200, "Characters of a document; C4's have about as many."),
-        ("rounds", 5, "That count."),
+        ("rounds", 5, "Rounds that count."),
         ("max_length", 1024, "Tokens in a row."),
         ("per_device_train_batch_size", 8, "Rows in a batch."),
-        ("vocab_size", 32768, "Of the tokenizer, which is trained on the pages."),
+        ("vocab_size", 32768, "Vocabulary of the tokenizer, which is trained on the pages."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
@@ -63,7 +63,7 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
         for document in read_documents(file, "text", 0, 1, source.retry, on_retry=lambda: None)
     ]
     tokenizer = source.tokenizer.backend_tokenizer
-    # Without the end tokens that ours adds: the rates count what the tokenizer makes.
+    # The rates count what the tokenizer makes, without the end tokens that ours adds.
     num_tokens = sum(len(encoding) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
     batch_size = flags.per_device_train_batch_size
     args = TrainArgs(total_batch_size=batch_size, per_device_train_batch_size=batch_size)

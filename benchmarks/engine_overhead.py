@@ -1,10 +1,10 @@
-"""What the training loop costs: tokens/s of `engine.train`, of `transformers.Trainer` and of a bare torch loop.
+"""Measure the cost of the training loop: tokens/s of `engine.train`, `transformers.Trainer` and a bare torch loop.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         benchmarks/engine_overhead.py --out benchmarks/results/engine_overhead.json
 
 One launch trains three copies of one Llama side by side, on the same rows of data/chess in the same order and in the
-same FSDP2 units, and takes turns between them, so that whatever else the machine does meets all three:
+same FSDP2 units. They take turns, so that other work on the machine disturbs all three:
 
     ours      engine.train as a recipe calls it, with schedule, log and the check for non-finite values
     trainer   transformers.Trainer with its own data loader and the same FSDP plugin; no saving, no evaluation
@@ -16,9 +16,9 @@ its last step, between barriers, and covers one log entry of `ours` and of `trai
 with every micro-batch (the Trainer's default would keep them whole until the last). Speed counts every position of a
 row, padding too.
 
-Read the ratios first: above 1, ours is the faster. Each is the median over the rounds, with the smallest and the
-largest; while 1 lies between those, the run shows no difference. The CPU time of rank 0 in a segment varies less than its
-wall time, and shows what a loop costs the host: below 1, ours is the cheaper. The losses of the three at the
+Read the ratios first: above 1, ours is faster. Each is the median over the rounds, with the smallest and the
+largest; if 1 lies between those, the run shows no difference. The CPU time of rank 0 in a segment varies less than its
+wall time, and shows what a loop costs the host: below 1, ours is cheaper. The losses of the three at the
 last step are compared: if they differ, the loops did not do the same work, and the benchmark ends with an error.
 """
 
@@ -72,19 +72,19 @@ def parse_flags() -> argparse.Namespace:
         ("micro_batches", 2, "Forward passes per step on one process."),
         ("per_device_train_batch_size", 1, "Rows per forward pass."),
         ("max_length", 256, "Tokens in a row."),
-        ("hidden_size", 512, "Of the model."),
-        ("intermediate_size", 1408, "Of the model."),
-        ("num_hidden_layers", 6, "Of the model."),
-        ("num_attention_heads", 8, "Of the model."),
+        ("hidden_size", 512, "Width of the model."),
+        ("intermediate_size", 1408, "Width of the model's feed-forward layers."),
+        ("num_hidden_layers", 6, "Layers of the model."),
+        ("num_attention_heads", 8, "Attention heads of the model."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--data_cache_dir", default=".cache/data", help="Where the packed games are kept.")
+    parser.add_argument("--data_cache_dir", default=".cache/data", help="Folder for the packed games.")
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
     return parser.parse_args()
 
 
 def now() -> np.ndarray:
-    """Seconds on the wall and of this process on the CPU, once every rank is here and its device has finished."""
+    """Return wall and CPU seconds of this process, once every rank is here and its device has finished."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     dist.barrier()
@@ -92,10 +92,10 @@ def now() -> np.ndarray:
 
 
 class OurLoop:
-    """`engine.train`, a segment at a time: each continues where the one before ended.
+    """Run `engine.train` a segment at a time; each segment continues where the one before ended.
 
-    The engine takes this for its loader, which starts the clock when the first micro-batch is fetched (opening the log
-    is no part of a step), and for its checkpointer, whose `save` is the last act of a run and stops it.
+    The engine uses this object as its loader, which starts the clock when the first micro-batch is fetched (opening the
+    log is no part of a step), and as its checkpointer, whose `save` is the last act of a run and stops it.
     """
 
     newest = None
@@ -142,13 +142,13 @@ class OurLoop:
 
 
 class BareLoop:
-    """The same arithmetic with nothing but torch."""
+    """Loop with the same arithmetic, in nothing but torch."""
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
         plugin = accelerator.state.fsdp_plugin
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         settings = {"reshard_after_forward": plugin.reshard_after_forward, "mp_policy": policy}
-        # The units that Accelerate makes: layers, input embedding, final norm with output layer, and the rest.
+        # Make the same units as Accelerate: layers, input embedding, final norm with output layer, and the rest.
         for layer in model.model.layers:
             fully_shard(layer, **settings)
         fully_shard(model.model.embed_tokens, **settings)
@@ -168,7 +168,7 @@ class BareLoop:
         return seconds
 
     def train_step(self) -> torch.Tensor:
-        """This rank's part of the mean loss over all targets."""
+        """Take one step; return this rank's part of the mean loss over all targets."""
         world_size = dist.get_world_size()
         batches = []
         for _ in range(self.args.accumulation_steps(world_size)):
@@ -196,10 +196,10 @@ class BareLoop:
 
 
 class Turns(TrainerCallback):
-    """Goes through the plan of (loop, steps) from inside the Trainer, whose loop cannot be left and entered again.
+    """Follow the plan of (loop, steps) from inside the Trainer, whose loop cannot be left and entered again.
 
-    The other loops have their turn between two of its steps. A step of the Trainer ends where it calls `on_step_end`;
-    what it does next, logging and fetching, belongs to the step that follows.
+    The other loops take their turn between two steps of the Trainer. A step of the Trainer ends where it calls
+    `on_step_end`; what it does next, logging and fetching, belongs to the next step.
     """
 
     def __init__(self, plan: Iterable[tuple[str, int]], runs: dict[str, Callable[[int], np.ndarray]]):
@@ -225,18 +225,18 @@ class Turns(TrainerCallback):
 
 
 def order_of_trainer(args: TrainArgs, num_rows: int, world_size: int) -> list[int]:
-    """Rows for a Trainer that reads them one after the other, so that its steps are those of `data.StepOrder`."""
+    """List the rows for a Trainer that reads them one after the other, so that its steps are those of `StepOrder`."""
     micro_batches = args.accumulation_steps(world_size)
     order = []
     for step in range(args.max_steps):
-        # Of a global batch, StepOrder gives each rank one slice; Accelerate deals micro-batches out in turn.
+        # StepOrder gives each rank one slice of a global batch; Accelerate deals micro-batches out in turn.
         chosen = torch.tensor(rows_of_step(step, args.total_batch_size, num_rows, args.seed))
         order += chosen.view(world_size, micro_batches, -1).transpose(0, 1).flatten().tolist()
     return order
 
 
 def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
-    """A Trainer that takes the arguments of `args`, and the rows in the order of `data.StepOrder`."""
+    """Make a Trainer with the arguments `args`, which reads the rows in the order of `StepOrder`."""
     same = {name: value for name, value in vars(args).items() if hasattr(TrainingArguments, name)}
     settings = {
         "gradient_accumulation_steps": args.accumulation_steps(world_size),
@@ -280,7 +280,7 @@ def make_args(flags: argparse.Namespace, output_dir: str, world_size: int) -> Tr
 
 
 def make_model(flags: argparse.Namespace, vocab_size: int, device: torch.device) -> PreTrainedModel:
-    """Initialised here, and not where it is sharded: its copies start from the same weights."""
+    """Make and initialise the model before it is sharded, so that its copies start from the same weights."""
     model = new_llama(
         "sdpa",
         vocab_size=vocab_size,
@@ -295,7 +295,7 @@ def make_model(flags: argparse.Namespace, vocab_size: int, device: torch.device)
 
 
 def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
-    """Packed games and the size of their vocabulary, of a token per move."""
+    """Return packed games and the size of their vocabulary, which has one token per move."""
     tokenizer = new_word_tokenizer(rules.all_uci_moves())
     games = GamesArgs(
         train_files=[str(GAMES)], heldout_share=0.05, num_positions=1, data_cache_dir=flags.data_cache_dir
@@ -333,7 +333,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
     bare = BareLoop(accelerator, copy.deepcopy(model), args, loaders[1])
     orders = [LOOPS[i % 3 :] + LOOPS[: i % 3] for i in range(1 + flags.pairs)]
     plan = [(name, flags.steps) for order in orders for name in order]
-    plan += [(name, 1) for name in LOOPS]  # for its loss, which is logged alone
+    plan += [(name, 1) for name in LOOPS]  # one more step, whose loss is logged alone
     turns = Turns(plan, {"ours": ours.run, "bare": bare.run})
     trainer = make_trainer(model, rows, args, world_size, turns)
     trainer.train()
@@ -347,7 +347,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     losses = {"ours": ours.last_loss, "trainer": logged[-1], "bare": bare.last_loss}
     tokens_per_step = args.total_batch_size * flags.max_length
-    # The first round warms up, the last segment is for the loss.
+    # The first round warms up; the last segment only gives the loss.
     wall, cpu = ({name: [float(s[i]) for s in turns.seconds[name][1:-1]] for name in LOOPS} for i in range(2))
     result = machine(accelerator.device) | {
         "strategy": strategy,
@@ -374,8 +374,8 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
         if flags.out:
             flags.out.parent.mkdir(parents=True, exist_ok=True)
             flags.out.write_text(json.dumps(result, indent=1) + "\n")
-    # The Trainer hands the number of targets into the model's forward pass, where FSDP2 casts it to the model's
-    # precision: in bf16 the loss that it logs is off by up to 2**-8.
+    # The Trainer passes the number of targets to the model's forward pass, where FSDP2 casts it to the model's
+    # precision: in bf16 the logged loss is off by up to 2**-8.
     tolerances = {"bare": 1e-3, "trainer": 1e-3 if accelerator.mixed_precision == "no" else 1e-2}
     for name, tolerance in tolerances.items():
         if abs(losses[name] - losses["ours"]) > tolerance * losses["ours"]:

@@ -1,4 +1,4 @@
-"""What taking a model home costs in memory: the peak of our export, and of `accelerate merge-weights`.
+"""Measure the peak memory of exporting a model: with our export, and with `accelerate merge-weights`.
 
     python benchmarks/export_memory.py --out benchmarks/results/export_memory.json
 
@@ -7,16 +7,16 @@ accelerate_configs/fsdp_full.yaml on two processes, and is saved twice, in shard
 
     ours             a checkpoint as a run writes it, model and optimizer; exported by `checkpoint.export` into
                      safetensors files of at most 1/--shards of the model
-    merge-weights    the same weights alone, by the function of Accelerate's `save_state`, in pytorch_model_fsdp_0/;
-                     merged by what `accelerate merge-weights` calls into one safetensors file, for it knows no other
+    merge-weights    only the weights, saved by the function of Accelerate's `save_state` in pytorch_model_fsdp_0/;
+                     merged by the function of `accelerate merge-weights` into one safetensors file, its only layout
 
-Each export runs in a fresh process, which imports what its command imports, notes its resident memory and sets the
-high-water mark back. What is judged is the strictest number that the kernel keeps: VmHWM at the end less VmRSS after
-the imports, which counts mapped files too, and what is only imported when a configuration or a model class is looked
-up. The peak of RssAnon, sampled every 5 ms, stands beside it: there the mapped files are left out. The kernel's cache
+Each export runs in a fresh process, which imports what its command imports, notes its resident memory and resets the
+high-water mark. The verdict uses the strictest number that the kernel keeps: VmHWM at the end less VmRSS after
+the imports. It includes mapped files, and modules that are only imported when a configuration or a model class is looked
+up. The peak of RssAnon, sampled every 5 ms, is reported too; it leaves out mapped files. The kernel's cache
 of the files read and written belongs to no process and is in neither. Sizes are MiB = 2**20 bytes.
 
-Read the verdict first: in its worst round ours is to stay under half of the model. The weights of the two results are
+Read the verdict first: in its worst round ours should stay under half of the model. The weights of the two results are
 compared bit by bit: if they differ, the benchmark ends with an error. Linux only. It needs 9 GiB of disk in $TMPDIR, and
 the memory to train the model in two processes.
 """
@@ -51,15 +51,15 @@ def parse_flags() -> argparse.Namespace:
     for name, default, text in (
         ("rounds", 3, "Exports of each kind."),
         ("shards", 8, "max_shard_size is the size of the model divided by this."),
-        ("vocab_size", 32_000, "Of the model."),
-        ("hidden_size", 1024, "Of the model."),
-        ("intermediate_size", 2816, "Of the model."),
-        ("num_hidden_layers", 20, "Of the model."),
-        ("num_attention_heads", 16, "Of the model."),
+        ("vocab_size", 32_000, "Words in the model's vocabulary."),
+        ("hidden_size", 1024, "Width of the model."),
+        ("intermediate_size", 2816, "Width of the model's feed-forward layers."),
+        ("num_hidden_layers", 20, "Layers of the model."),
+        ("num_attention_heads", 16, "Attention heads of the model."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
-    # How the benchmark calls itself.
+    # The benchmark calls itself with these flags.
     parser.add_argument("--part", choices=["save", *EXPORTS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--max_shard_size", type=int, help=argparse.SUPPRESS)
@@ -68,7 +68,7 @@ def parse_flags() -> argparse.Namespace:
 
 def save(flags: argparse.Namespace) -> None:
     """Train one step and save in both layouts; runs on every rank of a launch."""
-    # Here, since a measured process must not have imported more than its export does.
+    # Imported here, since a measured process must not import more than its export does.
     from accelerate.utils import save_fsdp_model
 
     from accelerate_recipes.args import TrainArgs
@@ -102,13 +102,13 @@ def save(flags: argparse.Namespace) -> None:
 
 
 def memory() -> dict[str, float]:
-    """What this process has resident, in MiB."""
+    """Return the resident memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return {name: int(kib) / 1024 for name, kib in re.findall(r"(VmHWM|VmRSS|RssAnon|RssFile):\s+(\d+) kB", status)}
 
 
 def reset_high_water_mark() -> bool:
-    """Whether the kernel allows it. Where not, a peak of the imports may stand for that of the export: too much."""
+    """Reset VmHWM; return whether the kernel allows it. If not, the peak may be that of the imports: too high."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -117,7 +117,7 @@ def reset_high_water_mark() -> bool:
 
 
 def measure(flags: argparse.Namespace) -> dict:
-    """One export, in a process that has done nothing but import."""
+    """Measure one export, in a process that has done nothing but import."""
     most_anonymous = 0.0
     done = threading.Event()
 
@@ -153,7 +153,7 @@ def measure(flags: argparse.Namespace) -> dict:
 
 
 def start_part(part: str, flags: argparse.Namespace, *launcher: str, **overrides: object) -> str:
-    """Run this file in a new process, or in those of a launcher; returns what it printed."""
+    """Run this file in a new process, or in the processes of a launcher; return its output."""
     given = vars(flags) | overrides | {"part": part}
     settings = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
     command = [sys.executable, *launcher, __file__, *settings]
@@ -164,7 +164,7 @@ def start_part(part: str, flags: argparse.Namespace, *launcher: str, **overrides
 
 
 def compare_weights(ours: Path, merged: Path) -> int:
-    """The number of safetensors files of ours, if they hold the very weights of the merged file.
+    """Check that our safetensors files hold the same weights as the merged file; return their number.
 
     Raises:
         RuntimeError: if names, dtypes, shapes or values differ.

@@ -1,17 +1,16 @@
-"""Peak memory of a process while a new model is made and sharded: on the meta device, and by plain construction.
+"""Measure a process's peak memory while a new model is made and sharded: on the meta device, or by plain construction.
 
     python benchmarks/init_memory.py --config_file accelerate_configs/fsdp_full.yaml \\
         --preset recipes/configs/c4/llama3_2_1b.yaml --out benchmarks/results/init_memory.json
 
-Launches two processes for each of two ways, one way after the other:
+The script launches two processes for each of two ways, one way after the other:
 
     ours      models.new_model on the meta device, which distributed.prepare shards and then initialises
     plain     from_config on the CPU of every process, then distributed.prepare; the YAML's cpu_ram_efficient_loading
 
-What counts is the memory above that after the imports, until the optimizer is built: resident set of the process on a
-CPU (the largest it ever had, so that what starting gloo takes is in it), allocated tensors on a GPU. Read it beside
-the bound: a process's own shard, the largest single parameter, and 10 % of their sum. `ours` over the bound ends with
-an error.
+The result is the peak until the optimizer is built, above the memory after the imports: on a CPU the largest resident
+set (so the start of gloo is included), on a GPU allocated tensors. Compare it with the bound: a process's own shard plus
+the largest single parameter, plus 10 % of their sum. If `ours` exceeds the bound, the script ends with an error.
 """
 
 import argparse
@@ -46,7 +45,7 @@ class Args(load(ROOT / "recipes/c4.py").Args):
 
 
 def measure(args: Args) -> None:
-    """One process of a launch: writes what it held to a file."""
+    """Run one process of a launch, which writes what it held to a file."""
     before = psutil.Process().memory_info().rss / GIB
     accelerator = make_accelerator(args)
     config = new_config(args)

@@ -1,14 +1,14 @@
-"""Peak memory and time of one step with a vocabulary of 128,256: with whole logits, and without.
+"""Measure peak memory and time of one step with a vocabulary of 128,256: with whole logits, and without.
 
     python benchmarks/loss_memory.py --out benchmarks/results/loss_memory.json
 
-One small Llama, the same weights and tokens, forward and backward pass, each way in a process of its own:
+Each way runs a forward and a backward pass of one small Llama, with the same weights and tokens, in its own process:
 
     plain     losses.next_token_loss: the logits of all tokens at once
     torch     losses.next_token_loss_without_logits, by torch.nn.functional.linear_cross_entropy (torch 2.13)
-    chunked   the same by checkpointed chunks, as where torch has no such function
+    chunked   the same by checkpointed chunks, as with a torch that has no such function
 
-Memory is what the step takes above what was there before it, its gradients included: the largest resident set of the
+Memory is the peak of the step, gradients included, above the memory before it: the largest resident set of the
 process on a CPU, allocated tensors on a GPU. The gradients are compared with the plain ones; in fp32, if they differ by
 more than 1e-4 of their norm, the benchmark ends with an error.
 """
@@ -39,21 +39,21 @@ GIB = 2**30
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default, text in (
-        ("vocab_size", 128256, "Of the model."),
-        ("hidden_size", 512, "Of the model."),
-        ("num_hidden_layers", 2, "Of the model."),
-        ("max_length", 2048, "Tokens of the one row."),
+        ("vocab_size", 128256, "Words in the model's vocabulary."),
+        ("hidden_size", 512, "Width of the model."),
+        ("num_hidden_layers", 2, "Layers of the model."),
+        ("max_length", 2048, "Tokens of the only row."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="As in an accelerate YAML.")
-    parser.add_argument("--way", choices=WAYS, help="Only this one, in this process.")
-    parser.add_argument("--folder", type=Path, help="With --way: for its result.")
+    parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="Precision to use.")
+    parser.add_argument("--way", choices=WAYS, help="Run only this way, in this process.")
+    parser.add_argument("--folder", type=Path, help="Folder for the result of --way.")
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
     return parser.parse_args()
 
 
 def measure(flags: argparse.Namespace) -> None:
-    """One step in this process; its figures and gradients go to files."""
+    """Take one step in this process; write its figures and gradients to files."""
     if flags.way == "chunked":
         del F.linear_cross_entropy
     loss_fn = next_token_loss if flags.way == "plain" else next_token_loss_without_logits

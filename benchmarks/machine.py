@@ -1,4 +1,4 @@
-"""What every result says of its origin."""
+"""Description of the machine, versions and command that every result records."""
 
 import platform
 import re
@@ -14,7 +14,7 @@ import accelerate_recipes
 
 
 def machine(device: torch.device) -> dict:
-    """On what a benchmark ran, with which versions, started by which command."""
+    """Describe the machine that a benchmark ran on, the versions, and the command that started it."""
     cpu_info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
     if device.type == "cuda":

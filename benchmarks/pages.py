@@ -1,4 +1,4 @@
-"""What the benchmarks of the data share: shards of any size from the shipped pages."""
+"""Shards of any size, made from the shipped pages, for the benchmarks of data."""
 
 import gzip
 import itertools
@@ -18,9 +18,9 @@ def read_pages() -> list[str]:
 
 
 def pieces(text: str, mean_length: int, seed: int = 0) -> Iterator[str]:
-    """Pieces of half to one and a half times `mean_length` characters, without end, from anywhere in the text.
+    """Yield pieces from anywhere in the text, without end, of half to one and a half times `mean_length` characters.
 
-    Neighbours have nothing in common, as in C4: in the order of the text, a tokenizer would find more words in its cache.
+    Neighbours have nothing in common, as in C4. In the order of the text, a tokenizer would find more words in its cache.
     """
     generator = np.random.default_rng(seed)
     while True:
@@ -30,7 +30,7 @@ def pieces(text: str, mean_length: int, seed: int = 0) -> Iterator[str]:
 
 
 def write_shards(folder: Path, num_documents: int, num_shards: int, mean_length: int) -> list[str]:
-    """Gzip shards of C4's schema, of equally many documents, made of pieces of the pages."""
+    """Write gzip shards in C4's schema, with equally many documents, from pieces of the pages."""
     source = pieces("\n".join(read_pages()), mean_length)
     files = []
     for i in range(num_shards):

@@ -1,13 +1,13 @@
-"""What resuming a stream costs early and late in the data, and what skipping to the place would cost.
+"""Measure the cost of resuming a stream early and late in the data, and the cost of skipping to the same place.
 
     python benchmarks/stream_resume.py --out benchmarks/results/stream_resume.json
 
-Makes gzip shards of equally many documents from the shipped pages. One pass iterates over the rows of an epoch from
-its start and notes the state at 1 % and at 95 % of the steps, and how long it took to get there: that is what resuming by
-skipping costs. Then, in turns, a new loader is made, given one of the states, and read until its first step's rows are
-there: that is what resuming costs. The rows must be those that the first pass saw, or the benchmark ends with an error.
+The script makes gzip shards with equally many documents from the shipped pages. One pass iterates over the rows of an epoch
+from its start, and notes the state at 1 % and at 95 % of the steps, and the time to get there: the cost of resuming by
+skipping. Then, in turns, a new loader gets one of these states, and is read until the rows of its first step are
+there: the cost of resuming. The rows must be those that the first pass saw, or the benchmark ends with an error.
 
-Times hold everything from making the loader on: with workers, starting them too. The files were just written and lie
+Times include everything from making the loader on, also the start of workers. The files were just written and lie
 in the page cache. Read the ratio of the medians, 95 % to 1 %.
 """
 
@@ -32,14 +32,14 @@ PLACES = (0.01, 0.95)
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default, text in (
-        ("documents", 200_000, "In all shards."),
+        ("documents", 200_000, "Documents in all shards."),
         ("shards", 25, "Gzip files."),
         ("mean_length", 1000, "Characters of a document."),
         ("rounds", 5, "Resumes at each place."),
         ("max_length", 1024, "Tokens in a row."),
         ("total_batch_size", 24, "Rows in a step."),
         ("num_workers", 0, "Processes that tokenise."),
-        ("vocab_size", 8192, "Of the tokenizer, which is trained on the pages."),
+        ("vocab_size", 8192, "Vocabulary of the tokenizer, which is trained on the pages."),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
@@ -56,9 +56,9 @@ def new_loader(source: TextShards, flags: argparse.Namespace) -> StreamLoader:
 
 
 def iterate(source: TextShards, flags: argparse.Namespace) -> dict[float, tuple[dict, torch.Tensor, float]]:
-    """For each place: the state there, the rows of the step after, and the seconds it took to get there from the start.
+    """Return, for each place, the state there, the rows of the next step, and the seconds from the start to this place.
 
-    A place is a share of the documents; the first step behind it counts.
+    A place is a share of the documents; the first step after it counts.
     """
     loader = new_loader(source, flags)
     found = {}
