@@ -1,4 +1,4 @@
-"""`python -m accelerate_recipes COMMAND ...`: what is done around a run."""
+"""Commands for use before, between and after runs: `python -m accelerate_recipes COMMAND ...`"""
 
 import argparse
 import sys
@@ -10,47 +10,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
-    check.add_argument("--shell", action="store_true", help="print what a job script needs; the rest to stderr")
+    check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
     job.add_argument("argv", nargs=argparse.REMAINDER, metavar="[FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     fetch = commands.add_parser(
-        "download", help="fetch what a run will read of the Hub, where there is internet", allow_abbrev=False
+        "download", help="download what a run will read from the Hub, where there is internet", allow_abbrev=False
     )
-    fetch.add_argument("--max_shards", type=int, help="only the first so many files that match a pattern")
-    fetch.add_argument("--update", action="store_true", help="move to the newest commits; else what is here stays")
+    fetch.add_argument("--max_shards", type=int, help="download only the first MAX_SHARDS files of a pattern")
+    fetch.add_argument("--update", action="store_true", help="move to the newest commits; default: keep pinned ones")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
     ended = commands.add_parser(
-        "requeue", help="what a Slurm job does next: exit code 0: nothing, 75: requeue, 1: fail"
+        "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
     )
     ended.add_argument("output_dir", type=Path)
     ended.add_argument("--signalled", action="store_true", help="Slurm wanted the nodes back")
     ended.add_argument("--max_restarts", type=int, required=True)
     commands.add_parser("verify", help="read what was downloaded, and compare it with its checksums; offline")
-    commands.add_parser("list", help="what was downloaded, and for which recipes; offline")
+    commands.add_parser("list", help="list what was downloaded, and for which recipes; offline")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
-    saved.add_parser("verify", help="check every file of one").add_argument("directory", type=Path)
-    saved.add_parser("list", help="those of a run").add_argument("directory", type=Path)
+    saved.add_parser("verify", help="check every file of a checkpoint").add_argument("directory", type=Path)
+    saved.add_parser("list", help="list the checkpoints of a run").add_argument("directory", type=Path)
     out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
     out.add_argument("checkpoint", type=Path)
     out.add_argument("out", type=Path)
-    out.add_argument("--dtype", choices=["bf16", "fp32"], help="default: the precision it was evaluated in")
-    out.add_argument("--max_shard_size", default="5GB", help="of a safetensors file, such as 500MB")
-    out.add_argument("--merge_adapter", action="store_true", help="of adapters: the whole model with them merged in")
+    out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
+    out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
+    out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
     args, rest = parser.parse_known_args()
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
     if args.command == "requeue":
-        # Seconds count: the job may be about to end.
+        # Be quick: the job may be about to end.
         from accelerate_recipes.launch.requeue import after_attempt
 
         code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
         print(why)
         sys.exit(code)
 
-    # These import torch and transformers: not for a usage message.
+    # These import torch and transformers, which a usage message does not need.
     from accelerate_recipes.args import ConfigError
 
     try:
@@ -107,7 +107,7 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def list_checkpoints(directory: Path) -> None:
-    """Print a line for each directory that is named like a checkpoint: size, age, and whether it is one."""
+    """Print a line for each directory named like a checkpoint: size, age, and whether it is complete."""
     from accelerate_recipes.checkpoint import files
 
     for path in files.candidates(directory):

@@ -1,11 +1,11 @@
-"""Adapters by PEFT: LoRA and DoRA in a frozen model, in PEFT's files, and merged into the model's.
+"""Adapters by PEFT: LoRA and DoRA in a frozen model, saved in PEFT's files, or merged into the model's weights.
 
-They are put into the model in place. It stays the transformers model that FSDP wraps, losses call and `generate` runs;
+Adapters are added in place. The model stays the transformers model that FSDP wraps, losses call and `generate` runs;
 a layer with an adapter keeps its weight under `base_layer`.
 
-Under FSDP2 frozen weights in bf16 and adapters in fp32 share a layer's group: torch 2.13 wants one dtype among the
-trained parameters of a group, not among all, and gathers them in the precision of the YAML. Gradients are kept and
-reduced of the adapters alone.
+Under FSDP2 frozen weights in bf16 and adapters in fp32 share a layer's group: torch 2.13 needs one dtype among the
+trained parameters of a group, not among all, and gathers them in the precision of the YAML. Only the adapters' gradients
+are kept and reduced.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu et al., DoRA: Weight-Decomposed
 Low-Rank Adaptation, 2024.
@@ -34,13 +34,13 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.weights import seed_of
 
-# PEFT is imported where it is used: where bitsandbytes is installed, it brings that and torch's compiler, a quarter of
-# the time in which a process starts.
+# PEFT is imported where it is used: if bitsandbytes is installed, PEFT imports it and torch's compiler, which take a quarter
+# of the time in which a process starts.
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
-NAME = "default"  # PEFT's, of a model's only adapter
+NAME = "default"  # PEFT's name for the only adapter of a model
 
 
 @dataclass
@@ -48,15 +48,15 @@ class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
     config: "LoraConfig"
-    base: dict[str, str | None]  # the model that it belongs to, as `base_of` describes it
+    base: dict[str, str | None]  # the model of the adapters, as `base_of` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
-    """Choose how `from_pretrained` loads: trained weights in their dtype, frozen ones in the one they compute in.
+    """Choose how `from_pretrained` loads: trained weights in their own dtype, frozen weights in the compute dtype.
 
-    With --load_in_4bit the linear layers but the output layer are rounded to NF4 with double quantization, block by
-    block, and packed into numbers of that dtype: FSDP2 shards floating-point parameters only, and gathers them in the
-    precision of the YAML, which must leave the bits as they are. Each process rounds the whole model on its device.
+    With --load_in_4bit all linear layers but the output layer are rounded to NF4 with double quantization, block by
+    block, and packed into numbers of the compute dtype: FSDP2 shards only floating-point parameters, and gathers them in
+    the precision of the YAML, which must not change the bits. Each process rounds the whole model on its device.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
@@ -74,14 +74,14 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
 
 
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
-    """`target_modules` and `target_parameters` for PEFT: names, or their ends, of what gets an adapter.
+    """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of what gets an adapter.
 
-    The first are linear layers, the others weights of experts: a mixture keeps those of a layer in one parameter of three
-    dimensions. The output layer never is among them: it may be the embedding too, and a loss without logits calls it in a
-    way of its own.
+    The modules are linear layers. The parameters are weights of experts: a mixture keeps all experts of a layer in one
+    parameter of three dimensions. The output layer is never included: it may be the embedding too, and a loss without
+    logits calls it in a special way.
 
     Raises:
-        ConfigError: for a name that is neither's, and for settings that PEFT's adapters of experts do not know.
+        ConfigError: for a name that is neither, and for settings that PEFT's adapters of experts do not support.
     """
     layers, experts = candidates(model)
     kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
@@ -109,33 +109,33 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
 
 
 def candidates(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Names of the linear layers but the output layer, and of the parameters that hold a matrix of each expert."""
+    """Name the linear layers except the output layer, and the parameters that hold a matrix for each expert."""
     head, layers, experts = model.get_output_embeddings(), [], []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             layers.append(name)
-        elif not isinstance(module, nn.Conv1d):  # whose weight has three dimensions too
+        elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
             parameters = module.named_parameters(recurse=False)
             experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
     return layers, experts
 
 
 def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names that end with one of `ends`, which are whole parts of a name."""
+    """Return the names that end with one of `ends`, where each end is one or more whole parts of a name."""
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
 def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
     """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
 
-    An adapter's first weights depend on the seed and the layer's name only: they are the same on any number of
-    processes. One that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first.
+    An adapter's first weights depend only on the seed and the layer's name: they are the same on any number of
+    processes. A process that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets the first one's.
 
     Returns:
-        What a checkpoint says of them; None without --use_peft.
+        What a checkpoint records about the adapters; None without --use_peft.
 
     Raises:
-        ConfigError: for layers that are not there, and where --merge_adapter would not find them in the model's files.
+        ConfigError: for layers that do not exist, and if --merge_adapter would not find them in the model's files.
     """
     if not args.use_peft:
         return None
@@ -157,7 +157,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
     )
-    is_real = not any(parameter.is_meta for parameter in model.parameters())  # else preflight's, or of another rank
+    is_real = not any(parameter.is_meta for parameter in model.parameters())  # else preflight's, or another rank's
     base = on_first_rank(lambda: base_of(config) if is_real else {})
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
@@ -193,10 +193,10 @@ def read_config(checkpoint: Path) -> "LoraConfig":
 
 
 def base_of(config: "LoraConfig") -> dict[str, str | None]:
-    """`name`, `revision` and `checksum` of the model that an adapter belongs to, from its files, all of which are read.
+    """Describe the model that an adapter belongs to by `name`, `revision` and `checksum`; reads all its files.
 
-    The checksum is of each weight, by its name, shape, dtype and bytes: it does not change with the number of files. Of a
-    model on the Hub it is taken too, since a commit says nothing of what became of the files here.
+    The checksum covers each weight's name, shape, dtype and bytes, so it does not depend on the number of files. It is also
+    computed for a model on the Hub, since a commit does not say whether the files here are intact.
 
     Raises:
         ConfigError: if the model is not here, or cannot be read.
@@ -214,10 +214,10 @@ def base_of(config: "LoraConfig") -> dict[str, str | None]:
 
 
 def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
-    """The weights of the model that an adapter belongs to, from its files, which are mapped and not read.
+    """Open the weights of the model that an adapter belongs to; its files are mapped, not read.
 
     Raises:
-        ConfigError: if it is not here, or cannot be read.
+        ConfigError: if the model is not here, or cannot be read.
     """
     name, revision = config.base_model_name_or_path, config.revision
     place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
@@ -237,13 +237,13 @@ def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
 
 
 def weight_of(name: str, layer: "LoraLayer") -> str:
-    """Name, in the model without adapters, of the weight that a layer of PEFT's adapts."""
-    name = name.replace(".base_layer", "")  # two parameters of one module: PEFT wraps it twice
+    """Return the name of the weight that a PEFT layer adapts, in the model without adapters."""
+    name = name.replace(".base_layer", "")  # PEFT wraps a module twice for two parameters
     return f"{name}.{layer.parameter_name if is_of_experts(layer) else 'weight'}"
 
 
 def is_of_experts(layer: "LoraLayer") -> bool:
-    """Tell whether a layer of PEFT's adapts a parameter of a module, as experts are, and not a linear layer."""
+    """Tell whether a PEFT layer adapts a parameter (as for experts) rather than a linear layer."""
     from peft.tuners.lora import ParamWrapper
 
     return isinstance(layer, ParamWrapper)
@@ -252,12 +252,12 @@ def is_of_experts(layer: "LoraLayer") -> bool:
 def names_in_files(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Map each weight's name in the model to its name in the files, or to those of the parts that it is joined of.
+    """Map each weight's name in the model to its name in the files, or to the names of the parts that are joined into it.
 
     `model` is on the meta device, without adapters.
 
     Raises:
-        ConfigError: if the files have another.
+        ConfigError: if the files use other names.
     """
     found = {}
     for name in weights:
@@ -274,10 +274,10 @@ def names_in_files(
 def merged(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: "LoraConfig"
 ) -> Callable[[str], torch.Tensor]:
-    """A function that gives a weight by its name in the files of `base`: with what its adapter adds, in fp32, if it has one.
+    """Return a function that gives a weight by its name in the files of `base`, plus what its adapter adds, if any, in fp32.
 
-    `model`, on the meta device, is given adapters without values. Of what is computed, the function keeps that of two
-    weights of the model: of experts, whose parts lie side by side in files, those of a layer.
+    `model` is on the meta device, and gets adapters without values. The function caches the results for two weights of the
+    model: the parts of one layer's experts lie side by side in the files.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -290,7 +290,7 @@ def merged(
 
     @lru_cache(2)
     def deltas(weight: str) -> dict[str, torch.Tensor]:
-        """Return what is added, by the names in the files: cutting and turning a weight commutes with adding to it."""
+        """Return what is added, by names in the files: splitting or transposing a weight commutes with adding to it."""
         delta = delta_of(*layers[weight], adapter)
         return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
 
@@ -308,9 +308,9 @@ def merged(
 
 
 def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Compute what an adapter adds to its weight, in fp32: (out, in), of experts (experts, out, in) unless transposed.
+    """Compute what an adapter adds to its weight, in fp32: (out, in), or (experts, out, in) unless transposed.
 
-    As `get_delta_weight` of PEFT's layers, which are without values here.
+    This is `get_delta_weight` of PEFT's layers, which have no values here.
     """
     down, up = (adapter[f"{path}.lora_{which}.{NAME}.weight"].float() for which in "AB")
     if not is_of_experts(layer):

@@ -1,4 +1,4 @@
-"""Calendar of a run: when to log, evaluate, save and stop. Our loop and trl's trainers keep it alike."""
+"""Calendar of a run: when to log, evaluate, save and stop. Our loop and trl's trainers both use it."""
 
 import time
 from collections.abc import Callable
@@ -18,29 +18,29 @@ EvaluateFn = Callable[[int], dict[str, float]]
 
 
 class Agenda:
-    """Does what is due before the first step and after each; call its methods on every rank.
+    """Does what is due before the first step and after each step; call its methods on every rank.
 
-    The clock is the completed optimizer step.
+    Time is counted in completed optimizer steps.
 
-    `evaluate_fn(step)` is called before and after training and every `eval_steps`; `data_state_fn()` gives what a
-    checkpoint needs of this rank's data besides the step.
+    `evaluate_fn(step)` is called before and after training and every `eval_steps`; `data_state_fn()` returns what a
+    checkpoint needs, besides the step, about this rank's data.
 
-    To make one begins the training: a signal from now on ends it in good order.
+    Training begins when an Agenda is made: from then on a signal ends the run in good order.
     """
 
     log: MetricsLog
     step = 0  # completed
-    stopped: Stopped | None = None  # once a rank was asked to
+    stopped: Stopped | None = None  # set once a rank was asked to stop
 
     def __init__(self, run: Run, evaluate_fn: EvaluateFn, data_state_fn: Callable[[], dict]):
         self.run = run
         self.evaluate_fn = evaluate_fn
         self.data_state_fn = data_state_fn
-        self.step_timeout: float | None = None  # seconds, once the first step has told how long one takes
+        self.step_timeout: float | None = None  # seconds; known after the first step
         if run.is_first:
             run.output_dir.mkdir(parents=True, exist_ok=True)
             run.args.save(run.output_dir / "args.yaml")
-        # Not earlier: before there is something to save, a signal should end the process, also one that waits for another.
+        # Do not listen earlier: before there is something to save, a signal should end the process, even a waiting one.
         stop.listen(run.output_dir)
         set_seed(run.args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
 
@@ -51,7 +51,7 @@ class Agenda:
             The step to go on from.
 
         Raises:
-            ConfigError: for a checkpoint behind the last step, and if --metric_for_best_model is not among what the
+            ConfigError: for a checkpoint beyond the last step, and if --metric_for_best_model is not among what the
                 evaluation gives.
         """
         run, args = self.run, self.run.args
@@ -74,7 +74,7 @@ class Agenda:
         if run.is_first:
             newest = str(run.checkpointer.newest or "")
             update_status(run.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
-        # What is due at this step, unless a run that was stopped in it comes back: before the first step, for one.
+        # Evaluate what is due at this step, unless a run that was stopped here has done it: before the first step, for one.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
         best = args.metric_for_best_model
@@ -95,7 +95,7 @@ class Agenda:
         return self.run.is_first and 0 < 60 * self.run.args.save_minutes < time.perf_counter() - self.last_save
 
     def completed(self, step: int, seconds: float, *, wants_stop: bool) -> None:
-        """Note a step, and how long it took. `wants_stop`: a rank was asked to stop; a log line and a save are still due."""
+        """Note a step and its duration. With `wants_stop` a rank was asked to stop; a log line and a save are still due."""
         self.step = step
         stop.step_took(seconds)
         if self.step_timeout is None:
@@ -115,13 +115,13 @@ class Agenda:
         return self.step in (0, self.run.total_steps) or (eval_steps > 0 and self.step % eval_steps == 0)
 
     def log_window(self, window: Window, grad_norm: float, learning_rate: float, values: dict[str, float]) -> None:
-        """Log the steps of the window in one line; `values` are further ones."""
+        """Log the steps of the window in one line, with the additional `values`."""
         device = self.run.accelerator.device
         gib = max_over_ranks(peak_memory_gib(device), device)
         self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)
 
     def evaluate_and_save(self, *, wants_save: bool) -> None:
-        """Evaluate and save, as far as that is due after a step and its log line; `wants_save`: a rank wants a checkpoint.
+        """Evaluate and save if due, after a step and its log line. `wants_save` says that a rank wants a checkpoint.
 
         Raises:
             Stopped: where a rank was asked to stop, also during the evaluation; what was done until then is saved.

@@ -1,7 +1,7 @@
 """Arguments of a recipe: one flat dataclass, `defaults < --config preset.yaml < flags`.
 
-Names are those of `transformers.TrainingArguments` wherever it has one. What belongs to the accelerate
-YAML (sharding, precision, compile, activation checkpointing) has no flag here; typing one is an error
+Names are those of `transformers.TrainingArguments` wherever it has one. Settings of the accelerate
+YAML (sharding, precision, compile, activation checkpointing) have no flag here; typing one is an error
 that names the key. All problems are reported at once, in one `ConfigError`.
 """
 
@@ -20,7 +20,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-# Flags of other scripts whose knob the accelerate YAML or another argument owns here.
+# Flags that other scripts have, but that the accelerate YAML or another argument decides here.
 OWNED_ELSEWHERE = {
     "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
     "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the processes",
@@ -37,7 +37,7 @@ OWNED_ELSEWHERE = {
 
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
-MAX_INT = 2**31 - 1  # so that a seed with step and rank added, or a product of two sizes, is one for numpy and torch
+MAX_INT = 2**31 - 1  # numpy and torch then accept a seed plus step and rank, and a product of two sizes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALL_LINEAR = "all-linear"
 
@@ -51,16 +51,16 @@ def computes_in_bf16(precision: str | None = None) -> bool:
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's: printed as one message, without a traceback."""
+    """A mistake of the user, printed as one message, without a traceback."""
 
 
 class OutOfRangeError(ValueError):
-    """Says what a number must be."""
+    """A number is out of range; the text says what it must be."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an argument may be: finite, and within the bounds. To argparse, its `choices`."""
+    """Allowed values of a numeric argument: finite, and within the bounds. argparse gets it as `choices`."""
 
     min: float = -math.inf
     max: float = math.inf
@@ -85,10 +85,10 @@ class Range:
 
 
 class Parser(HfArgumentParser):
-    """Knows that the choices of a number are a range, and what else `arg` notes at a field."""
+    """HfArgumentParser that accepts a Range as `choices`, and the other metadata that `arg` sets."""
 
     def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
-        """Leave out what is not argparse's: HfArgumentParser hands on all that is noted at a field."""
+        """Drop metadata that argparse does not know: HfArgumentParser passes on all metadata of a field."""
         return super().add_argument(*names, **settings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -101,10 +101,10 @@ class Parser(HfArgumentParser):
 def arg(
     default: Any, help: str, *, choices: Sequence[str] | Range | None = None, fixed: bool | None = None, **bounds: float
 ) -> Any:
-    """A dataclass field with its help text, as HfArgumentParser reads it. `bounds`, of a number, are those of `Range`.
+    """Declare a dataclass field with its help text, as HfArgumentParser reads it. `bounds` of a number are those of `Range`.
 
-    `fixed`: no checkpoint can be continued once it changed, since it decides the model, the order of the data, or what the
-    optimizer keeps. Default: a recipe's own fields are, those of TrainArgs are not.
+    If a `fixed` argument changes, a checkpoint cannot be continued: it decides the model, the order of the data, or the
+    optimizer's state. Default: a recipe's own fields are fixed, those of TrainArgs are not.
     """
     metadata = {"help": help, "fixed": fixed}
     if choices or bounds:
@@ -118,14 +118,14 @@ def arg(
 class TrainArgs:
     """Arguments that every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
 
-    output_dir: str = arg("outputs/run", "Checkpoints, metrics.jsonl, args.yaml and export/ are written here.")
+    output_dir: str = arg("outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.")
     resume_from_checkpoint: str = arg(
-        "latest", "`latest` (the newest complete one in --output_dir, else a fresh start), a path, or `none`."
+        "latest", "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`."
     )
-    seed: int = arg(42, "Seeds the initial weights, dropout and the order of the data.", fixed=True, min=0)
-    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, which give the same bits in the same run.")
+    seed: int = arg(42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0)
+    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, so that the same run gives the same bits.")
     num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
-    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs gives.", min=-1)
+    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs needs.", min=-1)
     total_batch_size: int = arg(
         16, "Sequences per optimizer step, over all processes and accumulation.", fixed=True, min=1
     )
@@ -149,22 +149,22 @@ class TrainArgs:
     )
     max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0)
     prefetch_layers: int = arg(
-        0, "Layers that FSDP2 gathers ahead of the one that computes; 0: torch's choice, one.", min=0
+        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0
     )
     checkpoint_every_n_layers: int = arg(
-        1, "Recompute only each n-th layer, where the YAML has fsdp_activation_checkpointing.", min=1
+        1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1
     )
     reduce_dtype: str = arg("fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES))
-    logging_steps: int = arg(10, "Write a log line every so many steps.", min=1)
-    eval_steps: int = arg(0, "Evaluate every so many steps; 0: only before and after training.", min=0)
+    logging_steps: int = arg(10, "Steps between log lines.", min=1)
+    eval_steps: int = arg(0, "Steps between evaluations; 0: evaluate only before and after training.", min=0)
     save_steps: int = arg(
-        500, "Save a checkpoint every so many steps, and after the last; 0: only after the last.", min=0
+        500, "Steps between checkpoints, with one more after the last step; 0: only after the last.", min=0
     )
     save_minutes: float = arg(
-        0.0, "Also save a checkpoint when so many minutes have passed since the last; 0: by steps only.", min=0
+        0.0, "Minutes since the last checkpoint after which to save one more; 0: save by steps only.", min=0
     )
     save_total_limit: int = arg(2, "Number of newest complete checkpoints to keep; 0: all.", min=0)
-    keep_every_n_steps: int = arg(0, "Also keep the checkpoint of every so many steps; 0: none.", min=0)
+    keep_every_n_steps: int = arg(0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0)
     metric_for_best_model: str = arg(
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
     )
@@ -173,7 +173,7 @@ class TrainArgs:
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.", min=1)
     step_timeout: int = arg(
-        300, "Seconds after which a step that hangs is an error; the first has --ddp_timeout.", min=1
+        300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
     use_peft: bool = arg(
@@ -184,28 +184,28 @@ class TrainArgs:
     )
     lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
     lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", fixed=True, min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 where experts get one.", min=0, below=1)
+    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 if experts get adapters.", min=0, below=1)
     lora_target_modules: list[str] = arg(
         [ALL_LINEAR],
         "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
         fixed=True,
     )
-    use_rslora: bool = arg(False, "Scale by --lora_alpha / sqrt(--lora_r) instead: for high ranks.", fixed=True)
+    use_rslora: bool = arg(False, "Scale adapters by --lora_alpha / sqrt(--lora_r): for high ranks.", fixed=True)
     use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
-    merge_adapter: bool = arg(False, "Export the model with the adapter merged in, beside the adapter.")
+    merge_adapter: bool = arg(False, "Export the model with the adapter merged in, and also the adapter.")
 
-    # Fields that are no arguments, and who decides instead.
+    # Fields of other libraries that are not arguments here, and what decides instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 
-    # Of fields that another library declares: ranges, and those that are fixed on a resume.
+    # For fields that another library declares: their ranges, and which of them are fixed on a resume.
     ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
-    # Folders that only the machine of the run sees: whether a file is there cannot be known here.
+    # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 
     def problems(self, world_size: int) -> list[str]:
-        """List what contradicts each other in these values, one sentence each. A recipe adds its own."""
+        """List contradictions between these values, one sentence each. A recipe adds its own."""
         found = []
         if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
             found.append(
@@ -274,7 +274,7 @@ class TrainArgs:
         return found
 
     def file_problems(self, name: str, suffixes: Collection[str]) -> list[str]:
-        """List the files of an argument that are not there, or of no kind that is read, one sentence each."""
+        """List the files of an argument that are missing or of an unknown kind, one sentence each."""
         found, files = [], getattr(self, name)
         for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents):
@@ -285,7 +285,7 @@ class TrainArgs:
 
     @property
     def base_model(self) -> str:
-        """Name or folder of the pretrained model that a run begins with; empty: it makes a new one."""
+        """Name or folder of the pretrained model that a run begins with; empty if it makes a new one."""
         return "" if getattr(self, "from_scratch", False) else getattr(self, "model_name_or_path", "")
 
     @property
@@ -299,12 +299,12 @@ class TrainArgs:
 
     @classmethod
     def fixed_on_resume(cls) -> set[str]:
-        """Names of the arguments that no checkpoint can be continued with once they changed; see `arg`."""
+        """Names of the arguments that must not change when a checkpoint is continued; see `arg`."""
         found = set(cls.fixed)
         for name in (f.name for f in fields(cls)):
             if shared := TrainArgs.__dataclass_fields__.get(name):
                 is_fixed = shared.metadata["fixed"]
-            else:  # a class that only gives another default does not say
+            else:  # a class that only changes the default does not decide it
                 declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
                 said = [f.metadata["fixed"] for f in declared if f is not None and "fixed" in f.metadata]
                 is_fixed = said and said[0] is not False
@@ -317,7 +317,7 @@ class TrainArgs:
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
 
     def values(self) -> dict[str, Any]:
-        """All arguments by their names."""
+        """Return all arguments by name."""
         return {name: value for name, value in asdict(self).items() if name not in self.owned_elsewhere}
 
     def save(self, path: Path) -> None:
@@ -348,8 +348,8 @@ def parse(
 ) -> Args:
     """Resolve the arguments of a recipe.
 
-    `world_size` defaults to what the launcher put into the environment. `other_problems`, of the launch with these
-    arguments, are reported together with those found here.
+    `world_size` defaults to what the launcher put into the environment. `other_problems` finds problems of the launch with
+    these arguments; they are reported together with those found here.
 
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
@@ -364,11 +364,11 @@ def parse(
 def resolve(
     args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = ()
 ) -> tuple[Args, list[str]]:
-    """The arguments, without those that are wrong, and every problem found. `elsewhere`: as in `TrainArgs`."""
+    """Return the arguments, without the wrong ones, and every problem found. `elsewhere` is that of `TrainArgs`."""
     argv = list(argv)
-    # No exit at the first error, no abbreviations: `--learning` must not silently mean --learning_rate.
+    # Do not exit at the first error, and allow no abbreviations: `--learning` must not silently mean --learning_rate.
     parser = Parser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("--config", help="A preset: YAML of the arguments below; flags win over it.")
+    parser.add_argument("--config", help="Preset: a YAML file with arguments listed below; flags override it.")
     parser.add_argument("-h", "--help", action="help", help="Show this text and exit.")
     for action in parser._actions:
         action.choices = args_class.ranges.get(action.dest, action.choices)
@@ -396,7 +396,7 @@ def error_list(title: str, errors: list[str]) -> str:
 
 
 def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Split `--a 1 --b=2 3` into [("--a", ["1"]), ("--b", ["2", "3"])] and what comes before any flag."""
+    """Split `--a 1 --b=2 3` into [("--a", ["1"]), ("--b", ["2", "3"])] and the words before the first flag."""
     groups: list[tuple[str, list[str]]] = []
     stray = []
     for token in argv:
@@ -411,14 +411,14 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
 
 
 def tokens(flag: str, values: Sequence[str]) -> list[str]:
-    """A flag with its values as argparse takes them, for which a lone `-1e-5` would be another flag."""
+    """Join a flag and its values for argparse, which would take a separate `-1e-5` for another flag."""
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
 def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
-    """The preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
+    """List the preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
-    PyYAML reads 1e-5 as a string; as a flag's value it is the number that was meant.
+    PyYAML reads 1e-5 as a string; as a flag's value it becomes the intended number.
     """
     if not presets:
         return []
@@ -453,7 +453,7 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        ConfigError: if it cannot be read, or is none.
+        ConfigError: if the file cannot be read, or is not YAML.
     """
     try:
         return yaml.safe_load(path.read_text("utf-8"))
@@ -461,7 +461,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
-    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date raises ValueError
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
@@ -475,7 +475,7 @@ def check_group(
 ) -> bool:
     """Parse one flag with its values; if that fails, say why in `errors`."""
     action = parser._option_string_actions.get(flag)
-    name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing is of `packing`
+    name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing belongs to `packing`
     if name in owned_elsewhere:
         errors.append(f"--{name} ({where}) is not an argument of the recipe: {owned_elsewhere[name]}")
         return False

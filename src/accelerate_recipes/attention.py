@@ -1,4 +1,4 @@
-"""Attention inside the documents of a packed row, and the choice of the kernel where torch's own is not good."""
+"""Attention inside the documents of a packed row, and a choice of kernels where torch's own choice is not good."""
 
 import contextlib
 import inspect
@@ -16,9 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from accelerate_recipes.args import ConfigError, computes_in_bf16
 
 DOCUMENTS = "documents"
-# Kernels that read where documents begin and end; others get a mask, which transformers makes of the positions.
+# Kernels that read where documents begin and end; others get a mask, which transformers makes from the positions.
 READ_BOUNDARIES = (DOCUMENTS, "flash_attention_2", "flash_attention_3")
-# Choices of a recipe whose rows are packed.
+# Choices for a recipe whose rows are packed.
 KERNELS = ["auto", DOCUMENTS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 
 ALL_KERNELS = [
@@ -26,25 +26,25 @@ ALL_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,  # what a device has of its own, such as Intel's GPUs
+    SDPBackend.OVERRIDEABLE,  # the own kernel of a device, such as Intel's GPUs
 ]
-BLOCK = 128  # queries that the CPU's kernel takes at a time
+BLOCK = 128  # queries that the CPU's kernel computes at a time
 FEWEST_BOUNDARIES = 64
-# torch 2.11's has keys and values with as many heads as queries.
+# In torch 2.11's kernel keys and values have as many heads as queries.
 HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """Find the documents of packed rows, on the CPU: a document begins where a position is 0, at the latest with its row.
+    """Find the documents of packed rows, on the CPU: a document begins where a position is 0, and at each row's start.
 
     Args:
         position_ids: (B, T).
 
     Returns:
-        `cu_seqlens`, (N + 1,) int32: where the documents begin in the rows laid behind each other, and the end, B x T.
-        That stands there again until N + 1 is a power of two, from 64 on: a document without tokens, so that compiled
-        code meets few lengths. `max_seqlen`: length of the longest, rounded up to a power of two for the same reason,
-        and T at most.
+        `cu_seqlens`, (N + 1,) int32: where documents begin when the rows are laid one after the other, and the end, B x T.
+        The end is repeated until N + 1 is a power of two, at least 64: these are documents without tokens, so that
+        compiled code meets few lengths. `max_seqlen` is the length of the longest document, rounded up to a power of two
+        for the same reason, but at most T.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     total, (_, row) = position_ids.numel(), position_ids.shape
@@ -59,7 +59,7 @@ def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:
-    """Name the boundaries of a batch as a model with this configuration takes them; nothing for one that gets a mask."""
+    """Return the boundaries of a batch as arguments of a model with this configuration; empty if the model gets a mask."""
     if config._attn_implementation not in READ_BOUNDARIES:
         return {}
     ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
@@ -83,21 +83,21 @@ def documents(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention inside each document, as an attention of transformers: no tile outside is touched.
+    """Compute causal attention inside each document, as an attention function of transformers; no tile outside is touched.
 
-    On a GPU by torch's varlen attention (FlashAttention), which wants bf16. On a CPU a plain kernel computes the same.
+    On a GPU this is torch's varlen attention (FlashAttention), which needs bf16. On a CPU a plain kernel computes the same.
 
     Args:
         query: (B, H, T, D); key and value (B, H or a divisor, T, D).
-        cu_seq_lens_q: as `boundaries` gives it; the last entry is B x T, since the gradient of what lies behind would be
+        cu_seq_lens_q: as `boundaries` gives it; the last entry is B x T, since the gradient of tokens after it would be
             NaN (pytorch #176793).
-        sliding_window: tokens that a token sees, itself among them.
+        sliding_window: tokens that a token sees, including itself.
 
     Returns:
         (B, T, H, D).
 
     Raises:
-        ValueError: for what this kernel does not compute: see `unable`, which says so beforehand.
+        ValueError: for what this kernel does not compute; `unable` finds that beforehand.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or dropout or softcap is not None or s_aux is not None or not causal:
@@ -110,7 +110,7 @@ def documents(
             f"--attn_implementation {DOCUMENTS}: the batch does not say where its documents begin; give sdpa"
         )
     rows, length = query.shape[0], query.shape[2]
-    if torch.is_autocast_enabled(query.device.type):  # under which queries and keys, behind RoPE, are fp32
+    if torch.is_autocast_enabled(query.device.type):  # under autocast, RoPE leaves queries and keys in fp32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = {"enable_gqa": True}
@@ -128,7 +128,7 @@ def documents(
 
 
 def unable(config: PreTrainedConfig) -> str:
-    """Say what a model asks of its attention that `documents` does not compute; empty if nothing."""
+    """Say what a model needs of its attention that `documents` does not compute; empty if nothing."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     heads = getattr(text, "num_attention_heads", 1)
@@ -145,12 +145,12 @@ def unable(config: PreTrainedConfig) -> str:
 
 
 def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str, str]:
-    """Choose the attention for `auto`; any other name stays. Returns it, and in words why, empty where nobody asks.
+    """Choose the attention for `auto`; any other name stays. Returns its name, and why in words (empty if not `auto`).
 
-    `dtype` is the weights', in which the model computes unless the accelerate YAML says bf16.
+    `dtype` is that of the weights, in which the model computes unless the accelerate YAML says bf16.
 
     Raises:
-        ConfigError: for one that the model, the precision or what is installed rules out.
+        ConfigError: for an attention that the model, the precision or the installed packages rule out.
     """
     is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
     if name == DOCUMENTS and (why := unable(config)):
@@ -160,7 +160,7 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str
             f"--attn_implementation {DOCUMENTS} computes in bf16 on a GPU; set `mixed_precision: bf16` in the accelerate "
             "YAML, or give sdpa"
         )
-    # Without the package, transformers takes the kernel from the Hub by `kernels`.
+    # Without the package, transformers would load the kernel from the Hub with `kernels`.
     packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     if name in packages and not any(map(find_spec, (packages[name], "kernels"))):
         raise ConfigError(
@@ -179,7 +179,7 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str
 
 @contextlib.contextmanager
 def with_padding(model: PreTrainedModel) -> Iterator[None]:
-    """Compute attention by sdpa meanwhile, for batches with padding, of which `documents` knows nothing."""
+    """Use sdpa inside this context, for batches with padding, which `documents` does not support."""
     name = model.config._attn_implementation
     if name != DOCUMENTS:
         yield
@@ -192,7 +192,7 @@ def with_padding(model: PreTrainedModel) -> Iterator[None]:
 
 
 def blocks(ends: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield queries of one document, at most BLOCK, the keys that they see, and which of these each does not see."""
+    """Yield at most BLOCK queries of one document, the keys that they see, and a mask of the keys that each does not see."""
     bounds = ends.tolist()
     for begin, end in itertools.pairwise(bounds):
         for start in range(begin, end, BLOCK):
@@ -210,7 +210,7 @@ def probabilities(query: torch.Tensor, key: torch.Tensor, unseen: torch.Tensor, 
 
 
 # The operator is torch's, so that both devices run the same code and compilation sees one node. torch 2.13 has no kernel for
-# a CPU; this one is for tests and small runs. Not `scaled_dot_product_attention`: an operator cannot ask autograd.
+# a CPU; this one is for tests and small runs. `scaled_dot_product_attention` would not do: an operator cannot call autograd.
 @_varlen_attn.register_kernel("cpu")
 def _attend_on_cpu(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args
@@ -221,7 +221,7 @@ def _attend_on_cpu(
     for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
         weights = probabilities(query[rows], wide_key[columns], unseen, scale or query.shape[-1] ** -0.5)
         found[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
-    # What a GPU's backward pass needs, and this one computes again.
+    # A GPU's backward pass needs these values; this one computes them again.
     lse = torch.empty(query.shape[1], query.shape[0])
     return found, lse, torch.zeros(2, dtype=torch.uint64)
 
@@ -261,16 +261,17 @@ def _attend_backward_on_cpu(
 
 
 def keep_cudnn_from_masks() -> None:
-    """Have attention computed by cuDNN only where a model learns without a mask; in this process, from now on.
+    """Use cuDNN's attention only where a model learns without a mask; in this process, from now on.
 
-    On Hopper torch 2.13 prefers cuDNN's kernel to all others. Without a mask it is the fastest. With one, of packed
-    documents, of padding or of T5's position bias, its backward pass (cuDNN 9.20) gives NaN gradients where a row has 64
+    On Hopper torch 2.13 prefers cuDNN's kernel to all others. Without a mask it is the fastest. With a mask (for packed
+    documents, padding or T5's position bias) its backward pass (cuDNN 9.20) gives NaN gradients if a row has 64
     tokens more than a multiple of 128 and a logsumexp below -88.7 (pytorch/pytorch#196678; tests/test_gpu.py fails once
-    it does not). And it makes a plan, for tens of milliseconds, for each shape that it meets: while a text is
-    generated, for each token.
+    this is fixed). Besides, it makes a plan for each new shape, which takes tens of milliseconds: during generation, for
+    each token.
 
-    The switch is the process's. It is off, also for a model that calls torch by itself, and `sdpa` turns it on for a
-    call: not around a forward pass, as activation checkpointing computes attention in the backward pass again.
+    The switch belongs to the process. It is off, also for a model that calls torch by itself, and `sdpa` turns it on for
+    one call. A whole forward pass would not do, because activation checkpointing computes attention again in the backward
+    pass.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register("sdpa", sdpa)
@@ -284,7 +285,7 @@ def sdpa(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa_attention_forward`, in whose place this stands for `attn_implementation="sdpa"`."""
+    """Replace transformers' `sdpa_attention_forward`, for `attn_implementation="sdpa"`."""
     is_masked = attention_mask is not None or settings.get("position_bias") is not None
     if is_masked or not torch.is_grad_enabled():
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)

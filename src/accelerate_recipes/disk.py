@@ -1,4 +1,4 @@
-"""Files that are whole or not there, on a disk that a cut of power does not surprise."""
+"""Files that are whole or do not exist, even after a power failure."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ import xxhash
 
 
 def checksum(file: Path) -> str:
-    """Compute XXH3 in 128 bits: it finds damage at the speed of the disk, and is no protection against forgery."""
+    """Compute XXH3 in 128 bits: it finds damage at the speed of the disk, but does not protect against forgery."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
@@ -29,14 +29,14 @@ def existing(path: Path) -> Path:
 
 
 def own_suffix() -> str:
-    """Return an ending for names of unfinished files that no other process of the cluster gives."""
+    """Return an ending for names of unfinished files that no other process of the cluster uses."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"
 
 
 def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
     """Write a file that is whole under its name at any moment.
 
-    It is written beside that, with `suffix`: `own_suffix()` where several processes may write it at once.
+    The content is first written to a name with `suffix`; give `own_suffix()` if several processes may write at once.
     """
     partial = path.with_name(path.name + suffix)
     partial.write_text(text)

@@ -1,8 +1,8 @@
 """One accelerate YAML, on a GPU cluster and on a laptop: `make_accelerator()` and `prepare()`.
 
 `accelerate launch` puts the YAML into the environment; this module reads only that. On a machine with
-accelerators it is Accelerate's normal path. Without, FSDP is real all the same: sharded over gloo.
-What Accelerate 1.15 gets wrong is put right here and nowhere else, each with the upstream reason.
+accelerators it takes Accelerate's normal path. Without accelerators, FSDP is still real: sharded over gloo.
+Only this module corrects what Accelerate 1.15 gets wrong, each time with the upstream reason.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from accelerate_recipes.weights import initialize
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
-    """The Accelerator that the launcher's environment describes, with `args.seed` set on all ranks alike.
+    """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
     Raises:
         ConfigError: for a strategy that cannot run here, or that would run as independent copies.
@@ -58,7 +58,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        # Ranks compile the same at the same time: each into a folder of its own, rather than waiting for locks.
+        # Ranks compile the same code at the same time: each gets its own folder, so that none waits for locks.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
@@ -95,7 +95,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     return accelerator
 
 
-# What torch leaves to MKL, element by element.
+# Functions that torch leaves to MKL, element by element.
 VECTOR_MATH = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin",
     "sqrt", "tan", "tanh",
@@ -103,11 +103,11 @@ VECTOR_MATH = (
 
 
 def resolve_vector_math() -> None:
-    """Call the functions of MKL's vector math once, on one number and so in one thread.
+    """Call each function of MKL's vector math once, on one number and therefore in one thread.
 
-    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. When several threads make that
-    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792): in the first step, now and then,
-    a rotary embedding.
+    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. If several threads make that
+    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792). This happened now and then to a
+    rotary embedding in the first step.
     """
     for name in VECTOR_MATH:
         for dtype in (torch.float32, torch.float64):
@@ -118,9 +118,9 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the se
 
 
 def keep_memory_in_one_piece() -> None:
-    """Let memory segments of a GPU grow, unless the user has set the allocator; before anything is on it.
+    """Let memory segments of a GPU grow, unless the user has configured the allocator; call it before the GPU is used.
 
-    Batches of many lengths, layers that are gathered and freed: of segments that cannot grow, more and more lies idle.
+    With batches of many lengths, and layers that are gathered and freed, ever more of fixed segments would lie idle.
     """
     if (
         torch.cuda.is_available()
@@ -131,10 +131,10 @@ def keep_memory_in_one_piece() -> None:
 
 
 def make_deterministic() -> None:
-    """Choose algorithms that add in one order, before anything is on a GPU; what has none is an error when it is called.
+    """Choose algorithms that add in a fixed order, before anything is on a GPU. A function without one fails when called.
 
-    As transformers' enable_full_determinism, without CUDA_LAUNCH_BLOCKING: that orders kernels that one stream orders
-    already. Source: "Reproducibility" in the notes of the PyTorch documentation.
+    This is transformers' enable_full_determinism without CUDA_LAUNCH_BLOCKING, which orders kernels that one stream
+    already orders. Source: "Reproducibility" in the notes of the PyTorch documentation.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers, for the flash-attn package
@@ -160,19 +160,19 @@ def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
 
 
 def use_cores(num_cores: int) -> None:
-    """Divide the cores over the processes of this machine: for all computation on a CPU, or for offload's optimizer.
+    """Divide the cores among the processes of this machine, for all computation on a CPU or for offload's optimizer.
 
-    The launchers set OMP_NUM_THREADS=1, for one process too, unless the user set it: 1 is therefore no choice.
+    The launchers set OMP_NUM_THREADS=1, even for one process, unless the user set it: so 1 is not the user's choice.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelPlugin:
-    """The YAML's FSDP settings, with what a CPU cannot do switched off and gradients reduced as `args` say."""
+    """Make the plugin of the YAML's FSDP settings, without those that a CPU lacks; gradients are reduced as `args` say."""
     version = int(os.environ.get("FSDP_VERSION", 1))
     # Accelerate's default under bf16 reduces gradients in bf16: 8 bits of mantissa for a sum over all ranks. Without a
-    # `param_dtype` the parameters keep theirs: fp32, or bf16 with --optim adamw_bf16_kahan.
+    # `param_dtype` the parameters keep their dtype: fp32, or bf16 with --optim adamw_bf16_kahan.
     compute_dtype = torch.bfloat16 if computes_in_bf16() and args.param_dtype == torch.float32 else None
     policy = {"param_dtype": compute_dtype, "reduce_dtype": DTYPES[args.reduce_dtype]}
     if version == 2:
@@ -182,10 +182,10 @@ def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelP
         # up to 0.4 % off, which is 5 rad at position 4096 in heads of 128.
         settings = {"mixed_precision_policy": MixedPrecision(**policy, buffer_dtype=None)}
     if on_cpu and version == 1:
-        # torch's FSDP1 broadcasts the first weights between GPUs only; all ranks build the same ones instead.
+        # torch's FSDP1 broadcasts the first weights only between GPUs; on a CPU all ranks build the same weights instead.
         settings |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
     if on_cpu and version == 2 and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
-        settings["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)  # pinning asks for an accelerator
+        settings["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
     return FullyShardedDataParallelPlugin(**settings)
 
 
@@ -198,21 +198,21 @@ def prepare(
         Model, optimizer, and the modules whose parameters a forward pass gathers before it computes anything (see
         `accumulate`): embedding and first layer.
 
-    A new model (`models.new_model`) gets its first weights here, seeded as `make_accelerator` seeded all ranks: under
-    FSDP2 once it is sharded, so that no rank ever holds it whole. Without, each rank does: DDP must, and FSDP1 takes it
-    from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; here nothing is, and it is off.
+    A new model (`models.new_model`) gets its first weights here, from the seed that `make_accelerator` set: under
+    FSDP2 after sharding, so that no rank ever holds the whole model. Otherwise each rank does: DDP must, and FSDP1 takes it
+    from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; for a new model it is off.
 
-    Accelerate 1.15 wants an FSDP2 model prepared together with its optimizer and renames the optimizer's
-    parameters by `data_ptr`, which is 0 for each on the meta device: all entries silently become one tensor.
-    So it gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
-    `use_orig_params` wants it in that order too. It needs no wrapper: there is no gradient scaler.
+    Accelerate 1.15 needs an FSDP2 model and its optimizer prepared together, and finds the optimizer's
+    parameters by `data_ptr`, which is 0 for all on the meta device: all entries silently become one tensor.
+    So Accelerate gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
+    `use_orig_params` needs this order too. The optimizer needs no wrapper, because there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
     if accelerator.mixed_precision == "fp8":
         accelerator.ao_recipe_handler.module_filter_func = fp8_filter(model)
-    # Of a pretrained model parameters may be meta too: those that its files lack, and all on ranks that did not read it.
+    # Parameters of a pretrained model may be meta too: those that its files lack, and all on ranks that did not read it.
     is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
@@ -227,7 +227,7 @@ def prepare(
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
         compile_inside_recompute(model, accelerator.state.dynamo_plugin)
-        # Its embedding and last norms are gathered too when `generate` calls an encoder by itself.
+        # `generate` may call an encoder by itself; embedding and last norms must be gathered then too.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
             register_fsdp_forward_method(inner, "generate")
@@ -253,8 +253,10 @@ def prepare(
 
 
 def fp8_filter(model: PreTrainedModel) -> Callable[[nn.Module, str], bool]:
-    """Return which modules, by their names, compute in fp8: linear layers but the output layer, adapters, and those of sizes
-    that are no multiple of 16, which a GPU does not multiply in fp8.
+    """Return a function that tells which modules compute in fp8.
+
+    These are the linear layers, except the output layer, adapters, and layers whose sizes are not multiples of 16, which a
+    GPU does not multiply in fp8.
 
     Raises:
         ConfigError: for a mixture of experts.
@@ -274,10 +276,10 @@ def fp8_filter(model: PreTrainedModel) -> Callable[[nn.Module, str], bool]:
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
-    """Take what holds the input embedding out of the layers that transformers names for FSDP.
+    """Take the module that holds the input embedding out of the layers that transformers names for FSDP.
 
-    BERT and its like name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps them, and then the input
-    embedding in them once more, which torch refuses.
+    Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then the
+    input embedding in it once more, which torch refuses.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     layers = getattr(model, "_no_split_modules", None)
@@ -297,8 +299,8 @@ def parameter_device(accelerator: Accelerator) -> torch.device:
 def restore_rng_in_recompute(model: nn.Module) -> None:
     """Make activation checkpointing draw the same dropout mask again in the recomputation.
 
-    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients belong to another
-    mask than the loss. Without dropout it changes nothing, so the small cost is only paid where it is needed.
+    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients would belong to another
+    mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
     """
     if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or (
         getattr(getattr(model, "config", None), "attention_dropout", 0.0) > 0
@@ -309,10 +311,10 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
 
 
 def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile layers inside of what recomputes them.
+    """Compile layers inside of the wrappers that recompute them.
 
-    Accelerate 1.15 (_prepare_fsdp2) compiles regions around it and then shards the layers inside. torch cannot trace
-    FSDP's hooks within a checkpoint: without a word it would compute whole layers uncompiled.
+    Accelerate 1.15 (_prepare_fsdp2) compiles the wrappers and then shards the layers inside. torch cannot trace
+    FSDP's hooks within a checkpoint: it would silently compute whole layers uncompiled.
     """
     for wrapper in model.modules():
         if isinstance(wrapper, CheckpointWrapper | OffloadWrapper) and wrapper._compiled_call_impl is not None:
@@ -324,16 +326,16 @@ def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> Non
 
 
 def recompute_every(model: nn.Module, n: int) -> None:
-    """Recompute activations in the first and each n-th layer after it, of those that Accelerate has wrapped for that.
+    """Recompute activations only in the first and every n-th layer after it, among those that Accelerate wrapped for this.
 
-    The others keep their activations: the wrapper, which is part of their parameters' names, calls them as they are.
+    The others keep their activations. Their wrapper stays, because it is part of parameter names, but only calls the layer.
     """
     modules = list(model.modules())
     for i, wrapper in enumerate(module for module in modules if isinstance(module, CheckpointWrapper)):
         if i % n:
             wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
     for wrapper in modules:
-        # Around it the one that keeps what is saved on the CPU: of such a layer, all activations.
+        # The outer wrapper moves what is saved to the CPU: for such a layer these would be all activations.
         if isinstance(wrapper, OffloadWrapper) and not recomputes(wrapper._checkpoint_wrapped_module):
             wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
 
@@ -343,13 +345,13 @@ def recomputes(wrapper: CheckpointWrapper) -> bool:
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
-    """The modules, one for each group of parameters that FSDP gathers together."""
+    """List the modules, one for each group of parameters that FSDP gathers together."""
     units: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, FSDP1):
             units[id(module)] = module
         elif isinstance(module, FSDPModule):
-            # Modules that are gathered together share a state; one that has nothing of its own has no group.
+            # Modules that are gathered together share a state; a module without parameters of its own has no group.
             state = module._get_fsdp_state()
             if state._fsdp_param_group is not None:
                 units.setdefault(id(state), module)
@@ -357,10 +359,10 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
-    """Gather the next `depth` layers while one computes, in forward and backward. FSDP2 by itself gathers one ahead.
+    """Gather the next `depth` layers while one computes, in forward and backward. FSDP2's default is one.
 
-    More hides a slow network behind the layers' computation, and costs the memory of as many whole layers. No key of
-    the accelerate YAML says it.
+    More layers hide a slow network behind computation, and cost the memory of as many whole layers. The accelerate YAML
+    has no key for this.
     """
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
@@ -368,7 +370,7 @@ def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
 
 
 def local_numel(parameter: nn.Parameter) -> int:
-    """Elements of a parameter that this rank holds."""
+    """Count the elements of a parameter that this rank holds."""
     return local_shard(parameter).numel()
 
 
@@ -378,7 +380,7 @@ def is_no_shard(accelerator: Accelerator) -> bool:
 
 
 def shard_world_size(accelerator: Accelerator) -> int:
-    """Ranks among which one copy of the parameters is divided."""
+    """Count the ranks among which one copy of the parameters is divided."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return 1
     mesh = accelerator.torch_device_mesh
@@ -386,7 +388,7 @@ def shard_world_size(accelerator: Accelerator) -> int:
 
 
 def num_replicas(accelerator: Accelerator) -> int:
-    """Whole copies of the parameters in the world."""
+    """Count the whole copies of the parameters over all ranks."""
     return accelerator.num_processes // shard_world_size(accelerator)
 
 
@@ -411,7 +413,7 @@ def strategy_name(accelerator: Accelerator) -> str:
 def report_strategy(
     accelerator: Accelerator, model: nn.Module, total: int, trained: int, local: int, units: list[nn.Module]
 ) -> None:
-    """Print the one line that says what runs."""
+    """Print the line that says which strategy runs."""
     parts = [
         strategy_name(accelerator),
         f"{accelerator.num_processes} x {accelerator.device.type}",
@@ -454,15 +456,15 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
 def accumulate(
     accelerator: Accelerator, model: nn.Module, first_units: Sequence[nn.Module], is_last: bool
 ) -> Iterator[None]:
-    """Communicate no more than must be in forward and backward of one micro-batch.
+    """Communicate no more than necessary in forward and backward of one micro-batch.
 
-    DDP reduces gradients with the last micro-batch only. FSDP reduce-scatters with each: keeping whole gradients until
-    the last would cost every rank the memory of all of them. Hybrid sharding does that inside a replica, and reduces
-    between replicas (the slow network) with the last only.
+    DDP reduces gradients only with the last micro-batch. FSDP reduce-scatters with each: keeping whole gradients until
+    the last would cost every rank the memory of all of them. Hybrid sharding does this inside a replica, and reduces
+    between replicas (the slow network) only with the last.
 
-    What the next forward pass needs first, `first_units`, the backward pass gathered last: under FSDP2 that stays gathered
-    from one micro-batch to the next, when no activations are there. Where all parameters stay gathered from forward to
-    backward (reshard_after_forward: false), all stay. Neither raises the peak.
+    The backward pass gathers `first_units` last, and the next forward pass needs them first. So under FSDP2 they stay
+    gathered from one micro-batch to the next, while no activations exist. Where all parameters stay gathered from forward
+    to backward (reshard_after_forward: false), all stay gathered between micro-batches too. Neither raises the peak.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):

@@ -1,8 +1,8 @@
-"""The loop: `train()` goes from step to step, `train_step()` is the arithmetic of one.
+"""Training loop: `train()` goes from step to step, `train_step()` is the arithmetic of one step.
 
-Model, data and loss are handed in. A recipe gives the sum of token losses of a batch and the number of its
-targets; only here is one divided by the other, over all micro-batches and ranks, so that the result does not
-depend on how the batch was divided. What is due besides, `agenda.Agenda` knows.
+Model, data and loss are passed in. A recipe gives the sum of token losses of a batch and the number of its
+targets; only this module divides one by the other, over all micro-batches and ranks, so that the result does not
+depend on how the batch was divided. `agenda.Agenda` does what else is due at a step.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ CountFn = Callable[[Batch], torch.Tensor]
 
 
 class TrainLoader(Protocol):
-    """This rank's micro-batches in the order of the steps, without end. `row`, of each, names its rows."""
+    """Source of this rank's micro-batches in the order of the steps, without end. Each batch names its rows in `row`."""
 
-    # Behind the last micro-batch of a step: this rank cannot take its share of the next one without asking the others.
-    # The engine sets it on all ranks where one cannot.
+    # After the last micro-batch of a step, true if this rank cannot take its share of the next step without asking the
+    # other ranks. The engine sets it on all ranks if it is true on one.
     is_uneven: bool
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Begin behind `step` optimizer steps; called before iterating. `states` are what `state` gave on all ranks."""
+        """Begin after `step` optimizer steps; called before iterating. `states` are the results of `state` on all ranks."""
         ...
 
     def state(self) -> dict:
@@ -48,12 +48,12 @@ class TrainLoader(Protocol):
         ...
 
     def counts(self) -> dict[str, int]:
-        """Count what this rank has read so far, for the log, which adds the ranks' counts up."""
+        """Count what this rank has read so far; the log sums the counts over the ranks."""
         ...
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient norm is not finite. The weights are those before the step.
+    """The loss or the gradient norm is not finite. The weights are those before the step.
 
     `micro_losses` are the summed token losses of this rank's micro-batches.
     """
@@ -71,7 +71,7 @@ class Step(NamedTuple):
     num_targets: torch.Tensor
     save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
-    is_uneven: bool  # the data of a rank are, see TrainLoader
+    is_uneven: bool  # the data of some rank are uneven, see TrainLoader
 
 
 def train_step(
@@ -88,10 +88,10 @@ def train_step(
         NonFiniteError: before the weights change.
     """
     accelerator, model, max_grad_norm = run.accelerator, run.model, run.args.max_grad_norm
-    # The norm is looked at before the weights change, not what it is divided into.
+    # Only the norm is checked before the weights change, not the clipped gradients, so the limit must be a number.
     assert 0 <= max_grad_norm < float("inf"), max_grad_norm
-    # One collective for all that the ranks must agree on: number of targets, a wish to save, one to stop, and whether
-    # to talk about the next step's data.
+    # One collective sums everything that the ranks must agree on: the number of targets, wishes to save and to stop, and
+    # whether to talk about the next step's data.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
     wishes = torch.tensor([int(wants_save), int(stop.requested() is not None), int(is_uneven)])
     wishes = wishes.to(accelerator.device, non_blocking=True)  # torch.tensor(..., device=) would wait for the device
@@ -106,7 +106,7 @@ def train_step(
         micro_losses.append(loss.detach())
     loss = sum_over_ranks(torch.stack(micro_losses).sum()) / num_targets.clamp(min=1)
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
-    # The one wait for the device in a step. All are sums over all ranks, so all ranks decide alike.
+    # A step waits for the device only here. All values are sums over all ranks, so all ranks decide alike.
     flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), *(n > 0 for n in num_wishes)])
     loss_is_finite, norm_is_finite, *wanted = flags.tolist()
     if not (loss_is_finite and norm_is_finite):
@@ -140,7 +140,7 @@ def train(
     window = Window()
     run.model.train()
     while step < run.total_steps:
-        # A network that fails is tried again for longer than a step may take: each try counts.
+        # Retries on a failing network may take longer than a step may: each retry restarts the clock.
         agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
         batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
@@ -181,10 +181,10 @@ def dump_non_finite(
     error: NonFiniteError,
     newest: Path | None,
 ) -> tuple[Path, Path | None]:
-    """Write which rows the step after `step` had, and the loss of each micro-batch, to non_finite.json.
+    """Write the rows of the step after `step`, and the loss of each micro-batch, to non_finite.json.
 
     Returns:
-        The file, and the last good checkpoint: one whose weights give no micro-batch a finite loss is not good.
+        The file, and the last good checkpoint. A checkpoint whose weights give no micro-batch a finite loss is not good.
     """
     rows = [batch["row"].tolist() for batch in batches]
     ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
@@ -193,7 +193,7 @@ def dump_non_finite(
     file = output_dir / "non_finite.json"
     if accelerator.is_main_process:
         found = {"step": step + 1, "found": str(error), "last_good_step": step, "checkpoint": str(newest or "")}
-        # JSON has no NaN; written as text, any reader takes it.
+        # JSON has no NaN; as text, every reader accepts it.
         micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
         file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
     return file, newest
@@ -203,9 +203,9 @@ def dump_non_finite(
 def evaluate_loss(
     accelerator: Accelerator, model: nn.Module, batches: Iterable[Batch], loss_fn: LossFn, count_fn: CountFn
 ) -> float:
-    """Mean loss over all targets of all ranks, in nats per token; or of another sum over targets, such as of right answers.
+    """Compute the mean loss over all targets of all ranks, in nats per token, or the mean of another sum over targets.
 
-    Every rank must hand in the same number of batches, since forward passes communicate; a batch without targets
+    Every rank must pass the same number of batches, since forward passes communicate; a batch without targets
     counts nothing.
 
     Raises:
@@ -224,7 +224,7 @@ def evaluate_loss(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device, without waiting if its memory is pinned. A packed batch of trl's has numbers, too."""
+    """Copy a batch to the device, without waiting if its memory is pinned. A packed batch of trl also holds numbers."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()

@@ -1,4 +1,4 @@
-"""Text that a sharded model generates: each rank for its share of the prompts, all ranks knowing the result."""
+"""Text generation with a sharded model: each rank generates for its share of the prompts, and all ranks get all texts."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ def generate_texts(
     num_beams: int = 1,
     length_penalty: float = 1.0,
 ) -> list[str]:
-    """The most likely text behind each prompt (token ids), found greedily or with beams; on every rank, for all prompts.
+    """Generate a text for each prompt (token ids), greedily or with beams; every rank gets all texts.
 
-    An encoder-decoder reads a prompt and writes; a decoder goes on, and of a prompt that would leave no room for the new
-    tokens among the positions that it is made for it reads the end. No rank ever holds the whole model: what lies
-    outside the wrapped layers (embedding, output layer, last norms) is gathered for as long as this takes, a layer
-    while it computes. So each token costs gathering all layers, and all ranks run as many passes as the slowest.
+    An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
+    among its positions, it reads only the end of the prompt. No rank ever holds the whole model: the parts
+    outside the wrapped layers (embedding, output layer, last norms) are gathered during the whole generation, a layer only
+    while it computes. So each token costs a gather of all layers, and all ranks run as many passes as the slowest.
 
     Raises:
         Stopped: between two batches.
@@ -47,7 +47,7 @@ def generate_texts(
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
     texts: dict[int, str] = {}
     model.eval()
-    # An encoder is called beside the model's own forward, where Accelerate has autocast.
+    # `generate` calls an encoder without the model's own forward, where Accelerate puts autocast.
     with with_padding(generator), uncompiled(generator), whole_root(model), accelerator.autocast():
         for start in range(0, len(mine), batch_size):
             stop.raise_if_requested(accelerator)
@@ -67,7 +67,7 @@ def generate_texts(
                 temperature=None,
                 top_p=None,
                 top_k=None,
-                repetition_penalty=1.0,  # chat models bring one
+                repetition_penalty=1.0,  # chat models set another value
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 synced_gpus=world_size > 1,
@@ -81,9 +81,9 @@ def generate_texts(
 
 @contextlib.contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Call modules as they are that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
+    """Call modules uncompiled that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
 
-    Compiled, they would be so for every length.
+    Otherwise they would be compiled for every length.
     """
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     for module in compiled:
@@ -96,9 +96,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
-    """Gather what lies outside the wrapped layers.
+    """Gather the parameters outside the wrapped layers.
 
-    Calling the model does that, but `generate` calls parts of it by themselves: FSDP1's inner module, an encoder. Under
+    A call of the model does this, but `generate` calls parts of the model directly: FSDP1's inner module, an encoder. Under
     FSDP2 `generate` counts as a call (see `distributed.prepare`).
     """
     if isinstance(model, FSDP1):

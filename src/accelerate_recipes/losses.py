@@ -1,4 +1,4 @@
-"""Sums of token losses, and the number of tokens they are sums over. The engine divides one by the other."""
+"""Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
 from functools import partial
 from typing import Any
@@ -16,17 +16,17 @@ IGNORE_INDEX = -100
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Summed cross-entropy of a causal language model, in nats, as an fp32 scalar.
+    """Compute the summed cross-entropy of a causal language model, in nats, as an fp32 scalar.
 
     `batch` holds `input_ids`, `position_ids` and `labels`, each (B, T). Labels stand at the token's own position
     (the convention of transformers: logits at t predict the label at t + 1); IGNORE_INDEX is no target.
 
-    No attention mask is passed: attention is kept inside each document, whose beginnings are in the batch
-    (`packing.collate`), or which transformers reads from the position ids that restart.
+    No attention mask is passed. Attention stays inside each document: the batch says where documents begin
+    (`packing.collate`), or transformers sees it from the position ids, which restart.
 
-    While training a mixture of experts, the loss that balances them is added (`router_aux_loss_coef` of its
-    configuration, for each target). It is the balance within this batch, so, unlike all else, it depends a little on
-    how a global batch is divided.
+    For a mixture of experts in training, the loss that balances the experts is added (`router_aux_loss_coef` of its
+    configuration, for each target). It measures the balance within this batch, so it is the only value that depends
+    a little on how a global batch is divided.
     """
     output, balance = predict(model, batch)
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
@@ -35,14 +35,14 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
 def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the loss, and the gradients, of `next_token_loss` with the logits of a few hundred tokens at a time.
 
-    For a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. The price is
-    computing them once more in the backward pass.
+    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. The price
+    is to compute the logits once more in the backward pass.
 
-    During this one call the output layer returns the loss in place of logits. It is called as ever, inside the model:
-    that is where FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
+    During this one call the output layer returns the loss instead of logits. The model calls it as usual: there
+    FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
 
     Raises:
-        ValueError: for a model that scales or caps its logits behind the output layer.
+        ValueError: for a model that scales or caps its logits after the output layer.
     """
     causal_lm = unwrapped(model)
     # FSDP1 may wrap the output layer too.
@@ -56,12 +56,12 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     try:
         output, balance = predict(model, batch)
     finally:
-        del head.forward  # the class's own, for logits
+        del head.forward  # restores the class's own, which gives logits
     return output.logits + balance
 
 
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
-    """The model's output for a packed batch, and what balancing its experts adds to the summed loss: 0 without any."""
+    """Return the model's output for a packed batch, and what balancing experts adds to the summed loss, or 0."""
     coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0) if model.training else 0.0
     router = {"output_router_logits": True} if coefficient else {}
     ends = boundary_arguments(unwrapped(model).config, batch)
@@ -74,7 +74,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
 def check_document_mask(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a model that lets attention cross the documents of a packed row, as OPT and Falcon do.
 
-    Two rows differ in their first document alone; what is predicted in the second must not. All ranks call it.
+    The test uses two rows that differ only in their first document; the predictions in the second must not differ. Call it
+    on all ranks.
     """
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
     positions = torch.arange(4).repeat(2, 2)
@@ -95,17 +96,17 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The transformers model inside what DDP, FSDP1 and torch.compile put around it."""
+    """Return the transformers model inside the wrappers of DDP, FSDP1 and torch.compile."""
     return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
 
 
 def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Summed cross-entropy of an encoder-decoder, in nats, as an fp32 scalar.
+    """Compute the summed cross-entropy of an encoder-decoder, in nats, as an fp32 scalar.
 
-    `batch` holds `input_ids` and `attention_mask`, (B, S), and `labels`, (B, T), which are padded with IGNORE_INDEX on
-    the right: no target there, and the decoder, which looks back only, needs no mask.
+    `batch` holds `input_ids` and `attention_mask`, (B, S), and `labels`, (B, T), padded with IGNORE_INDEX on
+    the right: the padding is no target, and the decoder needs no mask, since it only looks back.
     """
-    # Not `labels`: from these transformers would take a mean, of the logits in the precision that they come in.
+    # Do not pass `labels`: transformers would take a mean, and from logits in their own precision.
     decoder_input_ids = unwrapped(model).prepare_decoder_input_ids_from_labels(batch["labels"])
     output = model(
         input_ids=batch["input_ids"],
@@ -118,16 +119,16 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
 
 @torch.compiler.disable
 def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
+    """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
     hidden, weight = hidden.flatten(0, -2), head.weight
-    if torch.is_autocast_enabled(hidden.device.type):  # knows F.linear, not F.linear_cross_entropy
+    if torch.is_autocast_enabled(hidden.device.type):  # autocast knows F.linear, not F.linear_cross_entropy
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    # Logits as large as the hidden states; but of fewer rows, reading the weight for each chunk would take the time:
-    # what torch chooses by itself (8 rows for 2,048 tokens of width 512 and 128,256 words) was 2.5 times slower on a CPU.
+    # Choose chunks whose logits are as large as the hidden states, but not too few rows, since each chunk reads the whole
+    # weight: torch's default (8 rows for 2,048 tokens of width 512 and 128,256 words) was 2.5 times slower on a CPU.
     rows = max(256, hidden.numel() // weight.shape[0])
     if hasattr(F, "linear_cross_entropy"):  # torch 2.13; chunked only with options
-        # Not reduction="sum": under bf16 it adds up in bf16, and the loss of a batch is a few per cent off.
+        # Do not use reduction="sum": under bf16 it adds up in bf16, and the loss of a batch is a few per cent off.
         losses = F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=head.bias, reduction="none", ignore_index=IGNORE_INDEX,
             options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
@@ -156,15 +157,15 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what each position predicts, (B x T,). Shifts the labels rather than the logits, which would be copied."""
+    """Return the target of each position, (B x T,). Shifts the labels, because shifting the logits would copy them."""
     return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
 
 
 def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Number of targets in the batch, as a scalar on its device. The label at position 0 is never one."""
+    """Count the targets in the batch, as a scalar on its device. The label at position 0 is never a target."""
     return (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
 
 
 def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Number of targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: here every label is one."""
+    """Count the targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: here every label is a target."""
     return (batch["labels"] != IGNORE_INDEX).sum()

@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.disk import write_atomically
 
-# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first whose
-# words stand in the device's own name counts. What is not here gets no MFU rather than a wrong one.
+# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first entry whose
+# words all occur in the device's name counts. A device that is not listed gets no MFU rather than a wrong one.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "GH200": 989.4,
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    if "MIG" in name:  # a slice of the device that it is named after
+    if "MIG" in name:  # a slice of the named device
         return None
     return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
@@ -53,14 +53,14 @@ def peak_flops(device: torch.device) -> float | None:
 class Flops(NamedTuple):
     """Training FLOPs per target token, for MFU by two conventions."""
 
-    attended: float  # a token attends to its document
-    full_rows: float | None = None  # to the whole row, as published figures count; None where rows are not packed
+    attended: float  # if a token attends to its document
+    full_rows: float | None = None  # if to the whole row, as published figures count; None if rows are not packed
 
 
 def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
-    """Training FLOPs per token of a decoder whose weights are not sharded yet, see `decoder_flops`.
+    """Count the training FLOPs per token of a decoder that is not sharded yet, see `decoder_flops`.
 
-    `document_length` is the mean over all tokens of the length of the document that a token lies in.
+    `document_length` is the mean, over all tokens, of the length of a token's document.
     """
     return Flops(
         *(
@@ -73,12 +73,12 @@ def flops_per_token(model: PreTrainedModel, document_length: float, row_length: 
 def decoder_flops(
     config: PreTrainedConfig, num_parameters: int, attended_length: float, trained_share: float = 1.0
 ) -> float:
-    """Training FLOPs per token of a decoder: `6 N + 12 L H Q T`, of which 2 N are the gradients of weights that train.
+    """Count the training FLOPs per token of a decoder: `6 N + 12 L H Q T`; 2 N of them are gradients of trained weights.
 
-    N: parameters that multiply activations, that is all but the input embedding (a tied one counts once, as the
-    output layer) and the experts that a token is not sent to. L layers, H heads of dimension Q, T = `attended_length`,
-    the tokens that a token is said to attend to. Causal masking is not deducted, recomputation (activation
-    checkpointing) not added.
+    N is the number of parameters that multiply activations: all but the input embedding (a tied one counts once, as the
+    output layer) and the experts that a token is not sent to. There are L layers with H heads of dimension Q. T is
+    `attended_length`, the tokens that a token counts as attending to. Causal masking is not deducted, recomputation
+    (activation checkpointing) is not added.
 
     Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
@@ -93,16 +93,16 @@ def decoder_flops(
 
 
 def trained_share(model: PreTrainedModel) -> float:
-    """Share of the parameters that is trained: 1, unless there are adapters."""
+    """Return the share of the parameters that is trained: 1, unless there are adapters."""
     return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> Flops:
-    """Training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
+    """Count the training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
 
-    As `decoder_flops`: 6 (of frozen ones 4) for each parameter and token that it multiplies, 12 L H Q for each pair of
-    tokens of which one attends to the other. The encoder, and the keys and values of the decoder's attention to it, see
-    the source; the rest of the decoder and the output layer, the target.
+    As in `decoder_flops`, a parameter costs 6 FLOPs (a frozen one 4) for each token that it multiplies, and each pair of
+    tokens of which one attends to the other costs 12 L H Q. The encoder, and the keys and values of the decoder's
+    attention to it, process the source; the rest of the decoder and the output layer process the target.
     """
     config = model.config
     width = config.num_heads * config.d_kv
@@ -117,19 +117,19 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """Count the weights that a parameter holds, also packed in 4 bits."""
+    """Count the weights that a parameter holds, even if they are packed in 4 bits."""
     return math.prod(parameter.quant_state.shape) if hasattr(parameter, "quant_state") else parameter.numel()
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process held so far, in GiB: tensors on a GPU, resident set on a CPU."""
+    """Return the peak memory of this process so far, in GiB: tensors on a GPU, resident set on a CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
     return torch.accelerator.max_memory_allocated(device) / 2**30
 
 
 class Window:
-    """Sums over the steps since the last log line; on the device, so that adding to them waits for nothing."""
+    """Sums over the steps since the last log line. They are on the device, so that adding to them waits for nothing."""
 
     def __init__(self):
         self.loss_sum: torch.Tensor | float = 0.0
@@ -141,7 +141,7 @@ class Window:
     def add(
         self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float, data_seconds: float
     ) -> None:
-        """Add a step: `loss`, the mean over `num_targets`, and of its `seconds` those that went into waiting for data."""
+        """Add a step: `loss`, the mean over `num_targets`; its `seconds`, and how many of them it waited for data."""
         self.loss_sum += loss.double() * num_targets
         self.num_targets += num_targets
         self.samples += samples
@@ -155,7 +155,7 @@ class Window:
 
 
 class MetricsLog:
-    """Writes each record to stdout, metrics.jsonl and the trackers; on rank 0 only, but call it on all.
+    """Writes each record to stdout, metrics.jsonl and the trackers. Only rank 0 writes, but call it on all ranks.
 
     `records` holds what metrics.jsonl holds: one dict per logging step (`loss`, ...) or evaluation (`eval_loss`,
     ...), each with its `step`.
@@ -180,7 +180,7 @@ class MetricsLog:
         )
 
     def restore(self, checkpoint: Path | None) -> None:
-        """Continue after the records of a checkpoint, or start anew; later ones, of a killed run, are dropped."""
+        """Continue after the records of a checkpoint, or start anew; later records of a killed run are dropped."""
         if checkpoint is not None:
             self.records = [json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()]
             self.progress.update(self.records[-1]["step"] if self.records else 0)
@@ -192,7 +192,7 @@ class MetricsLog:
     ) -> None:
         """Log the steps of the window in one line: mean loss, throughput of all ranks, peak memory, wait for data.
 
-        `counts` are further values: those of all ranks of what was read so far, a reward.
+        `counts` are additional values: what all ranks have read so far, or a reward.
         """
         record = {
             "step": step,
@@ -215,7 +215,7 @@ class MetricsLog:
                 record["mfu_full_rows"] = self.flops.full_rows * tokens_per_peak
                 line += f" (counting full rows: {record['mfu_full_rows']:.3f})"
         record["peak_memory_gib"] = gib
-        record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; the others wait for it, and it for them
+        record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; ranks wait for each other anyway
         record |= counts
         line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
         line += f", retries: {record['retries']}" if record.get("retries") else ""

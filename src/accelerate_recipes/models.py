@@ -41,7 +41,7 @@ T5_TYPES = ("t5", "mt5", "umt5")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer with a padding token; where the model has none, it is the end token, which no loss is taken of.
+    """Load a tokenizer with a padding token; if it has none, the end token is used, and padding has no loss.
 
     Raises:
         ConfigError: if it has no end token either.
@@ -55,12 +55,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path | None) -> PreTrainedTokenizerBase:
-    """Make a new model's tokenizer on the first rank, or, where there is a checkpoint to go on from, load that one's."""
+    """Make a new model's tokenizer on the first rank, or load the tokenizer of the checkpoint to resume."""
     return load_tokenizer(str(checkpoint)) if checkpoint else on_first_rank(make)
 
 
 def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrainedModel:
-    """A causal language model; `settings` as `adapters.load_settings` gives them, such as the `dtype` of its weights.
+    """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
@@ -73,7 +73,7 @@ def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrain
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Longest sequence that a model is made for, in tokens; very many where its configuration names no limit."""
+    """Return the longest sequence that a model is made for, in tokens; a huge number if its configuration has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -88,9 +88,9 @@ def check_length(name: str, max_length: int) -> None:
 
 @dataclass
 class Architecture:
-    """Arguments of a recipe that makes new models: the fields of their config.json, by their names there.
+    """Arguments of a recipe that makes new models: the fields of config.json, with the same names.
 
-    In its place a file of `recipes/configs/c4/` gives those of a published model.
+    A file of `recipes/configs/c4/` gives them for a published model.
     """
 
     model_type: str = arg("llama", "Architecture of a new model.", choices=list(CONFIGS))
@@ -98,19 +98,19 @@ class Architecture:
         32000, "Rows of the embedding: at least as many as the tokenizer has tokens.", min=1, max=2**24
     )
     hidden_size: int = arg(4096, "Width of the residual stream.", min=1, max=2**20)
-    intermediate_size: int = arg(11008, "Width inside the MLP; in mixtral, of one expert.", min=1, max=2**20)
+    intermediate_size: int = arg(11008, "Width inside the MLP; in mixtral, inside one expert.", min=1, max=2**20)
     num_hidden_layers: int = arg(32, "Number of layers.", min=1, max=10_000)
     num_attention_heads: int = arg(32, "Number of query heads.", min=1, max=2**20)
     num_key_value_heads: int = arg(0, "Number of key and value heads; 0: as many as query heads.", min=0)
     head_dim: int = arg(0, "Width of a head; 0: hidden_size / num_attention_heads.", min=0, max=2**20)
     max_position_embeddings: int = arg(4096, "Longest sequence the model is made for, in tokens.", min=1)
-    tie_word_embeddings: bool = arg(False, "Make input embedding and output layer one matrix.")
+    tie_word_embeddings: bool = arg(False, "Use one matrix for input embedding and output layer.")
     rms_norm_eps: float = arg(1e-5, "Epsilon of the norms.", above=0, max=1)
-    initializer_range: float = arg(0.02, "Standard deviation of the first weights.", min=0, max=10)
+    initializer_range: float = arg(0.02, "Standard deviation of the initial weights.", min=0, max=10)
     attention_dropout: float = arg(0.0, "Dropout on attention weights.", min=0, below=1)
     rope_theta: float = arg(10000.0, "Base of the rotary embedding.", min=1)
     rope_scaling_factor: float = arg(
-        1.0, "Factor by which positions are stretched as in Llama 3 (rope_type llama3); 1: not.", min=1
+        1.0, "Factor by which positions are stretched, as in Llama 3 (rope_type llama3); 1: none.", min=1
     )
     rope_low_freq_factor: float = arg(
         1.0, "With --rope_scaling_factor: waves longer than the original context / this are stretched whole.", above=0
@@ -121,15 +121,15 @@ class Architecture:
     rope_original_max_position_embeddings: int = arg(
         8192, "With --rope_scaling_factor: the original context, in tokens.", min=1
     )
-    sliding_window: int = arg(0, "mistral and mixtral: tokens that attention looks back; 0: all.", min=0)
-    num_local_experts: int = arg(8, "mixtral: experts in a layer.", min=1, max=10_000)
-    num_experts_per_tok: int = arg(2, "mixtral: experts that compute a token.", min=1)
-    router_aux_loss_coef: float = arg(0.0, "mixtral: weight of the loss that balances the experts.", min=0)
-    bos_token_id: int = arg(1, "The tokenizer's begin token, for the model's config.json.", min=0)
-    eos_token_id: int = arg(2, "The tokenizer's end token, for the model's config.json.", min=0)
+    sliding_window: int = arg(0, "Tokens that attention looks back, in mistral and mixtral; 0: all.", min=0)
+    num_local_experts: int = arg(8, "Experts in a layer, in mixtral.", min=1, max=10_000)
+    num_experts_per_tok: int = arg(2, "Experts that compute a token, in mixtral.", min=1)
+    router_aux_loss_coef: float = arg(0.0, "Weight of the loss that balances the experts, in mixtral.", min=0)
+    bos_token_id: int = arg(1, "Id of the tokenizer's begin token, for the model's config.json.", min=0)
+    eos_token_id: int = arg(2, "Id of the tokenizer's end token, for the model's config.json.", min=0)
 
     def architecture_problems(self) -> list[str]:
-        """List the sizes that no model can be made of, one sentence each."""
+        """List the sizes from which no model can be made, one sentence each."""
         found = []
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not self.head_dim and self.hidden_size % (2 * heads):
@@ -156,7 +156,7 @@ class Architecture:
 
 
 def new_config(args: Architecture) -> PreTrainedConfig:
-    """The configuration of the model that the arguments describe."""
+    """Make the configuration of the model that the arguments describe."""
     rope = {"rope_type": "default", "rope_theta": args.rope_theta}
     if args.rope_scaling_factor != 1:
         rope |= {
@@ -179,10 +179,10 @@ def new_config(args: Architecture) -> PreTrainedConfig:
 
 
 def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Check that a model can be trained on rows of `max_length` of a tokenizer's tokens.
+    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer.
 
     Raises:
-        ConfigError: with all that does not fit.
+        ConfigError: with everything that does not fit.
     """
     found = []
     if len(tokenizer) > config.vocab_size:
@@ -203,9 +203,9 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
 def new_model(
     config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """A causal language model on the meta device, in `dtype`: `distributed.prepare` gives it its first weights.
+    """Make a causal language model on the meta device, in `dtype`.
 
-    Elsewhere `init.initialize` does.
+    `distributed.prepare` gives it its first weights; outside of a run `weights.initialize` does.
     """
     attention, _ = choose(attn_implementation, config, dtype)
     with torch.device("meta"):
@@ -215,14 +215,14 @@ def new_model(
 
 
 def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
-    """A Llama of these sizes, as `new_model` makes it."""
+    """Make a Llama of these sizes, as `new_model` does."""
     return new_model(LlamaConfig(**config), attn_implementation, dtype)
 
 
 def load_t5(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
-    """A pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads one.
+    """Load a pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads a model.
 
-    Not from safetensors only: some of the published ones have none.
+    Other formats than safetensors are accepted: some published T5 have no safetensors.
 
     Raises:
         ConfigError: for another kind of model.
@@ -237,7 +237,7 @@ def load_t5(name: str, attn_implementation: str, dropout_rate: float, **settings
 
 
 def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrainedModel:
-    """A T5 of these sizes, with its first weights: the same on all ranks, from the seed that all have.
+    """Make a T5 of these sizes, with its first weights: the same on all ranks, from the common seed.
 
     Each rank makes it whole: T5's rule for first weights reaches from a module into its children, which does not work
     on the meta device (see `weights`).
@@ -252,12 +252,12 @@ def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrained
 
 
 def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a T5's one embedding one module, in place; returns the model.
+    """Make a T5's embedding a single module, in place; returns the model.
 
-    transformers 5.23 ties three of them, which FSDP2 would put into two groups and refuses. Whether the output layer
-    is the embedding too is said by the weights alone (in v1.1 and FLAN it is not, and the configuration says it is):
-    by those of the first rank, since with `fsdp_cpu_ram_efficient_loading` the others have none. The configuration is
-    put right, or Accelerate, which ties weights anew, would replace the output layer.
+    transformers 5.23 ties three modules, which FSDP2 would put into two groups, and refuses. Only the weights say whether
+    the output layer is the embedding too (in v1.1 and FLAN it is not, though the configuration says so). The first rank
+    decides, since with `fsdp_cpu_ram_efficient_loading` the others have no weights. The configuration is corrected;
+    else Accelerate, which ties weights again, would replace the output layer.
     """
     head = model.get_output_embeddings()
     is_tied = on_first_rank(lambda: head.weight is model.shared.weight)
@@ -265,15 +265,15 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
         head.weight = model.shared.weight if is_tied else nn.Parameter(torch.empty_like(model.shared.weight))
     model.config.tie_word_embeddings = is_tied
     model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
-    # FSDP2 warns of it: T5's layers hand on the position bias, a view. Nothing writes to it in place.
+    # FSDP2 warns because T5's layers pass on the position bias, a view. Nothing writes to it in place.
     warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
 
 
 def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Return names in a model that stand for a weight of another name, where the model was saved in `folder`.
+    """Return the names that are aliases of another weight, in a model saved in `folder`.
 
-    For a T5 the saved configuration decides, which `share_embedding` has put right: transformers 5.23 takes the output
+    For a T5 the saved configuration decides, which `share_embedding` has corrected: transformers 5.23 takes the output
     layer of every T5 for its embedding.
     """
     tied = set(model.all_tied_weights_keys)
@@ -283,7 +283,7 @@ def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
 
 
 def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer in which each word, between white space, is one token."""
+    """Make a tokenizer in which each word, between white space, is one token."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
@@ -292,10 +292,10 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, trained on the texts.
+    """Train a byte-level BPE tokenizer with `vocab_size` tokens on the texts.
 
-    `template` is what becomes of a text $A: it begins with a begin token, or for an encoder-decoder ends with an end
-    token (`$A </s>`).
+    `template` says which tokens are added to a text $A: a begin token before it or, for an encoder-decoder, an end
+    token after it (`$A </s>`).
     """
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = Tokenizer(BPE())

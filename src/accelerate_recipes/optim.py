@@ -13,15 +13,15 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.ranks import is_first
 from accelerate_recipes.weights import WRAPPERS
 
-# Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's rows and columns are few.
+# Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's means hardly count.
 CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """A function that builds the optimizer of `args` on `model` once it is sharded.
+    """Return a function that builds the optimizer of `args` on `model` once it is sharded.
 
-    Matrices decay; norms, biases and other parameters of fewer than two dimensions do not. That is read off the
-    whole model, by name: FSDP1 leaves every parameter flat.
+    Matrices decay; norms, biases and other parameters of fewer than two dimensions do not. This is decided by name, on the
+    model before sharding, because FSDP1 makes every parameter flat.
     """
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
 
@@ -31,7 +31,7 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             if parameter.requires_grad:
                 (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-        # Adapters are all matrices; a group without parameters would not come back from a checkpoint.
+        # Adapters are all matrices. Leave out an empty group, because it could not be restored from a checkpoint.
         groups = [group for group in groups if group["params"]]
         if args.optim == "adafactor":
             return Adafactor(groups, args.learning_rate)
@@ -40,18 +40,18 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             from bitsandbytes.optim import AdamW8bit  # not among the requirements
 
             return AdamW8bit(groups, **adam)
-        # Fused: one kernel, on CPU and GPU, for plain tensors and DTensors alike.
+        # A fused step is one kernel, on CPU and GPU, for plain tensors and DTensors alike.
         return (KahanAdamW if args.optim == "adamw_bf16_kahan" else torch.optim.AdamW)(groups, **adam, fused=True)
 
     return make_optimizer
 
 
 class KahanAdamW(torch.optim.AdamW):
-    """AdamW for weights in bf16: what rounding takes from an update is kept, and added to the next.
+    """AdamW for weights in bf16, which keeps the rounding error of an update and adds it to the next update.
 
-    bf16 has 8 bits: an update of less than 1/512 of a weight is lost. 8 bytes a parameter (weight, two moments,
-    compensation) and 2 of gradient, instead of 16. The second moment is kept in bf16 too, where with a beta2 over 0.996
-    it can be stuck: what it would fall by in a step is rounded away.
+    bf16 has 8 bits: an update of less than 1/512 of a weight is lost. This optimizer needs 8 bytes a parameter (weight, two
+    moments, compensation) and 2 for the gradient, instead of 16. The second moment is in bf16 too; with a beta2 over 0.996
+    it can get stuck, because what it would fall by in a step is rounded away.
 
     Source: Zamirai et al., Revisiting BFloat16 Training, 2020, algorithm 1 (Kahan summation); torchdistx's
     AnyPrecisionAdamW.
@@ -67,10 +67,10 @@ class KahanAdamW(torch.optim.AdamW):
                 if "compensation" not in self.state[parameter]:
                     self.state[parameter]["compensation"] = torch.zeros_like(parameter)
             compensations = [self.state[parameter]["compensation"] for parameter in params]
-            # Each element by itself: a rank's shard is a tensor like any other.
+            # Elements do not depend on each other, so a rank's shard is a tensor like any other.
             tensors = (params, grads, exp_avgs, exp_avg_sqs, compensations)
             params, grads, exp_avgs, exp_avg_sqs, compensations = ([local_shard(t) for t in ts] for ts in tensors)
-            # The kernel moves the compensations in the weights' place, which are left to be rounded once, below.
+            # The kernel updates the compensations instead of the weights, which are rounded only once, below.
             adamw(
                 compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
@@ -83,11 +83,11 @@ class KahanAdamW(torch.optim.AdamW):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without a first moment, which trained T5: of a matrix it keeps the mean squares of rows and columns.
+    """Adafactor without a first moment, which trained T5. For a matrix it keeps the mean squares of rows and columns.
 
-    The learning rate is the external one, as `transformers.TrainingArguments` has it (no relative step, no scaling by
-    the parameter). torch 2.13's and transformers 5.23's own fail on DTensors, so on FSDP2's shards; here means are
-    taken over the whole parameter, with small all-reduces, and a step is that of one process.
+    The learning rate is the external one, as in `transformers.TrainingArguments` (no relative step, no scaling by
+    the parameter). The versions of torch 2.13 and transformers 5.23 fail on DTensors, so on FSDP2's shards. Here means are
+    taken over the whole parameter, with small all-reduces, and a step is the same as on one process.
 
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018, algorithms 4 and 5.
     """
@@ -122,17 +122,17 @@ class Adafactor(torch.optim.Optimizer):
             update = grad * state["element"].rsqrt()
         rms = (whole(update.square().sum()) / update.numel()).sqrt()
         update = update / (rms / self.clip_threshold).clamp(min=1.0)
-        # DTensor makes one row, of which one rank has nothing, whole on all.
+        # If a parameter has one row, so that a rank has no part of it, DTensor leaves the update whole on all ranks.
         return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
 
 
 def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Compute a mean over all ranks that share the dimension. Not DTensor's own, which weighs uneven shards alike."""
+    """Compute a mean over all ranks that share the dimension. DTensor's own gives uneven shards equal weight."""
     return whole(tensor.sum(dim)) / tensor.shape[dim]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Add up a DTensor that is a sum over shards; return anything else as it is."""
+    """Complete a DTensor that is a partial sum over shards; return anything else unchanged."""
     if isinstance(tensor, DTensor):
         done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=done)
@@ -146,9 +146,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: TrainArgs, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule over `total_steps` optimizer steps; step it once after each.
+    """Make the schedule over `total_steps` optimizer steps; step it once after each.
 
-    The warm-up starts at 0; what follows falls to `min_lr_ratio` of the peak and stays there.
+    The warm-up starts at 0. After it the learning rate falls to `min_lr_ratio` of the peak and stays there.
     """
     if is_first():
         for warning in warmup_warnings(args, total_steps):
@@ -174,7 +174,7 @@ def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
-    """Warn, in a sentence, of a run that ends before its learning rate has come to the peak."""
+    """Warn, in a sentence, if a run ends before its learning rate reaches the peak."""
     warmup = num_warmup_steps(args, total_steps)
     if warmup < total_steps:
         return []

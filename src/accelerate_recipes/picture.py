@@ -1,11 +1,11 @@
-"""One picture of a run: its loss curve, and bars of what it was to improve."""
+"""Picture of a run: its loss curve, and bars of what the run should improve."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Bars(NamedTuple):
-    """A bar chart: of each series its values, in `unit`, by label."""
+    """Bar chart: for each series its values by label, in `unit`."""
 
     values: dict[str, dict[str, float]]
     title: str
@@ -13,8 +13,8 @@ class Bars(NamedTuple):
 
 
 def draw_run(path: Path, records: list[dict], bars: Bars) -> None:
-    """Write a PNG. `records` as in metrics.jsonl."""
-    import matplotlib  # here, where one process needs it, and not at the start of each
+    """Write a PNG. `records` are those of metrics.jsonl."""
+    import matplotlib  # imported here, since only one process needs it
     from matplotlib.figure import Figure
 
     matplotlib.use("agg")  # there may be no display

@@ -1,7 +1,7 @@
-"""Ranks: which one this process is, and what they tell each other.
+"""Ranks: which one this process is, and collectives among them.
 
-The numbers are the launcher's, so that they are known before there is a process group; without a launcher there is one
-process. The collectives work without a process group, too.
+The launcher's environment gives the numbers, so they are known before there is a process group; without a launcher there is
+one process. The collectives work without a process group, too.
 """
 
 import os
@@ -55,9 +55,9 @@ def on_first_rank(compute: Callable[[], T]) -> T:
 
 
 def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
-    """Call `compute` on every rank; the first of each machine fills the caches that the others then find.
+    """Call `compute` on every rank, first on one rank of each machine, which fills the caches that the others then use.
 
-    What it raises on a rank is raised on every rank: to wait for one that failed would be an error of its own.
+    If it raises on one rank, every rank raises the same: waiting for a failed rank would be another error.
     """
     result: Any = None
     error = None

@@ -1,4 +1,4 @@
-"""Meeting point of library and recipe: running one, and loading one by its path.
+"""Meeting point of library and recipe: runs a recipe, and loads one by its path.
 
 A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`, does nothing at import, and ends with
 `run_recipe(main, Args, requirements)`.
@@ -39,15 +39,15 @@ from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
 from accelerate_recipes.strategy import launch_problems
 
-# Arguments that name directories which runs write to: in a pod, on the volume of its checkpoints, unless they are absolute.
+# Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
 
 @dataclass
 class Requirements:
-    """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; an empty name is none.
+    """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; empty names are ignored.
 
-    `new_model` makes the model that it begins with instead; preflight does so on the meta device.
+    `new_model` makes the model of a run that begins with a new one; preflight calls it on the meta device.
     """
 
     models: list[str] = field(default_factory=list)
@@ -65,25 +65,25 @@ class Requirements:
 
 
 def write_problems(args: TrainArgs) -> list[str]:
-    """List the directories that a run writes to and cannot, one sentence each."""
+    """List the directories that a run must write to but cannot, one sentence each."""
     found = []
     for name in WRITTEN:
         directory = getattr(args, name, None)
         if directory:
             try:
                 if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
-                    continue  # what was prepared there, perhaps by somebody else, is only read
+                    continue  # prepared data there, perhaps somebody else's, are only read
                 with tempfile.TemporaryFile(dir=existing(Path(directory))):
                     pass
             except OSError as error:
                 found.append(f"--{name} {directory} cannot be written to: {error.strerror}; give another")
-        elif directory == "" and name != "pretokenize":  # which is off
+        elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
     return found
 
 
 def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> list[str]:
-    """List what of the requirements is not here, and what fetches it; `command` is the recipe with its arguments."""
+    """List the requirements that are not here, and how to download them; `command` is the recipe with its arguments."""
     found, place = [], constants.HF_HUB_CACHE
     lacking = {need: names for need in needs if (names := cache.lacking(need))}
     for need, names in lacking.items():
@@ -103,10 +103,10 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
     """List what a recipe with arguments reads from the Hub.
 
     Raises:
-        ConfigError: if they are not valid.
+        ConfigError: if the arguments are not valid.
     """
     module = load(command[0])
-    # How many processes there will be does not matter to it.
+    # The number of processes does not matter here.
     return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
 
 
@@ -115,7 +115,7 @@ def run_recipe(
     args_class: type[Args],
     requirements: Callable[[Args], Requirements],
 ) -> None:
-    """Run a recipe with the command line's arguments. What the user can put right is one message, no traceback."""
+    """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
     if not sys.stderr.isatty():  # a job's log: plain lines
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -133,7 +133,7 @@ def run_recipe(
         end_with(args, state="finished")
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
-        # What restarts by exit codes alone takes 0 for the end of the run: that is only what a person wanted.
+        # A supervisor that restarts by exit codes takes 0 for the end of the run; only a person's `stop` file means that.
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
@@ -163,7 +163,7 @@ def run_recipe(
 
 @contextlib.contextmanager
 def read_only_as_permission() -> Iterator[None]:
-    """Raise PermissionError, as for any place that may not be written to, where a filesystem is read-only."""
+    """Turn the error of a read-only filesystem into PermissionError, as for any place that may not be written to."""
     try:
         yield
     except OSError as error:
@@ -173,10 +173,10 @@ def read_only_as_permission() -> Iterator[None]:
 
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
-    """End by what the user must put right. On rank 0 in a thread of the watch, where another rank has found it."""
+    """End with an error that the user must put right. If another rank found it, rank 0 runs this in the watch's thread."""
     print(f"error: {reason}", file=sys.stderr, flush=True)
     if args is not None and attempt()["job"] and is_first():
-        # Before training too, a job's script is to know that more of the same would not help.
+        # Before training too, the job script must learn that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):
             lock.take(Path(args.output_dir))
     end_with(args, state="failed", reason=reason)
@@ -185,13 +185,13 @@ def fail(args: TrainArgs | None, reason: str) -> NoReturn:
 
 
 def provide(needed: Requirements) -> None:
-    """See that what a run reads is here, before there is a process group or anything on a GPU.
+    """Make sure that what a run reads is here, before there is a process group or anything on a GPU.
 
-    Offline it must be: every process looks. Otherwise the first of each machine downloads what lacks, unless it is to
-    be streamed, and the others wait.
+    Offline, every process checks that it is here. Otherwise the first process of each machine downloads what is missing,
+    unless it is streamed, and the others wait.
 
     Raises:
-        ConfigError: with all that is not here, or cannot be had.
+        ConfigError: with everything that is not here, or cannot be downloaded.
     """
     needs = needed.needs
     if not constants.HF_HUB_OFFLINE:
@@ -208,9 +208,9 @@ def provide(needed: Requirements) -> None:
 def leave(code: int) -> NoReturn:
     """End this process, whose work is done, without the interpreter's teardown.
 
-    That waits for a save in the background, and, for ever, for a worker of a loader or a thread that does not end. With
+    The teardown waits for a save in the background, and, for ever, for a loader's worker or a thread that does not end. With
     torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that nobody
-    joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished.
+    joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished before.
     """
     with contextlib.suppress(OSError):  # a pipe that nobody reads any more
         sys.stdout.flush()
@@ -219,7 +219,7 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
-    """Say in status.json how the run ended, if it came as far as to own its output directory."""
+    """Write to status.json how the run ended, if the run owns its output directory already."""
     if lock.is_taken() and not lock.is_lost():
         try:
             update_status(Path(args.output_dir), **changes)
@@ -228,15 +228,15 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
 
 
 def load(path: str | Path) -> ModuleType:
-    """The recipe at `path` as a module.
+    """Load the recipe at `path` as a module.
 
     Raises:
-        ConfigError: if there is none, or it lacks what a recipe defines.
+        ConfigError: if there is no such file, or it lacks what a recipe defines.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such recipe")
-    # Not its bare name: `chess` is python-chess.
+    # Do not import it by its bare name: `chess` is python-chess.
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -3,10 +3,10 @@
     run = start(args)
     ...                                             tokenizer and data
     run.prepare(model, tokenizer, total_steps)
-    records = train(run, loader, ...)               of `engine`, or of one of trl's trainers
+    records = train(run, loader, ...)               by `engine`, or by one of trl's trainers
     finish(run, records, description, result_fn)
 
-`Run` is what belongs to it.
+`Run` holds everything that belongs to the run.
 """
 
 import copy
@@ -31,26 +31,26 @@ from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, draw_run
 
-# The runs of this process, kept to the process's end, where nothing is torn down (`recipe.leave`). Were one freed when a
-# recipe's `main` returns, gloo would wait for its threads while it holds the interpreter's lock, for which one of them may
-# wait: under DDP one run in eight hung so (torch 2.13).
+# The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
+# recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:
+# under DDP one run in eight hung this way (torch 2.13).
 _runs: list["Run"] = []
 
 
 @dataclass
 class Run(Generic[Args]):
-    """Everything that belongs to one run. `shard` fills the first fields below, `prepare` all."""
+    """Everything that belongs to one run. `shard` fills the first of the later fields, `prepare` fills all."""
 
     args: Args
     accelerator: Accelerator
-    resumed_from: Path | None = None  # the checkpoint that it begins with
+    resumed_from: Path | None = None  # the checkpoint that the run begins with
 
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     adapter: Adapter | None = field(init=False, default=None)
-    first_units: list[nn.Module] = field(init=False)  # of the model: what a forward pass gathers before it computes
+    first_units: list[nn.Module] = field(init=False)  # modules that a forward pass gathers before it computes
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
-    artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ..., as they are exported
+    artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ... to save and export
     checkpointer: Checkpointer = field(init=False)
     total_steps: int = field(init=False)
     flops: Flops | None = field(init=False, default=None)
@@ -86,7 +86,7 @@ class Run(Generic[Args]):
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def release(self) -> None:
-        """Let go of a model that was sharded, so that another can be."""
+        """Free a sharded model, so that another one can be sharded."""
         del self.model, self.optimizer, self.first_units
         self.adapter = None
         self.accelerator.free_memory()
@@ -98,15 +98,15 @@ class Run(Generic[Args]):
         total_steps: int,
         flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
     ) -> None:
-        """Make all that is trained, saved and restored, from a model that is not sharded yet.
+        """Make everything that is trained, saved and restored, from a model that is not sharded yet.
 
-        `flops_fn(model)` counts the FLOPs of training per target token, for MFU.
+        `flops_fn(model)` counts the training FLOPs per target token, for MFU.
 
         Raises:
-            ConfigError: for adapters, a strategy or settings that the model cannot have.
+            ConfigError: for adapters, a strategy or settings that do not fit the model.
         """
         self.adapter = self.adapter or add_adapters(model, self.args)
-        # A pretrained one may be loaded as another, with a new head.
+        # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
@@ -130,9 +130,9 @@ class Run(Generic[Args]):
 
 
 def start(args: Args) -> Run[Args]:
-    """Begin a run: start the process group, and agree on the checkpoint that it goes on from.
+    """Begin a run: start the process group, and agree on the checkpoint to resume.
 
-    What could not be continued is refused before any work. From here on the output directory is this run's.
+    A run that cannot be continued is refused before any work. From here on the output directory belongs to this run.
 
     Raises:
         ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
@@ -143,14 +143,14 @@ def start(args: Args) -> Run[Args]:
 
 
 class Result(NamedTuple):
-    """Lines for people that say what a run has reached, and bars for its picture."""
+    """Lines of text that say what a run has reached, and bars for its picture."""
 
     text: str
     bars: Bars | None = None
 
 
 def before_and_after(before: dict, after: dict) -> Result:
-    """Say what each measure was, in a line each."""
+    """Write one line for each measure, with its value before and after training."""
     names = [name for name in after if name.startswith("eval_") and name in before]
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
@@ -163,8 +163,8 @@ def finish(
 ) -> None:
     """Draw, export and print the result of a run that has trained to its end.
 
-    `description` begins the model card. `result_fn` is called on rank 0, with the first record of an evaluation and the
-    last; by default all that was measured is printed.
+    `description` begins the model card. `result_fn` is called on rank 0, with the first and the last record of an
+    evaluation; by default everything that was measured is printed.
     """
     if run.is_first:
         before, *_, after = filter(is_evaluation, records)

@@ -1,6 +1,6 @@
-"""Strategies that cannot work: what is wrong with a launch, or with an argument under it, said before anything starts.
+"""Checks of the strategy: find what is wrong with a launch, or with arguments under it, before anything starts.
 
-Everything here reads the environment that `accelerate launch` makes of a YAML, which preflight makes on a login node.
+All checks read the environment that `accelerate launch` makes from a YAML; preflight makes the same one on a login node.
 """
 
 import os
@@ -15,7 +15,7 @@ PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "S
 
 
 def num_accelerators() -> int:
-    """Accelerators of this machine. Apple's MPS has no collectives: there it is a CPU."""
+    """Count the accelerators of this machine. Apple's MPS has no collectives, so it counts as a CPU."""
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
         return 0
     return torch.accelerator.device_count()
@@ -30,9 +30,9 @@ def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with the strategy that `accelerate launch` described in `env`, one sentence each.
+    """List what is wrong with the strategy that `accelerate launch` describes in `env`, one sentence each.
 
-    `num_devices` is the number of accelerators of this machine, 0 on a CPU. Also used by preflight, before
+    `num_devices` is the number of accelerators of this machine, 0 on a CPU. Preflight also calls this, before
     anything is launched.
     """
     found = []
@@ -119,7 +119,7 @@ def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
 
 
 def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with the YAML's fsdp_config, where a machine has `num_devices` GPUs."""
+    """List what is wrong with the YAML's fsdp_config on a machine with `num_devices` GPUs."""
     found = []
     version = int(env.get("FSDP_VERSION", 1))
     if version == 2 and is_one_of(env, "FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"):
@@ -169,9 +169,9 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 
 
 def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List the arguments that the strategy of `accelerate launch`, as in `env`, cannot follow, one sentence each.
+    """List the arguments that do not work under the strategy in `env`, one sentence each.
 
-    `num_devices`: GPUs of a machine, as for `environment_problems`.
+    `env` and `num_devices` are as for `environment_problems`.
     """
     found = []
     if args.load_in_4bit and not num_devices:
@@ -226,7 +226,7 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 
 def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
-    """List what runs but is probably not what was meant."""
+    """List settings that work but are probably not intended."""
     local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
     if local_world < num_devices:
         return [

@@ -8,7 +8,7 @@ import evaluate
 
 from accelerate_recipes.args import arg
 
-# Each with the values that it gives; the first is the one that examples are chosen by.
+# Metrics with the values that they give; examples are chosen by the first value.
 METRIC_VALUES = {
     "exact_match": ["exact_match"],
     "rouge": ["rougeL", "rouge1", "rouge2", "rougeLsum"],
@@ -16,12 +16,12 @@ METRIC_VALUES = {
     "chrf": ["chrf"],
     "gleu": ["gleu"],
 }
-NUM_EXAMPLES = 6  # of predictions, in the result
+NUM_EXAMPLES = 6  # predictions shown in the result
 
 
 @dataclass
 class GenerationArgs:
-    """Arguments of a recipe that is measured by the texts which its model generates."""
+    """Arguments of a recipe whose model is measured by the texts that it generates."""
 
     metrics: list[str] = arg(
         ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
@@ -58,11 +58,11 @@ class GenerationArgs:
 
     @property
     def measured(self) -> list[str]:
-        """Names of the values that the metrics give; examples are chosen by the first."""
+        """Names of the values that the metrics give; examples are chosen by the first one."""
         return [value for name in self.metrics for value in METRIC_VALUES.get(name, [])]
 
     def generation(self, max_length: int) -> dict[str, float]:
-        """Settings of the generation, of `max_length` tokens unless an argument says how many."""
+        """Return the settings of generation, with `max_length` tokens unless an argument gives a number."""
         return {
             "max_new_tokens": self.generation_max_length or max_length,
             "num_beams": self.generation_num_beams,
@@ -71,7 +71,7 @@ class GenerationArgs:
 
 
 class TextMetrics:
-    """`evaluate` modules from `<folder>/<name>.py`, for the same inputs. All give values from 0 to 100."""
+    """Group of `evaluate` modules from `<folder>/<name>.py`, which get the same inputs and give values from 0 to 100."""
 
     def __init__(self, folder: Path, names: Sequence[str]):
         self.metrics = [evaluate.load(str(folder / f"{name}.py"), keep_in_memory=True) for name in names]
@@ -79,7 +79,7 @@ class TextMetrics:
     def compute(
         self, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
     ) -> dict[str, float]:
-        """Compute the metrics of one prediction for each source; `references` are, for each, all that is right."""
+        """Compute the metrics of one prediction for each source; `references` lists all right texts for each source."""
         inputs = {"predictions": predictions, "references": references, "sources": sources}
         results = {}
         for metric in self.metrics:

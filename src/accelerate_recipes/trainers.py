@@ -1,4 +1,4 @@
-"""trl's trainers in this house: they do the step, and everything around it is as in the other recipes.
+"""Integration of trl's trainers: they do the step; everything around it is as in the other recipes.
 
 A recipe declares
 
@@ -7,9 +7,10 @@ A recipe declares
 
     class Trainer(RecipeTrainer, SFTTrainer): ...
 
-`Args` are our arguments, which win, and those that trl's config class adds: its own, and KEPT of what it inherits.
-`RecipeTrainer` replaces what transformers' Trainer does around the step. Launch, sharding, optimizer, schedule, log,
-checkpoints, export, signals and lock are those of `engine.train`; loss, data, sampling and generation are trl's.
+`Args` has our arguments, which take precedence, and those that trl's config class adds: its own, and KEPT from those that
+it inherits. `RecipeTrainer` replaces what transformers' Trainer does around the step. Launch, sharding, optimizer,
+schedule, log, checkpoints, export, signals and lock are those of `engine.train`; loss, data, sampling and generation are
+trl's.
 """
 
 import os
@@ -41,11 +42,11 @@ from accelerate_recipes.models import load_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 
-# trl 1.16 asks transformers 5.23 by an old name, in every step that generates.
+# trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-# Fields of transformers.TrainingArguments that stay, besides those that TrainArgs has. The others would do again, or
-# otherwise, what is done here.
+# Fields of transformers.TrainingArguments that stay, besides those that TrainArgs has. The other fields would repeat or
+# contradict what is done here.
 KEPT = {
     "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "label_smoothing_factor",
     "liger_kernel_config", "neftune_noise_alpha", "remove_unused_columns", "torch_empty_cache_steps",
@@ -81,7 +82,7 @@ class TrainerArgs(TrainArgs):
     )  # fmt: skip
 
     def __post_init__(self):
-        """Leave out that of TrainingArguments, which starts the process group: `trl_config` makes one when that is up."""
+        """Skip that of TrainingArguments, which starts the process group; `trl_config` makes that config later."""
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -99,9 +100,9 @@ class TrainerArgs(TrainArgs):
 
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
-    """The arguments as trl's trainer takes them, with what it is to leave alone switched off.
+    """Make the config of trl's trainer from our arguments, with everything switched off that the trainer must not do.
 
-    `decided` are fields that the recipe fills.
+    `decided` are fields that the recipe sets.
 
     Raises:
         ConfigError: for what trl refuses.
@@ -114,15 +115,15 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "use_cpu": accelerator.device.type == "cpu",
         "bf16": computes_in_bf16(accelerator.mixed_precision),
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
-        "activation_checkpointing": False,  # trl has it on, beside the YAML's key
-        "full_determinism": False,  # make_accelerator has seen to it
+        "activation_checkpointing": False,  # trl turns it on, independent of the YAML's key
+        "full_determinism": False,  # make_accelerator does it
         "dataloader_drop_last": True,  # else the last batch of an epoch is smaller than --total_batch_size
         "eval_strategy": "no",
         "save_strategy": "no",
-        "optim": "adamw_torch",  # ours is made in `_prepare_for_training`
+        "optim": "adamw_torch",  # unused: `_prepare_for_training` makes ours
         "report_to": "none",
         "disable_tqdm": True,
-        "logging_nan_inf_filter": False,  # replaces a loss that is NaN in the log by the mean of earlier ones
+        "logging_nan_inf_filter": False,  # would log the mean of earlier losses instead of NaN
     }
     values |= decided
     try:
@@ -140,7 +141,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
 
 
 class RecipeTrainer:
-    """Goes before one of trl's trainers in the bases of a class."""
+    """Mixin that replaces what a Trainer does around the step; put it before one of trl's trainers in a class's bases."""
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
 
@@ -155,15 +156,15 @@ class RecipeTrainer:
         self.run = run
         self.accelerator = run.accelerator
         run.adapter = add_adapters(model, run.args)
-        self.use_cache = model.config.use_cache  # which transformers' Trainer switches off, in the model's own settings
+        self.use_cache = model.config.use_cache  # transformers' Trainer switches it off in the model's config
         self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
-            os.environ["TQDM_DISABLE"] = "1"  # trl looks there
+            os.environ["TQDM_DISABLE"] = "1"  # trl reads this
         num_embeddings = model.get_input_embeddings().num_embeddings
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
-        except (ValueError, TemplateError) as error:  # the other of a chat template, or of rows that it does not take
+        except (ValueError, TemplateError) as error:  # TemplateError: of a chat template, or for bad rows
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
@@ -175,7 +176,7 @@ class RecipeTrainer:
         self.remove_callback(PrinterCallback)
 
     def _send_telemetry(self) -> None:
-        """Do nothing: a run tells nobody of itself."""
+        """Do nothing: a run sends no telemetry."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: the run has its Accelerator already."""
@@ -185,12 +186,12 @@ class RecipeTrainer:
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
-        # Whole gradients, kept until the last micro-batch, would cost every rank the memory of all of them.
+        # Keeping whole gradients until the last micro-batch would cost every rank the memory of all of them.
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.is_fsdp_enabled
 
     def _get_dataloader(self, *args: Any, **settings: Any):
         loader = super()._get_dataloader(*args, **settings)
-        inner = loader.base_dataloader  # Accelerate's iterates over this one
+        inner = loader.base_dataloader  # Accelerate's loader iterates over this one
         inner.worker_init_fn = (
             partial(start_worker, then=inner.worker_init_fn) if inner.worker_init_fn else start_worker
         )
@@ -208,13 +209,13 @@ class RecipeTrainer:
             Stopped: when a rank was asked to stop; what was done until then is saved.
             NonFiniteError: naming the step and the last good checkpoint.
         """
-        # The order of its data follows from the step.
+        # The order of the data follows from the step.
         self.agenda = Agenda(self.run, evaluate_fn, lambda: {"content": self.content})
         super().train()
         return self.agenda.end()
 
     def _inner_training_loop(self, **settings: Any):
-        # Not through `train`, which looks for a file of the Trainer's own in the checkpoint.
+        # Do not call `train`, which looks for the Trainer's own file in the checkpoint.
         return super()._inner_training_loop(**settings | {"resume_from_checkpoint": self.run.resumed_from})
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
@@ -231,7 +232,7 @@ class RecipeTrainer:
                 f"the training data have {len(self.train_dataset)} rows, which fill no batch on {run.world_size} "
                 "processes; lower --per_device_train_batch_size and --total_batch_size, or give more data"
             )
-        # Only now: trl and transformers' Trainer change model, settings and tokenizer until here.
+        # Do this only now: trl and transformers' Trainer change model, settings and tokenizer until here.
         run.prepare(self.model, self.processing_class, max_steps)
         run.artifacts[0].use_cache = self.use_cache
         self.model_wrapped, self.optimizer, self.lr_scheduler = run.model, run.optimizer, run.scheduler
@@ -303,7 +304,7 @@ class RecipeTrainer:
         self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
-        """Log the steps since the last line in one, with what trl has gathered."""
+        """Log the steps since the last log line in one line, with the values that trl has gathered."""
         steps = step - self._globalstep_last_logged
         seconds = time.perf_counter() - self.window_start
         loss = sum_over_ranks(tr_loss.detach().clone()) / (steps * self.accelerator.num_processes)
@@ -321,7 +322,7 @@ class RecipeTrainer:
 
 
 def count_targets(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens of a batch that a loss is taken of."""
+    """Count the tokens of a batch that are targets of the loss."""
     if "labels" in inputs:
         return (inputs["labels"][:, 1:] != -100).sum()
     return inputs["completion_mask"].sum()

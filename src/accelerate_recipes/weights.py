@@ -1,4 +1,4 @@
-"""Weights of a model that was built on the meta device: each by the model's own rule, whatever the strategy."""
+"""First weights of a model that was built on the meta device: each by the model's own rule, under any strategy."""
 
 import hashlib
 import re
@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-# Models whose `_init_weights` looks at one module at a time. Others' (T5, GPT-2) reach into its children.
+# Models whose `_init_weights` looks at one module at a time. In others (T5, GPT-2) it reaches into the module's children.
 MODEL_TYPES = ("llama", "mistral", "mixtral")
 
-# What DDP, FSDP1, activation checkpointing and torch.compile put into a parameter's name.
+# Parts that DDP, FSDP1, activation checkpointing and torch.compile add to a parameter's name.
 WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
@@ -21,13 +21,13 @@ def initialize(
 ) -> PreTrainedModel:
     """Give every parameter and buffer of a transformers model on the meta device its first value; returns the model.
 
-    A value depends on `seed` and on the parameter's name only, so a model is the same on any number of ranks and under
-    any strategy. It is drawn on `device` (a GPU draws other numbers than a CPU), whole, one parameter at a time; what
-    stays, on `storage` (default: `device`), is this rank's shard. So no rank holds more than its shards and the
-    largest parameter. Every rank draws every parameter: the price of communicating nothing.
+    A value depends only on `seed` and on the parameter's name, so a model is the same on any number of ranks and under
+    any strategy. Each parameter is drawn whole, one at a time, on `device` (a GPU draws other numbers than a CPU); only this
+    rank's shard is kept, on `storage` (default: `device`). So no rank holds more than its shards and the
+    largest parameter. Every rank draws every parameter: this avoids all communication.
 
     Raises:
-        ValueError: for a model whose rule is not known to work so, or leaves a parameter or buffer without a value.
+        ValueError: for a model whose rule is not known to work this way, or leaves a parameter or buffer without a value.
     """
     if model.config.model_type not in MODEL_TYPES:
         raise ValueError(
@@ -35,12 +35,12 @@ def initialize(
         )
     device = torch.device(device)
     model.to_empty(device=storage or device)
-    model.tie_weights()  # from the meta device, to_empty makes a parameter anew for each place that it stands in
+    model.tie_weights()  # `to_empty` makes a new parameter for each name of a tied one
     done = set()
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in done:  # a tied one has the name of its first place
+                if id(parameter) not in done:  # a tied parameter takes its first name
                     done.add(id(parameter))
                     value = first_value(model, module, path, name, seed, device)
                     if isinstance(parameter, DTensor):
@@ -48,7 +48,7 @@ def initialize(
                         value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
                         parameter = parameter.to_local()
                     parameter.copy_(value)
-                    del value  # before the next is drawn
+                    del value  # free it before the next is drawn
             for name, _ in module.named_buffers(recurse=False):
                 module._buffers[name] = first_value(model, module, path, name, seed, device)
     return model
@@ -64,7 +64,7 @@ def first_value(
 ) -> torch.Tensor:
     """Compute what the model's own rule (`_init_weights`) gives one parameter or buffer of a module, on `device`.
 
-    Meanwhile all else in the module are tensors without memory.
+    Meanwhile all other tensors of the module have no memory.
     """
     name_in_model = WRAPPERS.sub("", f"{path}.{name}".lstrip("."))
     own, held = {}, dict(module.__dict__)
@@ -74,7 +74,7 @@ def first_value(
             tensor = held[group][name]
             value = own[group][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if value.is_floating_point():
-        value.fill_(torch.nan)  # to see whether the rule knows of it
+        value.fill_(torch.nan)  # NaN shows whether the rule sets it
     torch.manual_seed(seed_of(name_in_model, seed))
     module.__dict__.update(own)
     try:

@@ -1,4 +1,4 @@
-"""Saving a run under way, in the background, and restoring it exactly on any number of ranks."""
+"""Checkpointer of a run: saves it in the background, and restores it exactly on any number of ranks."""
 
 import contextlib
 import json
@@ -61,10 +61,10 @@ PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 
 
 class HostCopy(BlockingAsyncStager):
-    """Copies a state dict into host memory, pinned for a GPU, and keeps that for the next copy.
+    """Copies a state dict into host memory, pinned for a GPU, and keeps the memory for the next copy.
 
-    Getting the memory takes longer than the copy. torch 2.13's BlockingAsyncStager keeps it only where it can be pinned;
-    its DefaultStager cannot copy the ShardedTensors of FSDP1.
+    Allocating the memory takes longer than the copy. torch 2.13's BlockingAsyncStager keeps the memory only if it can be
+    pinned; its DefaultStager cannot copy the ShardedTensors of FSDP1.
     """
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +77,10 @@ class HostCopy(BlockingAsyncStager):
 
 
 def pin_what_is_asked_for() -> None:
-    """Pin host memory of the size that is asked for, from 1 MiB on.
+    """Make torch pin host memory of exactly the requested size, from 1 MiB on.
 
     torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more for a model of
-    7B parameters. To set one setting sets the others back, so those of PYTORCH_ALLOC_CONF are given again.
+    7B parameters. Setting one option resets the others, so those of PYTORCH_ALLOC_CONF are given again.
     """
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11, which knows no such setting either
         return
@@ -91,7 +91,7 @@ def pin_what_is_asked_for() -> None:
 
 @dataclass
 class Checkpointer:
-    """Saves and restores all that a run consists of. Call its methods on every rank.
+    """Saves and restores everything that a run consists of. Call its methods on every rank.
 
     Raises:
         ConfigError: for artifacts that could not be saved.
@@ -102,22 +102,22 @@ class Checkpointer:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     args: TrainArgs
-    artifacts: Sequence[Any]  # what has `save_pretrained`: configuration, tokenizer, generation config
+    artifacts: Sequence[Any]  # objects with `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
-    adapter: adapters.Adapter | None = None  # then only what is trained is saved
+    adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
     newest: Path | None = None
-    data_states: list[dict] = field(default_factory=list)  # of a resumed run: what each rank's data gave to `save`
+    data_states: list[dict] = field(default_factory=list)  # after `resume`: what each rank's data gave to `save`
 
     def __post_init__(self):
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
             try:
-                settings.validate(strict=True)  # as its `save_pretrained` does; but now, not at the first checkpoint
+                settings.validate(strict=True)  # `save_pretrained` does the same, but only at the first checkpoint
             except ValueError as error:
                 raise ConfigError(
                     f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
                 ) from None
         self.stager = HostCopy()
-        # What is said in the background must not come between the collectives of training.
+        # Collectives in the background must not come between those of training.
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
@@ -125,17 +125,17 @@ class Checkpointer:
         self.in_flight: Future | None = None
 
     def save(self, step: int, data_state: dict) -> Path:
-        """Write `checkpoint-<step>`, then remove those that are not to be kept. Returns its path.
+        """Write `checkpoint-<step>`, then remove the checkpoints that are not to be kept. Returns its path.
 
-        `data_state` is what this rank's data need besides the step to go on; `data_states` holds those of all ranks
-        after `resume`.
+        `data_state` is what this rank's data need besides the step to continue; after `resume`, `data_states` holds those
+        of all ranks.
 
-        With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. One save at a time: the
-        one before is waited for first.
+        With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. There is one save at a time:
+        it first waits for the previous one.
 
         Raises:
-            SaveError: on all ranks, if one cannot write, now or in the background before, and for weights that are not
-                finite. Older checkpoints are as they were, nothing is left half done.
+            SaveError: on all ranks, if one cannot write, now or in the previous background save, and for weights that are
+                not finite. Older checkpoints are unchanged, and nothing is left half done.
         """
         self.wait()
         start = time.perf_counter()
@@ -167,7 +167,7 @@ class Checkpointer:
         """Wait until no save is in flight.
 
         Raises:
-            SaveError: if it failed.
+            SaveError: if the save failed.
         """
         if self.in_flight is not None:
             in_flight, self.in_flight = self.in_flight, None
@@ -176,7 +176,7 @@ class Checkpointer:
     def _complete(
         self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
     ) -> None:
-        """Everything of a save, begun at `start`, that training need not wait for. `write` writes model and optimizer."""
+        """Do the part of a save for which training need not wait. The save began at `start`; `write` writes the state."""
         rank = self.accelerator.process_index
         with self._all_or_none(unfinished):
             write()
@@ -199,21 +199,21 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _all_or_none(self, unfinished: Path) -> Iterator[None]:
-        """Make a part of a save fail on all ranks if it fails on one: all raise SaveError, what was written is removed.
+        """Make a part of a save fail on all ranks if it fails on one: all raise SaveError, and written files are removed.
 
-        A rank that fails by a mistake of the program raises that.
+        A rank that fails because of a bug raises its own error.
         """
         problems, failure = {}, None
         try:
             yield
-        except dcp.CheckpointException as error:  # holds those of all ranks, each with its traceback
+        except dcp.CheckpointException as error:  # holds the errors of all ranks, with tracebacks
             problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        except Exception as error:  # whatever it is: the others must not wait, and what was written must not stay
+        except Exception as error:  # any error: the others must not wait, and written files must not stay
             problems, failure = {self.accelerator.process_index: str(error)}, error
         found = on_all_ranks(problems, self.group)
         problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
-            if self.accelerator.is_main_process and not lock.is_lost():  # else it is the other run's
+            if self.accelerator.is_main_process and not lock.is_lost():  # else the directory is the other run's
                 shutil.rmtree(unfinished, ignore_errors=True)
             if failure is not None and not is_of_the_disk(failure):
                 raise failure
@@ -228,7 +228,7 @@ class Checkpointer:
             raise OSError(f"another run has taken over {final.parent}")
         if final.exists():
             assert defect(final), f"{final} is complete"  # find_resume refuses such a run
-            set_aside(final)  # damaged, or another program's: what is unfinished here has another name
+            set_aside(final)  # damaged, or another program's; our unfinished ones have another name
         remove_leftovers(final.parent)
         if self.newest is not None and self.newest.is_dir():
             needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
@@ -241,7 +241,7 @@ class Checkpointer:
         unfinished.mkdir(parents=True)
 
     def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
-        """Add what one rank writes, then the marker; `files` are those that the ranks have described."""
+        """Add the files that only one rank writes, then the marker; `files` are those that the ranks have described."""
         self.args.save(unfinished / "args.yaml")
         for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
             artifact.save_pretrained(unfinished)
@@ -276,10 +276,10 @@ class Checkpointer:
         fsync(final.parent)
 
     def resume(self) -> int:
-        """Restore `resumed_from` and return its step; 0 where there is none.
+        """Restore `resumed_from` and return its step, or 0 if there is no checkpoint.
 
         Model and optimizer are resharded to any number of ranks and any strategy. Learning rate, betas and decay
-        are the command line's.
+        come from the command line.
         """
         if self.resumed_from is None:
             return 0
@@ -294,7 +294,7 @@ class Checkpointer:
         dcp.load(state, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner())
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=self.adapter is None),  # what is frozen is not among it
+            options=StateDictOptions(strict=self.adapter is None),  # frozen weights are not saved
         )  # fmt: skip
         if name := next(filter(None, on_all_ranks(broken_weight(self.model))), None):
             raise ConfigError(
@@ -312,33 +312,33 @@ class Checkpointer:
         return marker["step"]
 
     def _trained_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """State of the model, or with adapters of those alone, and of the optimizer; sharded."""
+        """Return the sharded state of the model (with adapters, of these alone) and of the optimizer."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         if self.adapter:
-            # Not StateDictOptions.ignore_frozen_params, which keeps the second name of a tied weight (torch 2.13).
+            # StateDictOptions.ignore_frozen_params would keep the second name of a tied weight (torch 2.13).
             named = self.model.named_parameters()
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
         return model_state, optimizer_state
 
     def restore_rng(self) -> None:
-        """Set the random generators to where they were at `resumed_from`: again, if something drew after `resume`."""
+        """Set the random generators to their state at `resumed_from`; call it again if something drew after `resume`."""
         assert self.resumed_from is not None
         marker = read_marker(self.resumed_from)
         if marker["world_size"] == self.accelerator.num_processes:
             file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
             set_rng_state(torch.load(file, weights_only=True))
-        else:  # no generator fits a rank that was not there: derive one from the step
+        else:  # the checkpoint has no generators for a new rank: derive them from the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
 
 
 def broken_weight(model: nn.Module) -> str | None:
-    """Name of a trained weight of which this rank holds a part that is not finite, or None."""
+    """Return the name of a trained weight whose part on this rank is not finite, or None."""
     held = {
         name: local_shard(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     held = {name: tensor for name, tensor in held.items() if tensor.numel()}
-    # A maximum, in which NaN stays, takes no memory: a mask of all elements would.
+    # A maximum keeps NaN and takes no memory; a mask of all elements would.
     largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
     are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
     return next((WRAPPERS.sub("", name) for name, good in zip(held, are_finite, strict=True) if not good), None)
@@ -363,16 +363,16 @@ def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None
 
 
 def ask_to_stop_if_failed(save: Future) -> None:
-    """Ask to stop where a save failed.
+    """Ask to stop if a save failed.
 
-    All ranks fail alike, but notice it at different steps: they stop together, and there `wait` says why.
+    All ranks fail together, but notice it at different steps: they agree to stop, and then `wait` says why.
     """
     if save.exception() is not None:
         stop.ask("a save that failed")
 
 
 def remove_old(output_dir: Path, args: TrainArgs) -> None:
-    """Remove the complete checkpoints that `args` do not keep."""
+    """Remove the complete checkpoints that `args` do not ask to keep."""
     present = complete_checkpoints(output_dir)
     keep = to_keep(present, args)
     for old in present:
@@ -382,8 +382,8 @@ def remove_old(output_dir: Path, args: TrainArgs) -> None:
 
 
 def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
-    """The newest `save_total_limit`, each `keep_every_n_steps`, and the best; `checkpoints` are sorted by step."""
-    keep = set(checkpoints[-args.save_total_limit :])  # all, where the limit is 0
+    """Choose the newest `save_total_limit`, each `keep_every_n_steps`, and the best; `checkpoints` are sorted by step."""
+    keep = set(checkpoints[-args.save_total_limit :])  # all, if the limit is 0
     if args.keep_every_n_steps:
         keep |= {checkpoint for checkpoint in checkpoints if step_of(checkpoint) % args.keep_every_n_steps == 0}
     scores = {checkpoint: found for checkpoint in checkpoints if (found := score(checkpoint, args)) is not None}
@@ -395,7 +395,7 @@ def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
 def score(checkpoint: Path, args: TrainArgs) -> float | None:
     """Return `metric_for_best_model` at the checkpoint's step, with the sign that makes greater better.
 
-    None: it was not measured, or is not finite, or the file that says it is damaged.
+    None if it was not measured or is not finite, or if the file with it is damaged.
     """
     if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
         return None
@@ -411,7 +411,7 @@ def score(checkpoint: Path, args: TrainArgs) -> float | None:
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Put a fresh schedule where it is after `step` steps. It is a function of the step alone."""
+    """Move a fresh schedule to where it is after `step` steps. It depends on the step alone."""
     scheduler.last_epoch = step
     scheduler._step_count = step + 1
     for group, base_lr, factor in zip(
@@ -422,7 +422,7 @@ def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of every random generator of this process, loadable with `weights_only=True`."""
+    """Return the state of every random generator of this process, loadable with `weights_only=True`."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""Export of a checkpoint into a folder that `from_pretrained` loads, a safetensors shard at a time."""
+"""Export of a checkpoint into a folder that `from_pretrained` loads, one safetensors shard at a time."""
 
 import json
 import shutil
@@ -40,17 +40,17 @@ def export(
 ) -> None:
     """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
 
-    `dtype` of the weights defaults to the precision they were evaluated in: bf16 after a bf16 run, else fp32. Memory:
-    one safetensors shard of `max_shard_size` (bytes, or such as "500MB").
+    `dtype` of the weights defaults to the precision of evaluation: bf16 after a bf16 run, else fp32. The export needs the
+    memory of one safetensors shard of `max_shard_size` (bytes, or a text such as "500MB").
 
-    Of adapters it is a folder for PEFT; or with `merge_adapter` the whole model, of which each weight is read from the
-    files of the one that they belong to, and the adapters themselves in `adapter/`.
+    Adapters become a folder for PEFT. With `merge_adapter` the folder holds the whole model, whose weights are read one by
+    one from the files of the adapters' model, and the adapters themselves in `adapter/`.
 
-    `out` may be an earlier export, whose place the new one takes when it is whole.
+    `out` may be an earlier export, which the new one replaces when it is whole.
 
     Raises:
-        ConfigError: for an `out` that holds anything else, and what these settings cannot make of the checkpoint.
-        SaveError: where it cannot be written; nothing is left half done.
+        ConfigError: for an `out` that holds anything else, and for settings that do not fit the checkpoint.
+        SaveError: if it cannot be written; nothing is left half done.
     """
     checkpoint, out = checkpoint.resolve(), out.resolve()
     if checkpoint in (out, *out.parents) or out in checkpoint.parents:
@@ -83,7 +83,7 @@ def export(
         if is_of_the_disk(error):
             raise SaveError(f"{out} could not be written: {error}") from None
         raise
-    check_replaceable(out, base)  # again: writing took its time
+    check_replaceable(out, base)  # check again: writing took some time
     try:
         remove_export(out)
         unfinished.rename(out)
@@ -103,7 +103,7 @@ def write_export(
     """Fill the folder of an export; see `export`."""
     is_adapter = marker.get("base_model") is not None
     left_out = {"data.json"}
-    if is_adapter:  # each would make `from_pretrained` take the folder for the other
+    if is_adapter:  # the other kind's file would mislead `from_pretrained`
         left_out.add("adapter_config.json" if merge_adapter else "config.json")
     for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
@@ -129,13 +129,13 @@ def write_export(
 
 
 def list_files(export: Path) -> None:
-    """Write down what is in an export: no more than that is removed when another takes its place."""
+    """Write the list of an export's files: only these are removed when another export replaces it."""
     names = [str(path.relative_to(export)) for path in export.rglob("*")]
     (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n")
 
 
 def listed_files(folder: Path) -> set[str]:
-    """List what an export has written into a folder; empty where none has."""
+    """List the files that an export has written into a folder; empty if none has."""
     try:
         return set(json.loads((folder / EXPORT).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -143,10 +143,10 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def check_replaceable(out: Path, base_model: str) -> None:
-    """Check that an export can be written there: into a new or empty folder, or in place of an earlier export.
+    """Check that `out` is a new or empty folder, or an earlier export.
 
     Raises:
-        ConfigError: where something else would be removed, or the model that the run began with.
+        ConfigError: if something else would be removed, or the model that the run began with.
     """
     if base_model and Path(base_model).resolve() == out.resolve():
         raise ConfigError(f"{out} is the model that the run begins with; the export needs another folder")
@@ -166,7 +166,7 @@ def check_replaceable(out: Path, base_model: str) -> None:
 
 
 def remove_export(out: Path) -> None:
-    """Remove what is listed and there, the list last: a removal that is interrupted can be finished."""
+    """Remove the listed files, and the list last, so that an interrupted removal can be finished."""
     listed = listed_files(out)
     for path in sorted(out.rglob("*"), reverse=True):  # files before their folder
         if str(path.relative_to(out)) in listed - {EXPORT}:
@@ -177,7 +177,7 @@ def remove_export(out: Path) -> None:
 
 
 def model_card(checkpoint: Path, description: str) -> str:
-    """README.md of an export: what was trained, to what result, with which arguments."""
+    """Write the README.md of an export: what was trained, the result, and the arguments."""
     arguments = (checkpoint / "args.yaml").read_text()
     marker = read_marker(checkpoint)
     if base := marker.get("base_model"):
@@ -209,7 +209,7 @@ def model_card(checkpoint: Path, description: str) -> str:
 def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
-    Reads one shard of `max_shard_size` bytes at a time. `dtype` of floating-point weights; None: as saved.
+    Reads one shard of `max_shard_size` bytes at a time. Floating-point weights are converted to `dtype`; None: as saved.
     """
     model, tied = model_on_meta(checkpoint)
     tensors = {name: t for name, t in saved_tensors(checkpoint).items() if name not in tied}
@@ -221,7 +221,7 @@ def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, ma
 def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
     """Write the model that the adapters of `checkpoint/state` belong to, with them merged in.
 
-    Weights are named as in its files, which are mapped into memory: of what is read, no more than a shard is kept.
+    Weights are named as in that model's files, which are mapped into memory; at most one shard is kept.
     """
     config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
     base = adapters.base_tensors(config)
@@ -246,7 +246,7 @@ def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """List the tensors of the model in `checkpoint/state` by their names in it, on the meta device."""
+    """List the model's tensors in `checkpoint/state` by name, on the meta device."""
     metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
     return {
         key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -256,15 +256,15 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the model in `checkpoint/state`, like those that are `wanted`."""
-    # In the dtype to be written: the reader converts as it copies, without a second buffer.
+    """Read the `wanted` tensors of the model from `checkpoint/state`."""
+    # Allocate them in the dtype to be written: the reader converts as it copies, without a second buffer.
     tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
     dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
     return {name: tensors[f"model.{name}"] for name in wanted}
 
 
 def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
-    """The checkpoint's model without weights, and which of its names are other names of a tied weight."""
+    """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
@@ -278,7 +278,7 @@ def write_shards(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
 ) -> None:
-    """Write `tensors`, which are on the meta device, as safetensors; `read` fills those of a shard that it is given."""
+    """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard."""
     tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         tensors,
@@ -287,7 +287,7 @@ def write_shards(
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        # No name for the shard: it would live until the next one is read.
+        # Do not assign the shard to a name: it would live until the next one is read.
         save_file(read({name: tensors[name] for name in names}), out / filename, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

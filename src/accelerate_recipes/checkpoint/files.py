@@ -1,4 +1,4 @@
-"""Names and files of a checkpoint and of an export: what is whole, what is damaged, what a killed run has left."""
+"""Names and files of checkpoints and exports: what is whole, what is damaged, what a killed run has left."""
 
 import json
 import os
@@ -15,12 +15,12 @@ from accelerate_recipes.args import ConfigError
 from accelerate_recipes.disk import checksum, fsync
 from accelerate_recipes.ranks import is_first
 
-# Said whenever a single process saves, which is meant here, and dozens of times with FSDP1, which saves no other way.
+# torch warns whenever a single process saves, which is intended here, and dozens of times with FSDP1, which saves only so.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 warnings.filterwarnings("ignore", "Please use DTensor instead and we are deprecating ShardedTensor")
 
 MARKER = "complete.json"
-EXPORT = "accelerate_recipes.json"  # in an export: its files, by which it is known when another is to take its place
+EXPORT = "accelerate_recipes.json"  # in an export: the list of its files, by which a later export recognises it
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -29,9 +29,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def defect(checkpoint: Path) -> str | None:
-    """Say why this directory is no complete checkpoint, or return None.
+    """Say why this directory is not a complete checkpoint, or return None.
 
-    Looks at names and sizes only, and at the content of what is read to choose a checkpoint: marker and arguments.
+    Checks names and sizes, and the content only of marker and arguments, which are read to choose a checkpoint.
     """
     try:
         marker = read_marker(checkpoint)
@@ -51,17 +51,17 @@ def defect(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Name a file of a complete checkpoint that changed since it was written, or None. Reads one part of the files."""
+    """Name a file of a complete checkpoint that has changed since it was written, or None. Reads one part of the files."""
     marker = read_marker(checkpoint)
     names = sorted(marker["files"])[part::parts]
     return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
 
 
 def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
-    """Say how the content of a file differs from what was written, or None."""
+    """Say how the content of a file differs from what was written, or return None."""
     try:
         found = checksum(checkpoint / name)
-    except OSError as error:  # what a disk cannot read any more
+    except OSError as error:  # the disk can no longer read it
         return f"{name} cannot be read: {error}"
     wanted = marker["files"][name]["checksum"]
     return None if found == wanted else f"the checksum of {name} is {found} instead of {wanted}: the file is damaged"
@@ -71,8 +71,8 @@ def read_marker(checkpoint: Path) -> dict:
     """Read a checkpoint's marker.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: for one that was changed.
+        FileNotFoundError: if there is none.
+        ValueError: if it was changed.
     """
     marker = json.loads((checkpoint / MARKER).read_text())
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
@@ -93,7 +93,7 @@ def checksum_of(marker: dict) -> str:
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """Directories that are named like a checkpoint, oldest first."""
+    """List the directories that are named like a checkpoint, oldest first."""
     return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -113,13 +113,13 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename what is no whole checkpoint, so that a new one can have its name."""
+    """Rename a directory that is not a whole checkpoint, so that a new one can have its name."""
     names = (f"{checkpoint.name}.damaged{suffix}" for suffix in chain([""], (f"-{i}" for i in count(2))))
     checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not os.path.lexists(path)))
 
 
 def leftovers(output_dir: Path) -> list[Path]:
-    """List what killed runs left unfinished in their output directory; it is of no use."""
+    """List what killed runs left unfinished in their output directory; it is useless."""
     found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
     unfinished = unfinished_export(output_dir / "export")
     return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
@@ -135,7 +135,7 @@ class SaveError(RuntimeError):
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Tell whether an error means that a file could not be written: the tokenizers library has no name for that."""
+    """Tell whether an error means that a file could not be written; the tokenizers library has no class for that."""
     return isinstance(error, OSError | SafetensorError) or type(error) is Exception
 
 
@@ -143,9 +143,9 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
     """Check that the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
 
     Raises:
-        ConfigError: if they were trained in another, by its weights, whatever its name.
+        ConfigError: if they were trained in a model with other weights, whatever its name.
     """
-    before = marker.get("base_model")  # of a whole model there is none, and the names tell
+    before = marker.get("base_model")  # absent for a whole model, where names are compared
     if before and "checksum" not in before:
         warnings.warn(
             f"{checkpoint} was saved by a version that looked at a part of the model's weights only: that {base['name']} is "
@@ -161,11 +161,11 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
 
 
 def describe(file: Path, root: Path) -> tuple[str, dict]:
-    """Bring a file to the disk; returns its name and what the marker says of it."""
+    """Sync a file to the disk; returns its name and its entry in the marker."""
     fsync(file)
     return str(file.relative_to(root)), {"size": file.stat().st_size, "checksum": checksum(file)}
 
 
 def unfinished_export(out: Path) -> Path:
-    """Return the folder in which an export is written before it takes its place."""
+    """Return the folder in which an export is written before it gets its final name."""
     return out.with_name(f"{out.name}.partial")

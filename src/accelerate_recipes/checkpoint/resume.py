@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run goes on from."""
+"""Choice of the checkpoint that a run resumes."""
 
 import warnings
 from functools import partial
@@ -24,13 +24,13 @@ from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 
 def find_resume(args: TrainArgs) -> Path | None:
-    """The checkpoint that the run begins with, or None for a fresh start; what it holds is not verified yet.
+    """Find the checkpoint that the run begins with, or None for a fresh start; its content is not verified yet.
 
-    `args.resume_from_checkpoint` says which. Where this very command has saved since it began, its newest: a command
-    that is given again goes on.
+    `args.resume_from_checkpoint` says which one. If this very command has saved since it began, its newest checkpoint is
+    taken: a command that is given again continues.
 
     Raises:
-        ConfigError: for a path that is no complete checkpoint, a checkpoint of other data or batches, and an
+        ConfigError: for a path that is not a complete checkpoint, a checkpoint of other data or batches, and an
             output directory whose checkpoints or files the run would collide with.
     """
     output_dir = Path(args.output_dir)
@@ -61,14 +61,14 @@ def find_resume(args: TrainArgs) -> Path | None:
 
 
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
-    """`find_resume` as rank 0 sees it, with the checksums verified, each rank reading its share of the files.
+    """Agree on rank 0's result of `find_resume`, and verify its checksums, each rank a share of the files.
 
-    From here on the output directory is this run's, and what killed runs left unfinished there is removed. A damaged
-    checkpoint is set aside as `<name>.damaged`, and the next older one taken.
+    From here on the output directory belongs to this run, and what killed runs left unfinished there is removed. A damaged
+    checkpoint is set aside as `<name>.damaged`, and the next older one is taken.
 
     Raises:
-        ConfigError: as `find_resume`, where the checkpoint that was asked for by its path is damaged, and where
-            another run uses the output directory.
+        ConfigError: like `find_resume`, if a checkpoint given by its path is damaged, and if another run uses the output
+            directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
     output_dir = Path(args.output_dir)
@@ -102,7 +102,7 @@ def make_own(output_dir: Path) -> None:
     """Take the output directory, and remove what killed runs left unfinished there.
 
     Raises:
-        ConfigError: if another run has it, or it cannot be written to.
+        ConfigError: if another run owns it, or it cannot be written to.
     """
     try:
         lock.take(output_dir)
@@ -114,7 +114,7 @@ def make_own(output_dir: Path) -> None:
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
-    """Arguments that differ from the checkpoint's, as name: (before, now)."""
+    """Return the arguments that differ from the checkpoint's, as name: (before, now)."""
     saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
     return {
         name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
@@ -125,7 +125,7 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
     """Check that a checkpoint can be continued with these arguments.
 
     Raises:
-        ConfigError: where a difference would change the model, or the order of the data under way.
+        ConfigError: if a difference would change the model, or the order of the data in the middle of the run.
     """
     fixed = args.fixed_on_resume()
     fatal = [

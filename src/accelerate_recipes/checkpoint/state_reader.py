@@ -1,4 +1,4 @@
-"""Reading a checkpoint's `state/` without running what is in it. By itself torch 2.13 unpickles parts of it."""
+"""Safe reader of a checkpoint's `state/`, which runs no code from it. torch 2.13 alone would unpickle parts of it."""
 
 import io
 import pickle
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate_recipes.args import ConfigError
 
-# What `.metadata` consists of, besides dtypes.
+# Names that `.metadata` consists of, besides dtypes.
 IN_METADATA = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict"),
@@ -25,7 +25,7 @@ IN_METADATA = {
 
 
 class StateReader(dcp.FileSystemReader):
-    """Refuses a `.metadata` that names anything but what it consists of: torch calls what is named there."""
+    """Reader that refuses a `.metadata` with any other name: torch calls what is named there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -34,7 +34,7 @@ class StateReader(dcp.FileSystemReader):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Raises ConfigError for a name that does not belong in a `.metadata`."""
+    """Unpickler that raises ConfigError for a name that does not belong in a `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -47,7 +47,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class StatePlanner(dcp.DefaultLoadPlanner):
-    """Takes only plain values for what is no tensor, such as the betas: torch unpickles whatever is there."""
+    """Planner that accepts only plain values besides tensors, such as the betas: torch would unpickle anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         element = torch.load(value, weights_only=True)

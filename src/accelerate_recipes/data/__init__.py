@@ -1,1 +1,1 @@
-"""Data: which rows a step trains on, and where they come from."""
+"""Data: which rows a step trains on, and where these rows come from."""

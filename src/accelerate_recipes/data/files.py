@@ -1,4 +1,4 @@
-"""Rows of files, read by `datasets`; what is wrong with a file is one message that says where."""
+"""Rows of local files, read by `datasets`; an error in a file becomes one message that says where it is."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ import xxhash
 from accelerate_recipes.data.shards import DataError, check_characters, record_of
 from accelerate_recipes.hub import cache
 
-# They log what they raise.
+# These libraries also log the errors that they raise.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
 @contextlib.contextmanager
 def reading(source: object) -> Iterator[None]:
-    """Make one message of whatever `datasets`, pandas and pyarrow raise.
+    """Turn any error of `datasets`, pandas and pyarrow into one message.
 
     Raises:
         DataError: naming the source, and what is wrong with it.
@@ -36,14 +36,14 @@ def reading(source: object) -> Iterator[None]:
 
 
 def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
-    """All rows of local .jsonl, .parquet or .csv files, which are of one kind.
+    """Read all rows of local files, which are all .jsonl, all .parquet or all .csv.
 
     Raises:
         DataError: for a file that is damaged, or has no rows.
     """
     names = ", ".join(files)
     kind = cache.BUILDERS[Path(files[0]).suffix]
-    # A text may well be "None" or "NA".
+    # A text may really be "None" or "NA".
     options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
     for file in files:
         with reading(file):
@@ -63,7 +63,7 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
 
 
 def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
-    """Raise DataError for a column that is not there or holds something else, and for the first row in which it is null."""
+    """Raise DataError for a column that is missing or has another type, and for the first row in which it is null."""
     for column in columns:
         if column not in rows.column_names:
             raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
@@ -78,7 +78,7 @@ def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], so
 
 
 def is_empty(file: str) -> bool:
-    """Tell whether a local file has no rows; what `datasets` says of one would help nobody."""
+    """Tell whether a local file has no rows; the message of `datasets` about such a file would help nobody."""
     if file.endswith(".parquet"):
         return pq.read_metadata(file).num_rows == 0
     with open(file, "rb") as lines:
@@ -89,7 +89,7 @@ def is_empty(file: str) -> bool:
 
 
 def check_lines(file: str) -> None:
-    """Raise DataError for the first line of a .jsonl file that is not JSON, or is none that can be kept."""
+    """Raise DataError for the first line of a .jsonl file that is not JSON, or is JSON that cannot be stored."""
     with open(file, "rb") as lines:
         for index, line in enumerate(lines):
             if line.strip():
@@ -98,7 +98,7 @@ def check_lines(file: str) -> None:
 
 
 def check_texts(rows: datasets.Dataset, source: str) -> None:
-    """Raise DataError for the first row with a text that is not UTF-8, which pyarrow lets through."""
+    """Raise DataError for the first row with a text that is not UTF-8; pyarrow does not check this."""
     table = rows.data.table
     try:
         table.validate(full=True)
@@ -110,6 +110,6 @@ def check_texts(rows: datasets.Dataset, source: str) -> None:
 
 
 def falls_under(source: str, share: float) -> bool:
-    """Tell whether a source's hash falls under a share; case and white space, in which repeats differ, do not count."""
+    """Tell whether a text's hash falls under a share. Case and white space do not count, since repeats differ in them."""
     text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
     return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)

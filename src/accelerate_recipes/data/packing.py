@@ -1,4 +1,4 @@
-"""Packing: documents laid behind each other in rows of one length, none cut that fits a row."""
+"""Packing of documents into rows of one length; a document that fits into a row is never cut."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ from accelerate_recipes.losses import IGNORE_INDEX
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:
     """Distribute documents over rows of `max_length` tokens, longest first, each where it fits best.
 
-    A document that fits a row is kept whole; a longer one is split into full rows and a rest. Returns for each row
-    its pieces as (document, start, end); every token is in exactly one.
+    A document that fits into a row is kept whole; a longer one is split into full rows and a remainder. Returns for each
+    row its pieces as (document, start, end); every token is in exactly one piece.
 
     Source: best-fit packing, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
     """
@@ -27,10 +27,10 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, i
         for document, length in enumerate(lengths)
         for start in range(0, length, max_length)
     ]
-    pieces.sort(key=lambda piece: piece[1] - piece[2])  # a stable sort: the lengths alone decide
+    pieces.sort(key=lambda piece: piece[1] - piece[2])  # a stable sort: only the lengths decide
     rows: list[list[tuple[int, int, int]]] = []
     rows_by_space: list[list[int]] = [[] for _ in range(max_length + 1)]
-    spaces = 0  # bit n: some row has n tokens left. The lowest bit that fits is found without a search.
+    spaces = 0  # bit n: some row has n tokens left; the lowest bit that fits is found without a search
     for piece in pieces:
         length = piece[2] - piece[1]
         fitting = spaces >> length
@@ -77,7 +77,7 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
         remove_columns="pieces",
         batched=True,
         cache_file_name=str(cache_file),
-        new_fingerprint="packed",  # nothing is looked up by it; hashing `documents` would read them all
+        new_fingerprint="packed",  # never looked up; the default would read and hash all `documents`
         desc="Packing",
     )
 
@@ -85,12 +85,12 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
 def make_row(
     tokens: np.ndarray, lengths: Sequence[int], max_length: int, pad_token_id: int, document_mask: bool
 ) -> dict[str, torch.Tensor]:
-    """A row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
+    """Make a row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
 
-    `tokens` are those of the pieces of documents in it, which have these `lengths`; padding fills the rest. With
-    `document_mask`, positions restart with each piece, from which transformers keeps attention inside it; without, a
-    row is one run of text. Either way the first token of a piece is no target: what precedes it is another document,
-    or was cut off.
+    `tokens` are the tokens of all its pieces of documents, which have these `lengths`; padding fills the rest. With
+    `document_mask`, positions restart at each piece, so transformers keeps attention inside it; without, a
+    row is one continuous text. Either way the first token of a piece is no target: before it comes another document,
+    or its own beginning was cut off.
     """
     input_ids = np.full(max_length, pad_token_id)
     labels = np.full(max_length, IGNORE_INDEX)
@@ -109,14 +109,15 @@ def make_row(
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Make a batch of packed rows, (B, T) each, with where their documents begin: see `attention.boundaries`."""
+    """Make a batch of packed rows, (B, T) each, which also says where documents begin: see `attention.boundaries`."""
     batch = default_collate(rows)
     return batch | boundaries(batch["position_ids"])
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of `max_length` tokens, as `make_row` gives them, with their number as `row`. Number -1 is a row without
-    targets, for places that no row is left for.
+    """Dataset of rows of `max_length` tokens, as `make_row` makes them, with their number as `row`.
+
+    Number -1 is a row without targets, for places for which no row is left.
     """
 
     def __init__(self, rows: Dataset, max_length: int, pad_token_id: int, document_mask: bool):
@@ -135,12 +136,12 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def padding_share(self) -> float:
-        """Share of all positions that hold no token."""
+        """Return the share of all positions that hold no token."""
         return 1 - self._token_counts().sum() / (len(self) * self.max_length)
 
     @property
     def attended_length(self) -> float:
-        """Mean over all tokens of the length of the document they lie in: T of the attention FLOPs."""
+        """Return the mean, over all tokens, of the length of a token's document: T in the FLOPs of attention."""
         if not self.document_mask:
             return float(self.max_length)
         lengths = np.concatenate([np.asarray(c.values) for c in self.rows.data.column("lengths").chunks]).astype(float)

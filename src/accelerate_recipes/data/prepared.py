@@ -1,4 +1,4 @@
-"""Data that are prepared once, kept under what decides them, and known by their content."""
+"""Cache of prepared data: built once, found by the settings that decide them, and checked by content."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ from accelerate_recipes.disk import own_suffix
 
 
 def check_content(now: str, states: list[dict]) -> None:
-    """Raise ConfigError unless a checkpoint, whose data's `states` these are, is of rows with this checksum."""
+    """Raise ConfigError unless a checkpoint, with these data `states`, was trained on rows with this checksum."""
     then = states[0].get("content") if states else None
     if then and then != now:
         raise ConfigError(
@@ -31,9 +31,9 @@ def check_content(now: str, states: list[dict]) -> None:
 
 
 def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
-    """Compute XXH3 of columns of any type, whatever chunks they lie in."""
+    """Compute XXH3 of columns of any type, independent of how they are divided into chunks."""
     chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
-    if rows._indices is not None:  # of rows that were shuffled or chosen: which of the table they are
+    if rows._indices is not None:  # shuffled or selected rows: hash which rows of the table they are
         chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
     digests = defaultdict(xxhash.xxh3_128)
     for column, chunk in chunks:
@@ -45,7 +45,7 @@ def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
 
 
 def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray]]:
-    """Yield names and contents of the plain arrays that an array of texts, lists or structures consists of."""
+    """Yield names and contents of the plain arrays inside an array of texts, lists or structures."""
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         yield f"{name}, lengths", np.ascontiguousarray(array.value_lengths().fill_null(0))
         yield from leaf_arrays(f"{name}[]", array.flatten())
@@ -64,11 +64,11 @@ def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.nd
 
 
 def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:
-    """The folder that `build(folder)` filled for this `key`, built once by the process that `is_builder`.
+    """Return the folder that `build(folder)` filled for this `key`, built once by the process that `is_builder`.
 
     The others wait for it, without a collective that could time out; when the builder fails, the launcher ends
-    them. The folder appears under its name only when it is whole. On a shared filesystem two nodes may build at
-    once; then the second finds the first's.
+    them. The folder gets its name only when it is whole. On a shared filesystem two nodes may build at
+    once; then the second one uses the folder of the first.
     """
     final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     if not is_builder:
@@ -89,11 +89,11 @@ def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: boo
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             with contextlib.suppress(OSError):
-                root.rmdir()  # only when empty: a build that failed leaves nothing
+                root.rmdir()  # works only if empty: a failed build leaves nothing
     return final
 
 
 def num_proc(num_rows: int, rows_per_process: int) -> int | None:
-    """Return how many processes are worth starting for so many rows; None is this one."""
+    """Return how many processes are worth starting for this number of rows; None: only this one."""
     wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // rows_per_process)
     return wanted if wanted > 1 else None

@@ -1,4 +1,4 @@
-"""Rows of a finite dataset: which of them each rank sees at each step, and the loaders that hand them out.
+"""Rows of a finite dataset: which rows each rank sees at each step, and the loaders that deliver them.
 
 The order is a pure function of (seed, optimizer step): resuming needs no saved iterator and is exact on any number
 of ranks. Nothing here knows a task.
@@ -17,13 +17,13 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.life.parent import start_worker
 
-LENGTH_WINDOW = 50  # global batches whose rows are sorted by length together: enough to pad little, few enough to mix
+LENGTH_WINDOW = 50  # global batches sorted by length together: enough for little padding, few enough to mix rows well
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows that are made when they are asked for, by `make(item, number)` of one of `items`.
+    """Dataset whose rows are made when they are needed, by `make(item, number)` from one of `items`.
 
-    Number -1 stands for places that no row is left for: of it, `make` leaves no targets.
+    Number -1 stands for places for which no row is left: `make` must return a row without targets.
     """
 
     def __init__(self, items: Sequence, make: Callable[[Any, int], dict]):
@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset):
 
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Order of the rows in one epoch."""
+    """Return the order of the rows in one epoch."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_rows)
 
 
@@ -50,9 +50,9 @@ def rows_of_step(
     end: float = math.inf,
     order_of_epoch: Callable[[int, int, int], np.ndarray] = permutation,
 ) -> list[int]:
-    """Rows of the global batch that optimizer step `step` (from 0) trains on.
+    """List the rows of the global batch that optimizer step `step` (from 0) trains on.
 
-    Epochs follow each other without a gap, so every row comes once in each. Behind `end` rows in all, -1.
+    Epochs follow each other without a gap, so every row comes once in each. After `end` rows in total, it gives -1.
     """
     places = range(step * batch_size, (step + 1) * batch_size)
     return [
@@ -62,16 +62,16 @@ def rows_of_step(
 
 
 def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epoch: int, seed: int) -> np.ndarray:
-    """Return `order`, of the rows of an epoch, with rows of similar `lengths` in each global batch.
+    """Rearrange `order`, the rows of an epoch, so that rows of similar `lengths` are in each global batch.
 
-    In every LENGTH_WINDOW batches the rows are sorted by length, and the batches then shuffled: neither short nor long
-    rows come first. Nothing here knows the ranks. A batch in which two epochs meet is left as it is: what of it lies
-    in this epoch cannot know the lengths of the rest.
+    In every LENGTH_WINDOW batches the rows are sorted by length, then the batches are shuffled, so that neither short nor
+    long rows come first. The ranks play no role here. A batch in which two epochs meet is not changed, because the part
+    in this epoch cannot know the lengths of the other part.
     """
     order = order.copy()
-    start = -epoch * len(order) % batch_size  # epochs have no gap: the first batch of this one may begin in the last
+    start = -epoch * len(order) % batch_size  # the first batch of an epoch may begin in the previous one
     num_batches = max(0, len(order) - start) // batch_size
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # not the draws of the permutation
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # other draws than the permutation's
     for first in range(0, num_batches, LENGTH_WINDOW):
         last = min(first + LENGTH_WINDOW, num_batches)
         window = order[start + first * batch_size : start + last * batch_size]
@@ -81,7 +81,7 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epo
 
 
 class StepOrder(Sampler[list[int]]):
-    """Micro-batches of one rank, from `start_step` on, without end: rank r takes the r-th slice of each global batch."""
+    """Sampler of one rank's micro-batches from `start_step` on, without end: rank r takes slice r of each global batch."""
 
     def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
         self.num_rows = num_rows
@@ -102,7 +102,7 @@ class StepOrder(Sampler[list[int]]):
             step += 1
 
     def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-        """Order of the rows in one epoch; the same on all ranks."""
+        """Return the order of the rows in one epoch; the same on all ranks."""
         return permutation(num_rows, seed, epoch)
 
     def share_of(self, rows: list[int]) -> list[int]:
@@ -112,10 +112,10 @@ class StepOrder(Sampler[list[int]]):
 
 
 class LengthOrder(StepOrder):
-    """Order like StepOrder's, with rows of similar length together in a global batch and, more so, in a micro-batch.
+    """StepOrder with rows of similar length in a global batch and, even more, in a micro-batch.
 
-    `lengths` has any number for each row that grows with its cost. The ranks' micro-batches of one forward pass are
-    neighbours in length, since the ranks wait for the slowest.
+    `lengths` has a number for each row that grows with the row's cost. The ranks' micro-batches of one forward pass are
+    neighbours in length, since the ranks wait for the slowest one.
     """
 
     def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
@@ -135,10 +135,10 @@ class LengthOrder(StepOrder):
 
 
 def num_steps(args: TrainArgs, num_rows: int) -> int:
-    """Optimizer steps of the whole run.
+    """Return the number of optimizer steps of the whole run.
 
     Raises:
-        ConfigError: if they would be none.
+        ConfigError: if it would be 0.
     """
     if args.max_steps > 0:
         return args.max_steps
@@ -152,13 +152,13 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
 
 
 class StepLoader(DataLoader):
-    """Micro-batches by a StepOrder, whose position is the step and nothing else."""
+    """Loader of the micro-batches of a StepOrder; its position is only the step."""
 
     is_uneven = False
     content = ""
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Begin behind `step` optimizer steps; call it before iterating. `states` are what `state` gave on all ranks.
+        """Begin after `step` optimizer steps; call it before iterating. `states` are the results of `state` on all ranks.
 
         Raises:
             ConfigError: for the state of other rows.
@@ -167,7 +167,7 @@ class StepLoader(DataLoader):
         self.batch_sampler.start_step = step
 
     def state(self) -> dict:
-        """Return what a checkpoint needs besides the step: of which rows it is."""
+        """Return what a checkpoint needs besides the step: the checksum of the rows."""
         return {"content": self.content}
 
     def counts(self) -> dict[str, int]:
@@ -183,9 +183,9 @@ def make_train_loader(
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
     content: str = "",
 ) -> StepLoader:
-    """This rank's micro-batches in the order of the steps; with `lengths`, rows of similar length together.
+    """Make the loader of this rank's micro-batches in the order of the steps; `lengths` groups rows of similar length.
 
-    `content` is the rows' `checksum_of_rows`, by which a resumed run knows that they are the same.
+    `content` is the rows' `checksum_of_rows`, by which a resumed run checks that the rows are the same.
     """
     position = (args, rank, world_size)
     order = StepOrder(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
@@ -196,7 +196,7 @@ def make_train_loader(
         num_workers=args.dataloader_num_workers,
         worker_init_fn=start_worker,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # else iter() draws from the global one, and a resumed run's dropout differs
+        generator=torch.Generator(),  # else iter() draws from the global generator, which changes a resumed run's dropout
     )
     loader.content = content
     return loader
@@ -210,12 +210,12 @@ def make_eval_loader(
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
 ) -> DataLoader:
-    """Every row on exactly one rank, and as many batches on each: the last are filled up with rows without targets.
+    """Make a loader with every row on exactly one rank and equally many batches on each, padded by rows without targets.
 
-    With `lengths`, from the shortest row to the longest.
+    With `lengths`, rows come from the shortest to the longest.
 
     Raises:
-        ConfigError: where there are no rows.
+        ConfigError: if there are no rows.
     """
     if not len(rows):
         raise ConfigError("no row is left to evaluate on; give more data, or hold out a larger share")
@@ -230,5 +230,5 @@ def make_eval_loader(
         batch_sampler=batches,
         collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # evaluating must not shift the dropout of the steps behind it
+        generator=torch.Generator(),  # evaluation must not change the dropout of later steps
     )

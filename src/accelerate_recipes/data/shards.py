@@ -1,7 +1,7 @@
-"""Shards of text: finding them, and reading their documents one by one, from a disk or over the network.
+"""Shards of text: functions that find them, and read their documents one by one, from a disk or over the network.
 
 A shard is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line) or
-.parquet (local only). It is read as a stream and decompressed on the fly; nothing of it is kept.
+.parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept.
 """
 
 import glob
@@ -30,18 +30,18 @@ from accelerate_recipes.args import ConfigError, first_line
 from accelerate_recipes.hub import cache
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet")
-CHUNK = 2**18  # bytes read at once. Of text, gzip makes up to ten times as many of them.
-# A stream leaves its connection alone while its documents are tokenised and trained on, minutes or hours for a shard.
-# Servers drop such a connection; after so many seconds we open a new one ourselves, and it is no fault.
+CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
+# A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
+# Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
 IDLE_SECONDS = 10.0
 
 
 class DataError(Exception):
-    """A shard cannot be read, or is not what it should be. Printed as one message, without a traceback."""
+    """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
 
 
 class Retry(NamedTuple):
-    """Patience with a network that fails. The defaults give up after about five minutes without a byte."""
+    """Settings for retries on a failing network. The defaults give up after about five minutes without a byte."""
 
     tries: int = 10
     wait: float = 1.0  # seconds before the second try; doubles with each, up to `longest_wait`
@@ -50,14 +50,14 @@ class Retry(NamedTuple):
 
 
 def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "") -> list[str]:
-    """The files of a split, which match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
+    """Find the files of a split that match `pattern` (such as `en/c4-train.*.json.gz`), in the order of their names.
 
-    `dataset_name` is a folder, or a dataset on the Hub: then the shards are URLs (below HF_ENDPOINT where that is set)
-    of `revision`, else of the commit that was downloaded, else of its newest; or with HF_HUB_OFFLINE the files that were
-    downloaded.
+    `dataset_name` is a folder or a dataset on the Hub. For a dataset the shards are URLs (below HF_ENDPOINT if it is set)
+    at `revision`, else at the downloaded commit, else at the newest commit; with HF_HUB_OFFLINE they are the downloaded
+    files.
 
     Raises:
-        ConfigError: when nothing matches, or the Hub cannot be asked.
+        ConfigError: when nothing matches, or the Hub cannot be reached.
     """
     if Path(dataset_name).is_dir():
         found = sorted(str(path) for path in Path(dataset_name).glob(pattern))
@@ -75,10 +75,10 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
 
 
 def named_shards(files: Sequence[str]) -> list[str]:
-    """The shards that a user names one by one, in that order: paths, http(s) URLs, `hf://datasets/ORG/NAME/PATH`.
+    """Find the shards that a user names one by one, in that order: paths, http(s) URLs, `hf://datasets/ORG/NAME/PATH`.
 
     Raises:
-        ConfigError: for a file that is not there or is of no kind that can be read.
+        ConfigError: for a file that is missing, or of a kind that cannot be read.
     """
     found = []
     for file in files:
@@ -98,7 +98,7 @@ def named_shards(files: Sequence[str]) -> list[str]:
 
 
 def parts_of_hub_path(file: str) -> tuple[str, str, str]:
-    """Dataset, revision or "", and path of `hf://datasets/ORG/NAME[@REVISION]/PATH`."""
+    """Split `hf://datasets/ORG/NAME[@REVISION]/PATH` into dataset, revision (or "") and path."""
     kind, *repository, path = file.removeprefix("hf://").split("/", 3)
     if kind != "datasets" or len(repository) != 2:
         raise ConfigError(f"{file}: write it as hf://datasets/ORG/NAME/PATH")
@@ -115,13 +115,13 @@ def needs_of_shards(files: Sequence[str]) -> list[cache.HubDataset]:
 
 
 def pinned_commit(dataset_name: str) -> str:
-    """Return the commit of what was downloaded of a dataset; else `main`."""
+    """Return the commit at which a dataset was downloaded; else `main`."""
     manifest = cache.read_manifest("dataset", dataset_name)
     return manifest["revision"] if manifest else "main"
 
 
 def check_suffixes(shards: Sequence[str]) -> None:
-    """Raise ConfigError for a shard that cannot be read by its name, or that is named twice."""
+    """Raise ConfigError for a shard whose kind cannot be read, or that is named twice."""
     for shard in shards:
         if not shard.endswith(SUFFIXES):
             raise ConfigError(f"{shard}: its name must end with one of {', '.join(SUFFIXES)}")
@@ -132,7 +132,7 @@ def check_suffixes(shards: Sequence[str]) -> None:
 
 
 def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
-    """Return URLs of one commit, so that a dataset that changes under a run does not change the run."""
+    """Return URLs at one commit, so that a dataset that changes during a run does not change the run."""
     folder, recursive = cache.place_of(pattern)
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
@@ -149,7 +149,7 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
             f"dataset {dataset_name!r} cannot be read from {constants.ENDPOINT}: {first_line(error)}. "
             "If it is gated or private, run: hf auth login"
         ) from None
-    # Connection errors of the Hub's client are no OSError.
+    # Connection errors of the Hub's client are not OSErrors.
     except Exception as error:
         raise ConfigError(
             f"the Hub cannot be reached at {constants.ENDPOINT}: {first_line(error)}. Download the dataset where there is "
@@ -159,7 +159,7 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
 
 
 def shards_version(shards: Sequence[str]) -> dict[str, str]:
-    """Describe shards by what changes with them: a checksum of files' `sizes`, the Hub's `commit`; no other URL."""
+    """Return what changes when shards change: a checksum of file `sizes`, the Hub's `commit`; nothing for other URLs."""
     found = {}
     if sizes := [os.path.getsize(shard) for shard in shards if not is_remote(shard)]:
         found["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())
@@ -181,9 +181,9 @@ def is_remote(shard: str) -> bool:
 def read_documents(
     shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
 ) -> Iterator[tuple[int, bytes | str]]:
-    """Documents `first`, `first + stride`, ... of a shard, as (index, line of JSON or text).
+    """Read documents `first`, `first + stride`, ... of a shard, as (index, line of JSON or text).
 
-    What comes before `first` is decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
+    Documents before `first` are decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
     `on_retry` is called before each new try.
 
     Raises:
@@ -200,7 +200,7 @@ def read_documents(
                 yield first, line
                 first, failures = first + stride, 0
             return
-        except (zlib.error, EOFError) as error:  # a file that is damaged, or was damaged on the way
+        except (zlib.error, EOFError) as error:  # the file is damaged, or was damaged in transfer
             failures += 1
             if not is_remote(shard):
                 raise DataError(f"{shard} {error}") from None
@@ -208,7 +208,7 @@ def read_documents(
 
 
 def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
-    """The texts of all documents, shard after shard."""
+    """Yield the texts of all documents, shard after shard."""
     for shard in shards:
         for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
             yield text_of(shard, index, document, text_column)
@@ -217,7 +217,7 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
     try:
-        file = pq.ParquetFile(shard, page_checksum_verification=True)  # where the file has checksums
+        file = pq.ParquetFile(shard, page_checksum_verification=True)  # if the file has checksums
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
     if text_column not in file.schema_arrow.names:
@@ -228,7 +228,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
         if first < end:
             try:
                 column = file.read_row_group(group, columns=[text_column]).column(0)
-                column.validate(full=True)  # also that text is UTF-8
+                column.validate(full=True)  # also checks that text is UTF-8
                 if len(column) != end - start:
                     raise OSError(f"there are {len(column)}")
             except (OSError, pa.ArrowException) as error:
@@ -252,10 +252,10 @@ def read_file(path: str) -> Iterator[bytes]:
 
 
 def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[bytes]:
-    """The bytes of a file on the network; after a failure, goes on where it was.
+    """Yield the bytes of a file on the network; after a failure, continue at the same byte.
 
     Raises:
-        DataError: at once for an answer that will not change (such as 404), else after `retry.tries` in a row.
+        DataError: at once for an answer that will not change (such as 404), else after `retry.tries` failures in a row.
     """
     position = failures = 0
     while True:
@@ -272,18 +272,18 @@ def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[byte
                         if time.monotonic() - handed_over > IDLE_SECONDS:
                             break
                 else:
-                    if response.length:  # http.client takes a short body for a whole one
+                    if response.length:  # http.client accepts a short body as whole
                         raise http.client.IncompleteRead(b"", response.length)
                     return
         except urllib.error.HTTPError as error:
-            if error.code == 416:  # nothing behind `position`: the whole file was read
+            if error.code == 416:  # nothing after `position`: the whole file was read
                 return
             reason = f"HTTP {error.code} {error.reason}"
             if error.code not in (408, 425, 429) and error.code < 500:
                 raise DataError(f"{url} cannot be read: {reason}") from None
             failures += 1
             wait_or_give_up(f"{url} cannot be read: {reason}", failures, retry, on_retry, error.headers["Retry-After"])
-        # Timeouts, refused and broken connections, unknown hosts; bodies that end early.
+        # These are timeouts, refused and broken connections, unknown hosts, and bodies that end early.
         except (OSError, http.client.HTTPException) as error:
             failures += 1
             reason = f"{type(error).__name__}: {first_line(error)}"
@@ -294,7 +294,7 @@ def open_at(url: str, position: int, timeout: float) -> http.client.HTTPResponse
     request = urllib.request.Request(url)
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
-            # The Hub redirects to a server that must not see the token, and refuses a request that holds it.
+            # The Hub redirects to a server that must not see the token, and that refuses a request with it.
             request.add_unredirected_header(name, value)
     if position:
         request.add_header("Range", f"bytes={position}-")
@@ -310,23 +310,23 @@ def wait_or_give_up(
     seconds = retry.wait * 2 ** (failures - 1)
     if retry_after and retry_after.isdecimal():
         seconds = max(seconds, int(retry_after))
-    # Hundreds of processes meet the same fault at once and should not come back at once. A generator of its own:
-    # the global one is part of the checkpoint.
+    # Hundreds of processes meet the same failure at the same time, and should not retry at the same time. This generator is
+    # separate, because the global one is part of the checkpoint.
     seconds = min(seconds, retry.longest_wait) * random.Random().uniform(0.75, 1)
     on_retry()
     time.sleep(seconds)
 
 
 def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress a gzip file, of one member or several.
+    """Decompress a gzip file with one or several members.
 
     Raises:
-        zlib.error: for damaged data. EOFError: where the data end too early.
+        zlib.error: for damaged data. EOFError: if the data end too early.
     """
     inflate, ended, total = zlib.decompressobj(wbits=31), False, 0
     for chunk in chunks:
         total += len(chunk)
-        while chunk and not (ended and not chunk.strip(b"\0")):  # zeros may fill a file up
+        while chunk and not (ended and not chunk.strip(b"\0")):  # a file may be padded with zeros
             if ended:
                 inflate = zlib.decompressobj(wbits=31)
             try:
@@ -342,8 +342,8 @@ def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
-    """Lines `first`, `first + stride`, ...; those before are counted, but not taken apart."""
-    rest = b""  # of a line whose end is not there yet
+    """Yield lines `first`, `first + stride`, ...; lines before `first` are counted, but not split."""
+    rest = b""  # start of a line whose end was not read yet
     for chunk in chunks:
         if first and first >= (ended := chunk.count(b"\n")):
             first -= ended
@@ -358,10 +358,10 @@ def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
 
 
 def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str:
-    """The text of what `read_documents` yields.
+    """Extract the text from a line that `read_documents` yields.
 
     Raises:
-        DataError: naming shard and line, for what is not JSON or has no text.
+        DataError: naming shard and line, if it is not JSON or has no text.
     """
     if isinstance(document, str):
         return document
@@ -376,7 +376,7 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
 
 
 def check_characters(text: str, where: str) -> None:
-    """Raise DataError for half of a surrogate pair. JSON can write one, but neither UTF-8 nor tokens can be made of it."""
+    """Raise DataError for half of a surrogate pair. JSON can contain one, but neither UTF-8 nor tokens can represent it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -384,14 +384,14 @@ def check_characters(text: str, where: str) -> None:
 
 
 def record_of(file: str, index: int, line: bytes) -> dict:
-    """The JSON object in a line.
+    """Parse the JSON object in a line.
 
     Raises:
-        DataError: naming file and line (from 1), for what is none.
+        DataError: naming file and line (from 1), if it is not a JSON object.
     """
     where = f"{file}, line {index + 1}"
     try:
-        record = json.loads(line.decode("utf-8-sig"))  # not of bytes: that would let through what is no UTF-8
+        record = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {first_line(error)}") from None
     if not isinstance(record, dict):

@@ -1,21 +1,21 @@
-"""An endless order of packed rows from shards of text, which any number of ranks can leave and take up again.
+"""Streams of text: an endless order of packed rows from shards, which any number of ranks can stop and resume.
 
-The text is divided among a fixed number of logical streams, 24 unless said otherwise. In each epoch a stream goes
-through documents of its own and cuts them into rows of `max_length` tokens without padding: what does not fit goes on
+The text is divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
+through its own documents and cuts them into rows of `max_length` tokens without padding: what does not fit continues
 in the stream's next row. The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they
-come in rounds: the first row of each stream, the second of each that has a second, until none is left; then the rests,
-less than a row of each stream, as many together in a row as fit. So each document comes once in each epoch, however
-unequal the shards, and optimizer step s trains on the B rows from s * B on, on any number of ranks.
+come in rounds: the first row of each stream, the second of each that has a second, until none is left; then the
+remainders, less than a row from each stream, as many in a row as fit. So each document comes once in each epoch, however
+unequal the shards are, and optimizer step s trains on the B rows from s * B on, on any number of ranks.
 
 Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
-Once some have ended, the ranks agree which rows come next, and those that have too many hand rows over to the others.
+Once some have ended, the ranks agree which rows come next, and ranks with too many rows hand some to the others.
 
-What an epoch's order is made of, all keyed on (seed, epoch): the shards are permuted and dealt out to the streams;
-those left over (all of them, when there are fewer shards than streams) are shared: of k streams with one shard, each
-takes every k-th document. Within a shard, blocks of `shuffle_block` documents of a stream are shuffled.
+The order of an epoch depends on (seed, epoch). The shards are permuted and dealt out to the streams. Shards left over
+(all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each
+takes every k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
 
-Every row carries the state of its stream behind it, seven numbers, so a checkpoint knows what was consumed, not what
-workers have prepared beyond. To resume, each stream decompresses one shard from its start, at most.
+Every row carries the state of its stream after that row, seven numbers, so a checkpoint knows what was consumed, not what
+workers have prepared. To resume, each stream decompresses at most one shard from its start.
 """
 
 import contextlib
@@ -58,10 +58,10 @@ from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
-SHUFFLE_BLOCK = 1024  # documents; of C4 about 2 MB of text, which every stream holds in memory
-ENCODE_BYTES = 2**17  # of text tokenised at once: enough to keep the tokenizer busy, little enough to start soon
+SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
+ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
 
-Batch = dict[str, Any]  # tensors; and numbers, such as of documents
+Batch = dict[str, Any]  # tensors and numbers, such as the number of documents
 
 
 def stream_problems(num_streams: int, world_size: int) -> list[str]:
@@ -84,7 +84,7 @@ class TextArgs:
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
     )
     dataset_revision: str = arg(
-        "", "Branch or commit of the dataset; default: what was downloaded, else the newest of main.", fixed=False
+        "", "Branch or commit of the dataset; default: the downloaded commit, else the newest of main.", fixed=False
     )
     dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
     validation_dataset_files: str = arg(
@@ -92,9 +92,9 @@ class TextArgs:
     )
     train_files: list[str] = arg([], "Paths or URLs of files to train on, instead of a dataset.", fixed=False)
     validation_files: list[str] = arg([], "Paths or URLs of files to validate on, instead of a dataset.", fixed=False)
-    text_column: str = arg("text", "Key or column of the text.")
+    text_column: str = arg("text", "Key or column that holds the text.")
     pretokenize: str = arg(
-        "", "Tokenise all training text once, into this folder, and read it from there.", fixed=False
+        "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
     )
     num_streams: int = arg(
         NUM_STREAMS,
@@ -122,7 +122,7 @@ class TextArgs:
         return all_texts(self.train_shards(), self.text_column)
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
-        """List what is read from the Hub: to validate on and, with `training`, to train on."""
+        """List what is read from the Hub for validation and, with `training`, for training."""
         found = []
         parts = [(self.validation_files, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
@@ -132,31 +132,31 @@ class TextArgs:
 
     @property
     def text_source(self) -> str:
-        """Name of the text's source, for people."""
+        """Name of the text's source, for messages."""
         return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
 
 
 class Documents(Protocol):
-    """Source of a stream's tokens: text shards, or shards that were tokenised before."""
+    """Source of a stream's tokens: text shards, or shards that were tokenised beforehand."""
 
     shards: Sequence[str]
 
     def version(self) -> dict[str, str]:
-        """Return what changes when the data do, by its kind: only what is of one kind can be compared."""
+        """Return what changes when the data change, by kind: only values of one kind can be compared."""
         ...
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
-        """Documents `first`, `first + stride`, ... of a shard, in a form that is cheap to pass over."""
+        """Yield documents `first`, `first + stride`, ... of a shard, in a form that is cheap to skip."""
         ...
 
     def tokens(self, shard: int, documents: Sequence[Any]) -> Iterator[np.ndarray]:
-        """The tokens of some of them, (T,) integers; each ends with the end token."""
+        """Return the tokens of some documents, (T,) integers each; each ends with the end token."""
         ...
 
 
 @dataclass
 class TextShards:
-    """Text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one."""
+    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one."""
 
     shards: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
@@ -170,7 +170,7 @@ class TextShards:
             raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
         bos = self.tokenizer.bos_token_id
         self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
-        # A copy: the original's truncation and padding change with every call of others.
+        # Use a copy: other callers change the truncation and padding of the original.
         self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -194,27 +194,27 @@ class TextShards:
         yield from self.encode(texts)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
+        """Return the token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
         eos = [self.tokenizer.eos_token_id]
-        # `_fast` leaves out the offsets of the tokens in the text, which nobody asks for here.
+        # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
 
 
 class StreamState(NamedTuple):
-    """Place in a stream at which its next row begins, and what came before."""
+    """Place in a stream where its next row begins, and counts of what came before."""
 
-    epoch: int = 0  # passes over all text that lie behind
+    epoch: int = 0  # completed passes over all text
     part: int = 0  # place in the epoch's list of the stream's shards
     document: int = 0  # place among the stream's documents of this shard, in shuffled order
-    token: int = 0  # of this document
+    token: int = 0  # place in this document
     rows: int = 0  # since the start of the epoch
     tokens: int = 0  # since the start of the run
-    documents: int = 0  # that ended in these tokens
+    documents: int = 0  # documents that ended since the start of the run
 
 
 class Order(NamedTuple):
-    """Settings that decide, besides the text, which rows the streams yield."""
+    """Settings that, besides the text, decide which rows the streams yield."""
 
     num_streams: int
     max_length: int
@@ -223,17 +223,17 @@ class Order(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A whole row of a stream, or the rest of its epoch, with less tokens or none.
+    """Whole row of a stream, or the remainder of its epoch, with fewer tokens or none.
 
-    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its rests.
+    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its remainders.
     """
 
     epoch: int
     is_rest: bool
     place: int  # number of rows before it in the stream's epoch * number of streams + the stream
     tokens: np.ndarray  # (T,) integers
-    lengths: list[int]  # of the pieces of documents in it
-    state: StreamState  # of its stream, behind it
+    lengths: list[int]  # of the pieces of documents in the row
+    state: StreamState  # of its stream, after this row
 
     @property
     def key(self) -> tuple[int, bool, int]:
@@ -247,9 +247,9 @@ def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
 def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
     """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
 
-    With 24 shards and more, a stream owns whole shards, and each is read once. Shards left over are split rather than
-    dealt out, so that streams are of nearly equal length; one shard alone is decompressed by all 24, which costs less
-    than tokenising it. Neighbours among the streams share one, so that each rank has its part in each.
+    With 24 or more shards, a stream owns whole shards, and each is read once. Shards left over are split rather than
+    dealt out, so that streams have nearly equal lengths; a single shard is decompressed by all 24 streams, which costs less
+    than tokenising it. Neighbouring streams share a shard, so that each rank has a part of each.
     """
     shards = generator(order.seed, epoch).permutation(num_shards).tolist()
     left = num_shards % order.num_streams
@@ -265,7 +265,7 @@ def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> l
 def stream_documents(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """The documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
+    """Yield the documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
     skip, size = state.document, order.shuffle_block
     parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
     for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
@@ -286,7 +286,7 @@ def stream_documents(
 def stream_rows(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
 ) -> Iterator[Row]:
-    """The rows of one stream from `state` on, without end; each epoch ends with a rest.
+    """Yield the rows of one stream from `state` on, without end; each epoch ends with a remainder.
 
     Raises:
         DataError: if there is no document at all.
@@ -323,16 +323,14 @@ def stream_rows(
 
 
 def check_not_empty(source: Documents, on_retry: Callable[[], None]) -> None:
-    """Raise DataError if no shard has a document: a stream would look for one for ever."""
+    """Raise DataError if no shard has a document: a stream would search for one for ever."""
     if not any(list(islice(source.read(i, 0, 1, on_retry), 1)) for i in range(len(source.shards))):
         more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
         raise DataError(f"there is no document to train on in {source.shards[0]}{more}")
 
 
 class StreamRows(IterableDataset):
-    """Rows of some streams in their order, without end, as lists of `Row`. What is wrong with the data is yielded as
-    its text.
-    """
+    """Dataset of the rows of some streams in their order, without end, as lists of `Row`. An error is yielded as text."""
 
     def __init__(self, source: Documents, order: Order, states: dict[int, StreamState], retries: torch.Tensor):
         self.source = source
@@ -343,13 +341,13 @@ class StreamRows(IterableDataset):
     def __iter__(self) -> Iterator[list[Row] | str]:
         rows = [self._rows_of(stream) for stream in self.states]
         try:
-            # On all cores: what a resume passes over is decompressed outside of the interpreter's lock.
+            # Use all cores: what a resume skips is decompressed outside of the interpreter's lock.
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 first = list(pool.map(next, rows))
             merged = heapq.merge(*(chain([row], rest) for row, rest in zip(first, rows, strict=True)))
             while True:
                 yield list(islice(merged, len(rows)))
-        except DataError as error:  # an exception would come out with the worker's traceback around it
+        except DataError as error:  # an exception would be wrapped in the worker's traceback
             yield str(error)
 
     def _rows_of(self, stream: int) -> Iterator[Row]:
@@ -360,7 +358,7 @@ class StreamRows(IterableDataset):
 
 
 class Lookahead:
-    """An endless iterator of rows whose next ones can be looked at before they are taken."""
+    """Endless iterator of rows, which can look at the next rows before it takes them."""
 
     def __init__(self, rows: Iterator[Row]):
         self.rows = rows
@@ -378,10 +376,10 @@ class Lookahead:
 
 
 class StreamLoader:
-    """This rank's micro-batches in the order of the steps, without end, and the state of its streams.
+    """Loader of this rank's micro-batches in the order of the steps, without end, and of the state of its streams.
 
-    Each iteration goes on behind the last whole step of the one before, or where `start_at` says. Batches lie in
-    memory of the host, pinned where there is a GPU.
+    Each iteration continues after the last whole step of the previous one, or where `start_at` says. Batches are in
+    host memory, pinned if there is a GPU.
     """
 
     def __init__(
@@ -406,7 +404,7 @@ class StreamLoader:
         self.order = Order(num_streams, max_length, args.seed, shuffle_block)
         self.step = 0
         self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
-        # Written by the workers, each in the places of its own streams, read by the main process.
+        # Each worker writes the entries of its own streams; the main process reads them.
         self.retries = torch.zeros(num_streams, dtype=torch.int64).share_memory_()
         self.is_uneven = True
         self.version = on_first_rank(source.version)
@@ -416,7 +414,7 @@ class StreamLoader:
 
     def _batches(self, ahead: Lookahead) -> Iterator[Batch]:
         size = self.args.per_device_train_batch_size
-        self.is_uneven, last = True, None  # nothing was agreed on yet
+        self.is_uneven, last = True, None  # the ranks have not agreed on anything yet
         while True:
             if self.is_uneven:
                 mine, gone = self._divide(ahead)
@@ -436,18 +434,18 @@ class StreamLoader:
                 yield batch
 
     def _start_workers(self) -> list[Iterator[Row]]:
-        # A worker without a stream would have nothing to do.
+        # A worker without streams would have nothing to do.
         num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
         streams = sorted(self.consumed)
         parts = [streams[worker::num_workers] for worker in range(num_workers)] or [streams]
-        # So that a step does not wait for rows while the one before is computed.
+        # Prefetch enough rows for the next step while a step is computed.
         lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
         started = []
         with tokenizers_without_threads() if num_workers else contextlib.nullcontext():
             for part in parts:
                 states = {stream: self.consumed[stream] for stream in part}
                 rows = StreamRows(self.source, self.order, states, self.retries)
-                # A loader for each, as they do not have equally many rows.
+                # Each worker has its own loader, because workers do not have equally many rows.
                 loader = DataLoader(
                     rows,
                     batch_size=None,
@@ -455,17 +453,17 @@ class StreamLoader:
                     num_workers=1 if num_workers else 0,
                     prefetch_factor=lists_of_two_steps if num_workers else None,
                     worker_init_fn=start_worker,
-                    # Else iter() draws from the global one, and a resumed run's dropout differs.
+                    # Without this, iter() draws from the global generator, which changes a resumed run's dropout.
                     generator=torch.Generator(),
                 )
                 started.append(iter(loader))
         return [single_rows(lists) for lists in started]
 
     def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
-        """Tell whether this rank's share of the next step is its next rows, as far as it can see.
+        """Tell whether this rank's share of the next step is simply its next rows, as far as this rank can see.
 
-        They are the next of the whole if it is so on all ranks: in the same epoch as the row before them, `last`, and
-        without a gap, which a stream leaves that has ended.
+        These are the next rows of the run if the same holds on all ranks: they are in the same epoch as the row before
+        them, `last`, and leave no gap, as a stream does that has ended.
         """
         for row in ahead.first(self.share):
             if last is None or row.key != (last.epoch, False, last.place + self.world_size):
@@ -474,21 +472,21 @@ class StreamLoader:
         return True
 
     def _divide(self, ahead: Lookahead) -> tuple[list[list[Row]], list[Row]]:
-        """Agree with all ranks on the next step's rows, and who takes which.
+        """Agree with all ranks on the next step's rows, and on which rank takes which row.
 
         Returns:
-            This rank's share, each a whole row or rests that fit into one; and the rows of this rank's own streams
-            that are in the step, whoever takes them.
+            This rank's share, where each entry is a whole row or remainders that fit into one; and the rows of this rank's
+            own streams that are in the step, whichever rank takes them.
         """
         num_rows, num_offered = self.share * self.world_size, self.share + 1
         while True:
             offer = [(row.key, len(row.tokens)) for row in ahead.first(num_offered)]
             offers = on_all_ranks(offer)
-            # What a rank has behind its offer may come before what others offer beyond this key.
+            # Beyond this key, a rank's rows after its offer may come before other ranks' offers.
             bound = min(offered[-1][0] for offered in offers)
             known = sorted((*row, rank) for rank, offered in enumerate(offers) for row in offered if row[0] <= bound)
             joined = join_rests(known, self.order.max_length)
-            if len(joined) > num_rows:  # one more, which tells that the last is whole
+            if len(joined) > num_rows:  # one more, which shows that the last row is whole
                 break
             if offer[-1][0] == bound:
                 num_offered *= 2
@@ -520,9 +518,9 @@ class StreamLoader:
         return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
 
     def state(self) -> dict:
-        """State of this rank's streams behind the last step of which all micro-batches were handed out.
+        """Return the state of this rank's streams after the last step whose micro-batches were all delivered.
 
-        Plain numbers and strings, fit for JSON.
+        It holds plain numbers and strings, fit for JSON.
         """
         return {
             "order": self.order._asdict(),
@@ -532,9 +530,9 @@ class StreamLoader:
         }
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Begin behind `step` optimizer steps; call it before iterating.
+        """Begin after `step` optimizer steps; call it before iterating.
 
-        `states` are what `state` gave then on all ranks, of whatever number; none at the start of a run.
+        `states` are what `state` returned then on all ranks, whose number may differ; empty at the start of a run.
 
         Raises:
             ConfigError: for the state of other data, or of another order.
@@ -568,9 +566,9 @@ class StreamLoader:
         self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:
-        """Count what this rank's streams have gone through since the start of the run: add them up over the ranks.
+        """Count what this rank's streams have read since the start of the run; to be summed over the ranks.
 
-        `retries` of a network that failed are those since this process started.
+        `retries` counts those on a failing network since this process started.
         """
         states = self.consumed.values()
         return {
@@ -582,9 +580,9 @@ class StreamLoader:
 
 @contextlib.contextmanager
 def tokenizers_without_threads() -> Iterator[None]:
-    """Switch tokenizers' threads off while workers start: a fork has none, and would wait for them for ever.
+    """Switch the threads of tokenizers off while workers start: a forked process has none, and would wait for ever.
 
-    The workers share the cores among themselves already.
+    The workers already share the cores among themselves.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -601,7 +599,7 @@ def as_it_is(rows: list[Row] | str) -> list[Row] | str:
 
 
 def single_rows(lists: Iterator[list[Row] | str]) -> Iterator[Row]:
-    """Raise DataError for what a worker found wrong."""
+    """Raise DataError for an error that a worker found."""
     for rows in lists:
         if isinstance(rows, str):
             raise DataError(rows)
@@ -612,7 +610,7 @@ Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its to
 
 
 def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
-    """Rests of an epoch that follow each other, as many together as fit into a row; whole rows by themselves."""
+    """Join remainders of an epoch that follow each other, as many as fit into a row; whole rows stay single."""
     joined: list[list[Offer]] = []
     space = 0
     for row in rows:
@@ -629,21 +627,21 @@ def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
 
 
 def fingerprint(shards: Sequence[str]) -> list:
-    """Number of shards and a hash of their names. Not of their folders: a run may go on with a copy of the data."""
+    """Return the number of shards and a hash of their names, without folders: a run may continue with a copy of the data."""
     names = "\n".join(PurePath(shard).name for shard in shards)
     return [len(shards), xxhash.xxh64_hexdigest(names.encode())]
 
 
 class ValidationRows(NamedTuple):
-    """Rows that the model is validated on, always the same; for `make_eval_loader`."""
+    """Fixed rows on which the model is validated, for `make_eval_loader`."""
 
     rows: PackedRows
-    texts: list[str]  # the documents in them, the last perhaps not to its end
+    texts: list[str]  # the documents in the rows; the last may be cut
     bytes_per_token: float  # of these documents, in UTF-8
 
     def measures(self, loss: float) -> dict[str, float]:
-        """Return the loss in nats per token, in bits per byte of text, whatever the tokenizer, and e to its power."""
-        # A token at the start of a row or document is no target: it is taken to cost what the others do.
+        """Return the loss in nats per token, e to its power, and bits per byte, which compares across tokenizers."""
+        # A token at the start of a row or document is no target; assume that it costs as much as the others.
         bits_per_byte = loss / math.log(2) / self.bytes_per_token
         perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
         return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
@@ -652,8 +650,9 @@ class ValidationRows(NamedTuple):
 def validation_rows(
     source: TextShards, num_rows: int, max_length: int, pad_token_id: int, document_mask: bool
 ) -> ValidationRows:
-    """The first `num_rows` rows of the documents in their own order, in memory; fewer, the last of them padded, where
-    the shards do not hold as many.
+    """Read the first `num_rows` rows of the documents in their own order into memory; fewer if the shards hold fewer.
+
+    The last row may be padded then.
 
     Raises:
         DataError: for shards without documents.

@@ -1,4 +1,4 @@
-"""Pairs of source and target texts for an encoder-decoder: from files or the Hub to padded batches."""
+"""Pairs of source and target texts for an encoder-decoder, from files or the Hub to padded batches."""
 
 import json
 import shutil
@@ -22,13 +22,13 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first_of_machine
 
-VERSION = 2  # of what is kept in the cache
-PAD_MULTIPLE = 8  # tensor cores want it, and fewer shapes are compiled
+VERSION = 2  # of the data in the cache
+PAD_MULTIPLE = 8  # good for tensor cores, and fewer shapes are compiled
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """Place of pairs: a local file, or a split of a dataset on the Hub, of all its files or of those that match.
+    """Source of pairs: a local file, or a split of a dataset on the Hub, from all its files or from those that match.
 
     A column is named by its path, such as `translation.en`.
     """
@@ -36,7 +36,7 @@ class PairSource:
     name: str
     source_column: str
     target_column: str
-    split: str = ""  # of a dataset; without, `name` is a file
+    split: str = ""  # of a dataset; if empty, `name` is a file
     config: str = ""
     revision: str = ""
     files: str = ""
@@ -62,8 +62,8 @@ class PairArgs:
     eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
     train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.")
     eval_files: list[str] = arg([], "Local files to evaluate on.")
-    source_column: str = arg("translation.en", "Column of the texts to read; inside another: `translation.en`.")
-    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of texts that are all right.")
+    source_column: str = arg("translation.en", "Column of the texts to read; an inner column is `translation.en`.")
+    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of correct texts.")
     eval_source_column: str = arg(
         "", "Column of the texts to read in evaluation; default: --source_column.", fixed=False
     )
@@ -74,11 +74,11 @@ class PairArgs:
     heldout_share: float = arg(
         0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
     )
-    num_eval_pairs: int = arg(500, "Pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
-    skip_bad_pairs: bool = arg(False, "Leave out pairs with an empty text, and count them, instead of stopping.")
-    max_source_length: int = arg(512, "Tokens of a source; what is longer is cut off, and counted.", min=2)
-    max_target_length: int = arg(128, "Tokens of a target; what is longer is cut off, and counted.", min=2)
-    data_cache_dir: str = arg(".cache/data", "Folder in which tokenised pairs are kept.", fixed=False)
+    num_eval_pairs: int = arg(500, "Number of pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
+    skip_bad_pairs: bool = arg(False, "Skip and count pairs with an empty text, instead of stopping.")
+    max_source_length: int = arg(512, "Longest source in tokens; longer texts are cut, and counted.", min=2)
+    max_target_length: int = arg(128, "Longest target in tokens; longer texts are cut, and counted.", min=2)
+    data_cache_dir: str = arg(".cache/data", "Folder for tokenised pairs.", fixed=False)
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -114,23 +114,23 @@ class PairArgs:
 
 
 def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
-    """Build, or find, the folder that holds the pairs as
+    """Build or find the folder with the prepared pairs. It holds
 
     `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
                               `source`, without the prefix, and `references`, a list
     `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
-                              `truncated_targets` were cut off at the lengths given; in all: `skipped`, and
-                              `content`, a checksum of the pairs to train on
+                              `truncated_targets` were cut at the given lengths; for both together: `skipped`, and
+                              `content`, a checksum of the training pairs
 
-    Held out are `args.eval_sources` where there are any; else the pairs whose source, apart from case and white space, has a
-    hash under `heldout_share`: a source that comes several times lies on one side, in whatever order files come.
+    Pairs of `args.eval_sources` are held out, if there are any. Otherwise a pair is held out if its source, without case and
+    white space, has a hash under `heldout_share`: a source that comes several times lies on one side, in any order of files.
 
-    A target may be a list of texts, all of them right: each is trained on, as a pair of its own; of a held-out pair the
-    loss takes the first and metrics take all.
+    A target may be a list of texts, all of them correct. In training each makes a pair of its own; for a held-out pair the
+    loss uses the first and metrics use all.
 
     Raises:
         DataError: for a file that cannot be read, or has no rows.
-        ConfigError: for a column that is not there, a split without pairs, and empty texts unless `skip_bad_pairs`.
+        ConfigError: for a missing column, a split without pairs, and empty texts unless `skip_bad_pairs`.
     """
     sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
     settings = {
@@ -185,18 +185,18 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
 
 
 def file_version(source: PairSource) -> list:
-    """Return what changes when a local file does, or what was downloaded."""
+    """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
     return cache.file_versions([source.name])
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
-    """All rows of a source.
+    """Load all rows of a source.
 
     Raises:
-        DataError: when it cannot be read, or has none.
-        ConfigError: when a dataset was not downloaded.
+        DataError: if it cannot be read, or has no rows.
+        ConfigError: if a dataset was not downloaded.
     """
     if not source.split:
         return read_files([source.name], cache_dir)
@@ -206,7 +206,7 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
 
 
 def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
-    """Every text of both columns, to train a tokenizer on."""
+    """Yield every text of both columns, to train a tokenizer on."""
     with tempfile.TemporaryDirectory() as folder:
         for i, source in enumerate(sources):
             rows = load_rows(source, Path(folder) / str(i))
@@ -218,7 +218,7 @@ def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
 
 
 def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
-    """`source` (text), `references` (list of texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
+    """Read `source` (text), `references` (texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
     types = dict(leaf_fields(rows.data.schema))
     source_column, target_column = where.source_column, where.target_column
     for column in (source_column, target_column):
@@ -228,7 +228,7 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
     wanted = {source_column: types[source_column]}
     wanted[target_column] = types[target_column].value_type if several else types[target_column]
     for column, kind in wanted.items():
-        # `datasets` keeps values of several types as JSON; which of them are no text is said row by row.
+        # `datasets` keeps values of several types as JSON; values that are not texts are reported row by row.
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or isinstance(kind, pa.JsonType)
         if not (is_text or pa.types.is_null(kind)):
             raise ConfigError(f"{where}: column {column!r} holds {kind}, not text")
@@ -265,7 +265,7 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
 
 
 def leaf_fields(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
-    """Path and type of every column, also of those inside others: `translation.en`."""
+    """Return path and type of every column, also of columns inside others: `translation.en`."""
     for field in fields:
         if pa.types.is_struct(field.type):
             yield from leaf_fields(field.type, f"{above}{field.name}.")
@@ -274,8 +274,8 @@ def leaf_fields(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[
 
 
 def values(batch: dict[str, list], column: str) -> list:
-    """The values of a column, given its path; None where a column around it is."""
-    if column in batch:  # also one with a dot in its name
+    """Return the values of a column, given its path; None where an outer column is None."""
+    if column in batch:  # this also finds a column with a dot in its name
         return batch[column]
     first, *rest = column.split(".")
     found = batch[first]
@@ -285,10 +285,10 @@ def values(batch: dict[str, list], column: str) -> list:
 
 
 def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
-    """Say why a pair cannot be used, or return ""."""
+    """Say why a pair cannot be used, or return an empty string."""
     for name, texts in (("source", [source]), ("target", references)):
         for text in texts or [None]:
-            if not (text is None or isinstance(text, str)):  # a file of JSON may hold both
+            if not (text is None or isinstance(text, str)):  # a JSON file may mix texts and other values
                 return f"its {name} is no text, but {text!r:.80}"
             if not (text or "").strip():
                 return f"its {name} is empty"
@@ -303,9 +303,9 @@ def tokenize_pairs(
     is_train: bool,
     cache_file: Path,
 ) -> datasets.Dataset:
-    """`source_ids` and `target_ids`, cut at `max_lengths`, and whether they were: `source_is_cut`, `target_is_cut`.
+    """Make `source_ids` and `target_ids`, cut at `max_lengths`, and say whether they were: `source_is_cut`, `target_is_cut`.
 
-    For training one pair for each reference; otherwise of the first, with the texts.
+    For training there is one pair for each reference; otherwise one pair with the first reference, and the texts.
     """
 
     def tokenize(batch: dict[str, list]) -> dict[str, list]:
@@ -336,15 +336,15 @@ def tokenize_pairs(
 
 
 def cut(ids: list[int], max_length: int) -> list[int]:
-    """Cut a text to `max_length` tokens; the last, the end token, is kept."""
+    """Cut a text to `max_length` tokens, but keep its last token, the end token."""
     return ids if len(ids) <= max_length else [*ids[: max_length - 1], ids[-1]]
 
 
 class Pairs(torch.utils.data.Dataset):
-    """Tokenised pairs: `source_ids`, `target_ids` and the number `row`. Number -1 is a pair without targets, for
-    places that no row is left for.
+    """Dataset of tokenised pairs: `source_ids`, `target_ids` and the number `row`.
 
-    `collate` pads them; `lengths` is what to group them by (see `data.LengthOrder`).
+    Number -1 is a pair without targets, for places for which no row is left. `collate` pads pairs; `lengths` are for
+    grouping them (see `data.rows.LengthOrder`).
     """
 
     def __init__(self, rows: datasets.Dataset, pad_token_id: int):
@@ -356,19 +356,19 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray | int]:
         if index < 0:
-            # One token to attend to: attention over none is not finite with every kernel.
+            # Keep one token to attend to: some kernels give values that are not finite for none.
             return {"source_ids": np.array([self.pad_token_id]), "target_ids": np.array([], int), "row": -1}
         return self.rows[index] | {"row": index}
 
     def collate(self, pairs: list[dict]) -> dict[str, torch.Tensor]:
-        """`input_ids` and `attention_mask`, (B, S), `labels`, (B, T), and `row`, (B,); all int64.
+        """Make `input_ids` and `attention_mask`, (B, S), `labels`, (B, T), and `row`, (B,); all int64.
 
-        S and T are each the longest in the batch, rounded up to a multiple of 8.
+        S and T are the longest lengths in the batch, rounded up to a multiple of 8.
         """
         sources, targets = [pair["source_ids"] for pair in pairs], [pair["target_ids"] for pair in pairs]
         return {
             "input_ids": pad(sources, self.pad_token_id),
-            # Not from the ids: for some tokenizers the padding token is also a real one.
+            # Do not derive the mask from the ids: in some tokenizers the padding token is also a real one.
             "attention_mask": pad([np.ones_like(ids) for ids in sources], 0),
             "labels": pad(targets, IGNORE_INDEX),
             "row": torch.tensor([pair["row"] for pair in pairs]),
@@ -376,9 +376,9 @@ class Pairs(torch.utils.data.Dataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """A number for each pair by which it is sorted first by the padded length of its source, then by its target's.
+        """Return a number for each pair that sorts pairs by the padded length of the source, then of the target.
 
-        Their sum would put long sources beside short ones.
+        The sum of the lengths would put long sources beside short ones.
         """
         source, target = (self.num_tokens(side).astype(np.int64) for side in ("source", "target"))
         return -(-source // PAD_MULTIPLE) * (target.max() + 1) + target
@@ -392,7 +392,7 @@ class Pairs(torch.utils.data.Dataset):
 
 
 def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
-    """Make a matrix, (B, T) int64, filled up with `value` on the right; T is a multiple of 8."""
+    """Make a matrix, (B, T) int64, padded with `value` on the right; T is a multiple of 8."""
     longest = max(1, *(len(row) for row in rows))
     padded = np.full((len(rows), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE), value)
     for i, row in enumerate(rows):

@@ -1,13 +1,13 @@
-"""Text shards tokenised once, for streams to read instead: the same rows in the same order, without tokenising.
+"""Text shards tokenised once, which streams then read instead of text: the same rows in the same order.
 
 A folder holds, for text shard i,
 
     shard-<i>.tokens     the tokens of its documents, one after another, little-endian uint16, or uint32 for more than
-                         65,536 different ones; read through a memory map
-    shard-<i>.ends       where each document ends in them, uint64
-    shard-<i>.json       size and checksum of the two; written last, so that a shard that has it is finished
+                         65,536 different tokens; read through a memory map
+    shard-<i>.ends       where each document ends in the tokens, uint64
+    shard-<i>.json       size and checksum of the two files; written last, so a shard with this file is finished
 
-and `manifest.json`, written when all shards are there: what they were made from, and their entries.
+and `manifest.json`, written when all shards are finished: what they were made from, and their entries.
 """
 
 import json
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 
 
 class TokenShards:
-    """A finished folder as the source of streams.
+    """Source of streams that reads a finished folder.
 
     Raises:
         ConfigError: for a folder that is not finished, or lacks a file.
@@ -77,13 +77,13 @@ class TokenShards:
 
 @cache
 def checksum_once(file: Path) -> str:
-    """Compute a file's checksum once in a process, when it is first read: that reads all of it."""
+    """Compute a file's checksum once in a process, when the file is first read; this reads the whole file."""
     return checksum(file)
 
 
 @lru_cache(maxsize=64)
 def opened(file: Path, dtype: str) -> np.ndarray:
-    # A file without bytes cannot be mapped.
+    # An empty file cannot be mapped.
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
@@ -92,7 +92,7 @@ def shard_file(folder: Path, shard: int, suffix: str) -> Path:
 
 
 def is_pretokenized(folder: str) -> bool:
-    """Tell whether `pretokenize` has finished in a folder; "" is none."""
+    """Tell whether `pretokenize` has finished in a folder; "" means no folder."""
     return bool(folder) and (Path(folder) / MANIFEST).is_file()
 
 
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> dict:
 def open_text(
     args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int
 ) -> TextShards | TokenShards:
-    """Open the text to train on; with --pretokenize as tokens, which are made now if they are not there."""
+    """Open the text to train on; with --pretokenize as tokens, which are made now if they are missing."""
     if not args.pretokenize:
         return TextShards(on_first_rank(args.train_shards), tokenizer, args.text_column)
     settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
@@ -132,15 +132,14 @@ def pretokenize(
     rank: int = 0,
     world_size: int = 1,
 ) -> TokenShards:
-    """Tokenise the shards that `find()` lists into `folder`, or find it done: then `find` is not called, and neither
-    the Hub nor the text is needed.
+    """Tokenise the shards that `find()` lists into `folder`, unless that is done.
 
-    The ranks divide the shards among them, and wait for each other without a collective that could time out; `folder`
-    must lie on a filesystem that all share. What is finished is not done again: neither after a kill, nor with more
-    ranks. `settings` say what `find` lists, in JSON's types.
+    If it is done, `find` is not called, and neither the Hub nor the text is needed. The ranks divide the shards, and wait
+    for each other without a collective that could time out; `folder` must lie on a filesystem that all share. A finished
+    shard is not done again, neither after a kill nor with more ranks. `settings` say what `find` lists, in JSON's types.
 
     Raises:
-        ConfigError: where the folder was made from other settings or with another tokenizer.
+        ConfigError: if the folder was made from other settings or with another tokenizer.
         DataError: for a shard that cannot be read.
     """
     folder = Path(folder)
@@ -167,7 +166,7 @@ def pretokenize(
 
 
 def check_key(folder: Path, key: dict, file: str, write: bool = False) -> None:
-    """Raise ConfigError unless the file says the same of all that `key` says; where there is none, `write` it."""
+    """Raise ConfigError unless the file agrees with everything in `key`; if there is no file, `write` it."""
     path = folder / file
     if write and not path.exists():
         write_atomically(path, json.dumps(key, indent=1))
@@ -184,7 +183,7 @@ def check_key(folder: Path, key: dict, file: str, write: bool = False) -> None:
 
 
 def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, world_size: int) -> None:
-    """Tokenise this rank's shards that are not finished. On a terminal a progress bar, in a batch job a line for each."""
+    """Tokenise this rank's unfinished shards, with a progress bar on a terminal, or a line for each in a batch job."""
     mine = range(rank, len(source.shards), world_size)
     missing = [shard for shard in mine if not shard_file(folder, shard, "json").exists()]
     on_terminal = sys.stderr.isatty()
@@ -205,7 +204,7 @@ def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, wo
 
 
 def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, progress: tqdm) -> dict:
-    """Write the files of one shard, each under its name only when it is whole; returns what its .json holds."""
+    """Write the files of one shard, which get their names only when they are whole; returns the content of its .json."""
     partial = {suffix: shard_file(folder, shard, suffix + own_suffix()) for suffix in ("tokens", "ends")}
     retries = 0
 
@@ -239,11 +238,11 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
 
 
 def write_manifest(folder: Path, key: dict, num_shards: int) -> None:
-    """Wait until all shards are there, whichever rank makes them; then write the manifest."""
+    """Wait until all shards are finished, by whichever rank; then write the manifest."""
     entries = [shard_file(folder, shard, "json") for shard in range(num_shards)]
     while not all(entry.exists() for entry in entries):
         time.sleep(0.2)
     shards = [json.loads(entry.read_text()) for entry in entries]
     write_atomically(folder / MANIFEST, json.dumps(key | {"shards": shards}, indent=1), own_suffix())
-    for leftover in folder.glob("*.partial-*"):  # of earlier tries that were killed
+    for leftover in folder.glob("*.partial-*"):  # left by killed attempts
         leftover.unlink()

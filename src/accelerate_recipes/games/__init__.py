@@ -1,1 +1,1 @@
-"""Chess: rules, games, next moves, preferences and rewards. Not `chess`, which is python-chess and a recipe."""
+"""Chess: rules, games, next moves, preferences and rewards. The folder is not named `chess`: a package and a recipe are."""

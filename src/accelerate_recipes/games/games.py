@@ -1,4 +1,4 @@
-"""Games from files or the Hub to packed rows, or to positions: checked, split by hash, tokenised, cached."""
+"""Preparation of games from files or the Hub as packed rows or positions: checked, split by hash, tokenised, cached."""
 
 import json
 import shutil
@@ -21,41 +21,41 @@ from accelerate_recipes.ranks import is_first_of_machine
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
-VERSION = 3  # of what is prepared; raised when that changes, so that nobody finds it in an older form
+VERSION = 3  # of the prepared data; raise it when their form changes, so that no old form is found
 
 
 @dataclass
 class GamesArgs:
-    """Arguments that say which games a recipe reads. Goes before TrainArgs in the bases of a recipe's arguments."""
+    """Arguments that say which games a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
     dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
     dataset_files: str = arg(
-        "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each is about 528 MB."
+        "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each file has about 528 MB."
     )
     train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.")
-    skip_bad_games: bool = arg(False, "Leave games with an illegal move out, and count them, instead of stopping.")
+    skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.")
     heldout_share: float = arg(
         0.002,
-        "Share of the games to test on, chosen by a hash of the moves; keep it in the recipes that follow chess.py.",
+        "Share of the games to test on, chosen by a hash of the moves; use the same in recipes that follow chess.py.",
         above=0,
         below=1,
     )
     num_positions: int = arg(
         600, "Positions of held-out games to predict the next move in.", fixed=False, min=len(rules.PHASES)
     )
-    data_cache_dir: str = arg(".cache/data", "Folder in which prepared games and positions are kept.", fixed=False)
+    data_cache_dir: str = arg(".cache/data", "Folder for prepared games and positions.", fixed=False)
 
     def problems(self, world_size: int) -> list[str]:
         return super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
 
     @property
     def game_datasets(self) -> list[cache.HubDataset]:
-        """List the datasets that are read from the Hub."""
+        """List the datasets to read from the Hub."""
         return [] if self.train_files else [cache.HubDataset(self.dataset_name, files=self.dataset_files)]
 
     @property
     def game_source(self) -> str:
-        """Name of the games' source, for people."""
+        """Name of the games' source, for messages."""
         return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
 
     @property
@@ -72,15 +72,15 @@ class GamesArgs:
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
-    """Build, or find, the folder that holds the games as
+    """Build or find the folder with the prepared games. It holds
 
-    `train/` and `heldout/`   packed rows (see `data.PackedRows`)
-    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and of the rows to train
-                              on a checksum, `content`
+    `train/` and `heldout/`   packed rows (see `data.packing.PackedRows`)
+    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and `content`, a checksum
+                              of the training rows
 
-    A game is one document: begin token, its moves separated by spaces, end token (see `begin_token`). Of a position it
-    is known whether it `is_seen`: whether a game to train on begins with the same moves. A game is held out when the hash of
-    its moves falls under `args.heldout_share`: the same game never lies on both sides, in whatever order files come.
+    A game is one document: begin token, moves separated by spaces, end token (see `begin_token`). `is_seen` of a
+    position says whether a training game begins with the same moves. A game is held out when the hash of
+    its moves falls under `args.heldout_share`, so the same game never lies on both sides, in any order of the files.
 
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
@@ -125,12 +125,12 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
 
 
 def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -> Path:
-    """Build, or find, the folder that holds positions of games, divided as `prepare_games` divides them, as
+    """Build or find the folder with positions of games, divided as in `prepare_games`. It holds
 
-    `train/`       positions to train in: columns `prefix` (moves so far), `move` (the one that was played), `phase`
+    `train/`       positions to train in: columns `prefix` (moves so far), `move` (the played move), `phase`
     `facts.json`   `positions` to test in, the `baseline`'s table
 
-    A game is checked as far as the position that is taken from it.
+    A game is checked only up to the position that is taken from it.
 
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
@@ -163,7 +163,7 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
                     f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             found[name] = legal
-        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else phase by phase
+        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else they come phase by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
         train_games = np.flatnonzero(good & ~heldout)
         baseline = rules.most_frequent_followers(games[i] for i in train_games)
@@ -175,10 +175,10 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token that a game begins with, so that its first move is learnt too, and can be asked for.
+    """Return the token that a game begins with, so that its first move can be learnt and predicted too.
 
-    Where a tokenizer has no begin token, as Qwen's, it is the end token, which stands between two texts anyway; GPT-2's
-    is both.
+    If a tokenizer has no begin token, like Qwen's, this is the end token, which separates two texts anyway. GPT-2's begin
+    token is its end token.
     """
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id  # pyright: ignore[reportReturnType]
 
@@ -189,7 +189,7 @@ def is_heldout(text: str, heldout_share: float) -> bool:
 
 
 def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
-    """Games of one file: `Moves`, a list of texts, and `defect`: why they are none, or not a game of normal chess, or "".
+    """Load the games of one file: `Moves`, a list of texts, and `defect`: why a row is not a normal game of chess, or "".
 
     Raises:
         DataError: for a file that cannot be read, or has no games.
@@ -225,7 +225,7 @@ def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray
     """Return which games of all files have no defect, (number of games,) bool.
 
     Raises:
-        ConfigError: naming those that have one, unless `args.skip_bad_games`.
+        ConfigError: naming the defective games, unless `args.skip_bad_games`.
     """
     defects = [part["defect"][:] for part in parts]
     bad = [
@@ -247,7 +247,7 @@ def tokenize_games(
     source: str,
     cache_file: Path,
 ) -> datasets.Dataset:
-    """Add `input_ids` and `heldout` (bool), and to `defect` why a game cannot be played."""
+    """Add `input_ids` and `heldout` (bool); write to `defect` why a game cannot be played."""
 
     def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:
         texts = [" ".join(moves) for moves in batch]

@@ -1,4 +1,4 @@
-"""Shares of a model's next moves that are legal, and that were played, in positions of held-out games."""
+"""Evaluation of next moves in positions of held-out games: the share that is legal, and the share that was played."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +15,12 @@ from accelerate_recipes.generation import generate_texts
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
-    """Token ids of the moves so far, as the beginning of a document."""
+    """Return the token ids of the moves so far, as the beginning of a document."""
     return [begin_token(tokenizer), *tokenizer(" ".join(prefix), add_special_tokens=False)["input_ids"]]
 
 
 def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the move that has most, at the start of a game or, with the space before it, later on."""
+    """Count the tokens of the longest move, at the start of a game or, with the space before it, later."""
 
     def num_tokens(texts: list[str]) -> np.ndarray:
         return np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
@@ -31,11 +31,11 @@ def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class NextMoves:
-    """Measures the same positions at every evaluation, and for the baseline.
+    """Evaluator that uses the same positions for every evaluation and for the baseline.
 
-    `facts` as `games.prepare_games` leaves them; `metric_file` is the `evaluate` module that counts. Results
-    have the keys `legal_move_rate` and `next_move_accuracy`, and each with `_<phase>` and, over the positions that no
-    game to train on came through, with `_unseen`.
+    `facts` are those that `games.prepare_games` writes; `metric_file` is the `evaluate` module that counts. Results
+    have the keys `legal_move_rate` and `next_move_accuracy`, also with `_<phase>`, and with `_unseen` for the positions
+    that occur in no training game.
     """
 
     def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
@@ -47,13 +47,13 @@ class NextMoves:
         self.max_new_tokens = longest_move(tokenizer)
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """Judge the greedy moves of `model`. Every rank takes its share; all get the result."""
+        """Evaluate the greedy moves of `model`. Every rank takes its share; all get the result."""
         prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
         texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
         return self._count([(text.split() or [""])[0] for text in texts])
 
     def baseline(self) -> dict[str, float]:
-        """Judge the most frequent next move given the previous one."""
+        """Evaluate the baseline, the most frequent next move given the previous one."""
         return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
 
     def _count(self, moves: list[str]) -> dict[str, float]:
@@ -66,7 +66,7 @@ class NextMoves:
         )
 
     def summary(self, results: dict[str, dict]) -> str:
-        """Lines for people, of records that hold the values of an evaluation as `eval_...`, each with its name."""
+        """Summarise named evaluation records, which hold their values as `eval_...`, in lines of text."""
         unseen = sum(not position["is_seen"] for position in self.positions)
         parts = {"": f"Held-out positions ({len(self.positions):,})"}
         if unseen:
@@ -79,7 +79,7 @@ class NextMoves:
         return "\n".join(lines)
 
     def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
-        """A game of the model against itself, up to its first illegal move."""
+        """Let the model play against itself, up to the first illegal move."""
         start = [prompt_of(self.tokenizer, [])]
         (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
         return rules.legal_part(text.split()[:num_moves])

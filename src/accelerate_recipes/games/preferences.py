@@ -1,7 +1,7 @@
-"""Pairs of moves to prefer from: what was played in a position, and what a model would play that is worse.
+"""Preference pairs of moves: the move that was played in a position, and a worse move of the model.
 
-Worse is by a rule: `illegal` takes the model's move if it is no legal one; `not_played` also a legal one that is not
-what the master chose.
+A rule says what is worse: with `illegal`, the model's move if it is illegal; with `not_played`, also a legal move that the
+master did not play.
 """
 
 import json
@@ -25,7 +25,7 @@ RULES = ["illegal", "not_played"]
 
 
 def is_worse(position: dict, move: str, rule: str) -> bool:
-    """Tell whether a model's `move` is to be rejected, beside the one that was played. Empty: it ended the game."""
+    """Tell whether to reject a model's `move`, compared with the played one. An empty move ended the game."""
     return move != position["move"] and (rule == "not_played" or not is_legal(position["prefix"], move))
 
 
@@ -41,15 +41,15 @@ def make_pairs(
 ) -> None:
     """Write the pairs of all positions to `file`, as JSON lines with `position` (its number), `chosen` and `rejected`.
 
-    The model's moves are its greedy ones, so they are the same on any number of processes. Killed, it goes on behind
-    the last pair that it wrote; the file has its name when all are there.
+    The model's moves are greedy, so they are the same on any number of processes. After a kill, writing continues after
+    the last written pair; the file gets its name when all pairs are written.
 
     Raises:
         Stopped: between two batches.
     """
     partial = file.with_suffix(".partial")
     done = on_first_rank(lambda: go_on(partial))
-    chunk = 4 * batch_size * accelerator.num_processes  # sorted by length within
+    chunk = 4 * batch_size * accelerator.num_processes  # positions are sorted by length inside a chunk
     bar = tqdm(
         total=len(positions),
         initial=done,
@@ -76,7 +76,7 @@ def make_pairs(
 
 
 def go_on(partial: Path) -> int:
-    """Number of the position behind the last pair in the file; a line that was not written to its end is removed."""
+    """Return the number of the position after the last pair in the file; removes a line that is not complete."""
     if not partial.exists():
         return 0
     whole = [line for line in partial.read_text().splitlines(keepends=True) if line.endswith("\n")]

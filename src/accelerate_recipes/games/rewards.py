@@ -1,8 +1,7 @@
-"""Verifiable rewards of a move in a chess position, as trl's GRPOTrainer calls them.
+"""Verifiable rewards for a move in a chess position, as trl's GRPOTrainer calls them.
 
-Each takes the moves so far (`prompts`) and what a model wrote behind them (`completions`), of which the first word is
-the answer, and returns a reward from 0 to 1 for each. Columns of the data come by their names: `move` is the one that
-was played.
+Each function takes the moves so far (`prompts`) and the model's texts (`completions`), whose first word is
+the answer, and returns a reward from 0 to 1 for each. Columns of the data are passed by name: `move` is the played move.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.games.rules import all_uci_moves, chess, is_legal
 
 UCI_MOVES = frozenset(all_uci_moves())
-MAX_LOSS = 300  # centipawns, about a piece: what loses more is no worse
+MAX_LOSS = 300  # centipawns, about a piece; a larger loss is not punished more
 
 
 def answer(completion: str) -> str:
@@ -22,7 +21,7 @@ def answer(completion: str) -> str:
 
 
 def is_a_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Reward an answer that is a move which some piece could make on some board."""
+    """Reward an answer that is a move: some piece could make it on some board."""
     return [float(answer(completion) in UCI_MOVES) for completion in completions]
 
 
@@ -41,13 +40,13 @@ REWARDS = [is_a_move, is_legal_move, is_played_move]
 
 @dataclass
 class StockfishArgs:
-    """Arguments of the reward that an engine gives."""
+    """Arguments of the reward that a chess engine gives."""
 
     stockfish: str = arg(
-        "", "Chess engine that judges how good a legal answer is, by UCI: a program; empty: none does.", fixed=False
+        "", "Program of a UCI chess engine that judges how good a legal answer is; empty: none.", fixed=False
     )
     stockfish_nodes: int = arg(
-        10_000, "Positions that it looks at to judge one; ten thousand take about 0.03 s.", fixed=False, min=1
+        10_000, "Nodes that --stockfish searches for a judgement; ten thousand take about 0.03 s.", fixed=False, min=1
     )
 
     def problems(self, world_size: int) -> list[str]:
@@ -62,20 +61,20 @@ class StockfishArgs:
 
 @contextlib.contextmanager
 def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[float]]]:
-    """A fourth reward: 1 for the move that an engine thinks best, down to 0 for one that loses MAX_LOSS centipawns.
+    """Make the engine's reward: 1 for the move that it finds best, down to 0 for a loss of MAX_LOSS centipawns.
 
-    The loss is the difference of two searches of `nodes` nodes from the same position: of all moves, and of the answer
-    alone. A search starts with empty tables, on one thread: its result depends on nothing else. An illegal answer
-    earns 0.
+    The loss is the difference between two searches of `nodes` nodes from the same position: over all moves, and over the
+    answer alone. A search starts with empty tables, on one thread, so its result depends on nothing else. An illegal
+    answer earns 0.
     """
 
     def score(board: chess.Board, moves: list[chess.Move] | None = None) -> int:
-        """Return the score in centipawns, for the side that moves."""
+        """Return the score in centipawns, for the side to move."""
         found = engine.analyse(board, chess.engine.Limit(nodes=nodes), game=object(), root_moves=moves)
         return found["score"].relative.score(mate_score=10_000)
 
     def is_good_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-        best: dict[str, int] = {}  # a position comes once for each answer in it
+        best: dict[str, int] = {}  # a position comes as often as it has answers
         rewards = []
         for prompt, completion in zip(prompts, completions, strict=True):
             prefix, move = prompt.split(), answer(completion)

@@ -1,6 +1,6 @@
-"""Chess for the chess recipes: legality, games from files, positions to test on, a baseline.
+"""Rules of chess for the chess recipes: legality, games from files, positions to test on, a baseline.
 
-A move is written in UCI (`e2e4`, `e7e8q`), a game as its moves separated by spaces.
+A move is written in UCI (`e2e4`, `e7e8q`), a game as moves separated by spaces.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 
 def import_python_chess():
-    """Import python-chess although a recipe of its name may be the running script.
+    """Import python-chess, even if the recipe of the same name is the running script.
 
     `python recipes/chess.py` puts recipes/ first on the path, where `import chess` would find the recipe.
     """
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 else:
     chess = import_python_chess()
 
-# Upper limits in plies of the phases that results are told apart by.
+# Phases for which results are reported, with their upper limits in plies.
 PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
 
 
 def phase_of(ply: int) -> str:
-    """Phase of the game in which the move number `ply` (from 0) is made."""
+    """Return the phase of the game in which move number `ply` (from 0) is made."""
     return next(phase for phase, limit in PHASES.items() if ply < limit)
 
 
 def all_uci_moves() -> list[str]:
-    """Every move that a piece could make on an empty board, 1,968 of them: the vocabulary of a chess model."""
+    """List every move that a piece could make on an empty board: 1,968 moves, the vocabulary of a chess model."""
     moves = set()
     for square in chess.SQUARES:
         for piece in (chess.QUEEN, chess.KNIGHT):
@@ -60,7 +60,7 @@ def all_uci_moves() -> list[str]:
 
 
 def defect_of_moves(moves: object) -> str:
-    """Say why a value is no list of texts, or return an empty string."""
+    """Say why a value is not a list of texts, or return an empty string."""
     if isinstance(moves, list) and all(isinstance(move, str) for move in moves):
         return ""
     return f"its Moves are no list of texts, but {moves!r:.80}"
@@ -82,11 +82,11 @@ def is_legal(prefix: list[str], move: str) -> bool:
 
 
 def legal_part(moves: list[str]) -> list[str]:
-    """The moves up to the first that is not legal."""
+    """Return the moves before the first illegal one."""
     board = chess.Board()
     for ply, uci in enumerate(moves):
         try:
-            legal = bool(board.push_uci(uci))  # the null move `0000` parses, and is false
+            legal = bool(board.push_uci(uci))  # the null move `0000` can be parsed, but is false
         except ValueError:
             legal = False
         if not legal:
@@ -95,9 +95,9 @@ def legal_part(moves: list[str]) -> list[str]:
 
 
 class GameBuilder(chess.pgn.GameBuilder):
-    """Builds the game that was played, and logs nothing of what is wrong with it.
+    """Builder of the played game, which does not log what is wrong with it.
 
-    Variations are left out: behind one with an illegal move, python-chess 1.11 goes on from the variation's position.
+    Variations are left out: after one with an illegal move, python-chess 1.11 continues from the variation's position.
     """
 
     def begin_variation(self) -> chess.pgn.SkipType:
@@ -111,7 +111,7 @@ class GameBuilder(chess.pgn.GameBuilder):
 
 
 def read_pgn(path: str) -> Iterator[dict]:
-    """Games of a PGN file, as rows with `Moves`, and `defect`: why it cannot be used, or an empty string."""
+    """Read the games of a PGN file as rows with `Moves` and `defect`: why a game cannot be used, or an empty string."""
     with open(path, encoding="utf-8", errors="replace") as file:
         while game := chess.pgn.read_game(file, Visitor=GameBuilder):
             moves = [move.uci() for move in game.mainline_moves()]
@@ -119,7 +119,7 @@ def read_pgn(path: str) -> Iterator[dict]:
 
 
 def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
-    """Say why a game of which `num_moves` were read is not whole, or not normal chess; or return an empty string."""
+    """Say why a game with `num_moves` moves read is not whole or not normal chess, or return an empty string."""
     variant = game.headers.get("Variant", "Standard")
     if variant.lower() not in ("standard", "from position", "chess", "normal"):
         return f"it is {variant}, not normal chess"
@@ -131,9 +131,9 @@ def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
 
 
 def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) -> list[dict]:
-    """Positions spread evenly over the phases, one at most from each game and phase.
+    """Draw positions spread evenly over the phases, at most one from each game and phase; fewer if there are not enough.
 
-    Each is {"prefix": moves so far, "move": the move that was played, "phase"}. Fewer, where there are not enough.
+    Each is {"prefix": moves so far, "move": the played move, "phase"}.
     """
     generator = random.Random(seed)
     candidates: dict[str, list[dict]] = {phase: [] for phase in PHASES}
@@ -149,8 +149,8 @@ def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) 
 
 
 def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
-    """Give each position `is_seen`: whether one of the games begins with the same moves."""
-    tree: dict = {}  # of the prefixes, move by move; under "" the positions behind these moves
+    """Set `is_seen` of each position: whether one of the games begins with the same moves."""
+    tree: dict = {}  # of the prefixes, move by move; "" holds the positions after these moves
     for position in positions:
         position["is_seen"] = False
         node = tree
@@ -167,9 +167,9 @@ def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
 
 
 def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
-    """Map each move to the one that most often comes next, in whatever position; "" stands for the start of a game.
+    """Map each move to the most frequent next move, in any position; "" stands for the start of a game.
 
-    The baseline: what can be known of the next move without knowing the board.
+    This is the baseline: what one can know about the next move without knowing the board.
     """
     counts: dict[str, Counter] = {}
     for moves in games:
@@ -179,7 +179,7 @@ def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
 
 
 def draw_game(moves: list[str]) -> str:
-    """The final position as text, with the moves in the notation of tournaments."""
+    """Draw the final position as text, with the moves in tournament notation."""
     board = chess.Board()
     line = board.variation_san([chess.Move.from_uci(uci) for uci in moves])
     for uci in moves:

@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: what of it is on this machine, and fetching more."""
+"""The Hugging Face Hub: what this machine has of it, and downloads."""

@@ -1,13 +1,13 @@
-"""Models and datasets of the Hub on this machine: at which commit, and whether whole. Nothing here asks the network.
+"""Models and datasets of the Hub on this machine: at which commit, and whether whole. This module uses no network.
 
-`download.py` fetches. In the cache folder of each repository it leaves a manifest, `accelerate_recipes.json`:
+`download.py` downloads. In the cache folder of each repository it writes a manifest, `accelerate_recipes.json`:
 
     name, type    of the repository; type is `model` or `dataset`
-    branch        that was asked for, such as `main`
-    revision      its commit at that time: what was downloaded once stays at it, wherever the branch moves
-    files         size and checksum of each file that was asked for
-    asked         what was asked for, as `Need.key`: its `files`, and the `recipes`, command lines, that did
-    configs       of a dataset: how to read each configuration that was asked for, and the files of its splits
+    branch        the requested branch, such as `main`
+    revision      its commit at that time; later downloads stay at this commit, even if the branch moves
+    files         size and checksum of each requested file
+    asked         the requests, as `Need.key`: each with its `files`, and the `recipes` (command lines) that asked
+    configs       for a dataset: how to read each requested configuration, and the files of its splits
 """
 
 import json
@@ -23,18 +23,18 @@ from huggingface_hub import constants
 from accelerate_recipes.args import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
-# `from_pretrained` takes the first of these that exists. An index names the files that weights are spread over.
+# `from_pretrained` takes the first of these files that exists. An index lists the files that hold the weights.
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# How `datasets` reads files, by their names.
+# Builders with which `datasets` reads files, by the ends of their names.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model and its tokenizer; without `weights` the tokenizer alone."""
+    """Model and its tokenizer; without `weights`, only the tokenizer."""
 
     name: str
     weights: bool = True
@@ -52,16 +52,16 @@ class HubModel:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Files of a dataset that match a pattern; or, as `datasets.load_dataset` finds them, splits of a configuration.
+    """Files of a dataset that match a pattern, or splits of a configuration as `datasets.load_dataset` finds them.
 
-    What is `streamed` is in the cache only if it was downloaded beforehand.
+    A `streamed` dataset is in the cache only if it was downloaded beforehand.
     """
 
     name: str
     files: str = ""
     config: str = ""
     splits: tuple[str, ...] = ()
-    revision: str = ""  # branch, tag or commit; else main
+    revision: str = ""  # branch, tag or commit; empty: main
     streamed: bool = False
     repo_type = "dataset"
 
@@ -98,14 +98,14 @@ def matches(file: str, pattern: str) -> bool:
 def place_of(pattern: str) -> tuple[str, bool]:
     """Find the deepest folder that holds all matches, and whether matches may lie deeper.
 
-    To list less than a whole repository: all files of C4 are tens of thousands.
+    This avoids listing a whole repository: C4 has tens of thousands of files.
     """
     inside = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
     return inside, "/" in pattern.removeprefix(f"{inside}/")
 
 
 def repository(repo_type: str, name: str) -> Path:
-    """The folder of a repository in the cache, also of a name that none can have."""
+    """Return the folder of a repository in the cache, even for a name that is not valid."""
     return Path(constants.HF_HUB_CACHE) / "--".join([f"{repo_type}s", *name.split("/")])
 
 
@@ -123,7 +123,7 @@ def manifests() -> Iterator[dict]:
 
 
 def revision(repo_type: str, name: str) -> str | None:
-    """The commit that is read here: the downloaded one; else the newest that the cache knows; None if it has none."""
+    """Return the commit that is read here: the downloaded one, else the newest one in the cache, else None."""
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
     try:
@@ -141,28 +141,28 @@ def folder(repo_type: str, name: str) -> Path | None:
 
 
 def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
-    """Return what changes when matching files do: the commit that is read; of a folder, size and time of each file."""
+    """Return what changes when matching files change: the commit, or for a folder the size and time of each file."""
     if not os.path.isdir(name):
         return [revision(repo_type, name)]
     return file_versions(sorted(str(path) for path in Path(name).glob(pattern) if path.is_file()))
 
 
 def file_versions(files: Sequence[str]) -> list[list]:
-    """Name, size and time of the last change of local files."""
+    """Return name, size and modification time of local files."""
     return [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files]
 
 
 def pinned(name: str) -> dict:
-    """Return the settings with which `from_pretrained(name, ...)` reads what is here, and nothing else."""
+    """Return the settings with which `from_pretrained(name, ...)` reads only what is here."""
     here = {"local_files_only": True}
     return here if os.path.isdir(name) else here | {"revision": revision("model", name)}
 
 
 def files_of(manifest: dict, need: Need) -> list[str]:
-    """List the files of a manifest that a run with this need reads; `split NAME` for a split that there is not."""
+    """List the files of a manifest that a run with this need reads; `split NAME` stands for a missing split."""
     if need.key in manifest["asked"]:
         return manifest["asked"][need.key]["files"]
-    # Or part of what others asked for.
+    # The files may also be a part of what others asked for.
     if isinstance(need, HubModel):
         return [file for file in manifest["files"] if need.weights or not file.endswith((".safetensors", ".bin"))]
     if need.files:
@@ -186,7 +186,7 @@ def size_of(file: Path) -> int | None:
 
 
 def lacking(need: Need) -> list[str]:
-    """List what of a need is not here: names of files, or what stands for them. Reads names and sizes only."""
+    """List the missing files of a need, by name or in other words. Reads only names and sizes."""
     place = folder(need.repo_type, need.name)
     if place is None:
         return [ALL]
@@ -196,7 +196,7 @@ def lacking(need: Need) -> list[str]:
         files = files_of(manifest, need)
         if (found := absent(manifest, files)) or (files and isinstance(need, HubDataset)):
             return found
-    # What others than `download` put there: nobody can say which files it should have.
+    # Files that `download` did not put there: nobody can say which files should be there.
     if isinstance(need, HubModel):
         return lacking_of_model(place, need.weights)
     if (need.files and any(place.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
@@ -205,7 +205,7 @@ def lacking(need: Need) -> list[str]:
 
 
 def lacking_of_model(place: Path, weights: bool) -> list[str]:
-    """List what a model, or a tokenizer, lacks of the files that none is without."""
+    """List the files that every model or tokenizer must have and that this one lacks."""
     if not weights:
         return [] if any((place / name).is_file() for name in TOKENIZERS) else ["tokenizer.json"]
     found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])
@@ -214,15 +214,15 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that weights are spread over."""
+    """Return the files that hold the weights of an index."""
     return sorted(set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def dataset_files(name: str, pattern: str) -> list[str]:
-    """Paths of the files of a dataset, or of a folder, that match; in the order of their names.
+    """Return the paths of the matching files of a dataset or a folder, in the order of their names.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if no file matches.
     """
     place = folder("dataset", name)
     manifest = None if os.path.isdir(name) else read_manifest("dataset", name)
@@ -236,13 +236,13 @@ def dataset_files(name: str, pattern: str) -> list[str]:
 
 
 def load_arguments(need: HubDataset) -> dict:
-    """Arguments for `datasets.load_dataset` to read a downloaded dataset from its files, besides the split.
+    """Return arguments (besides the split) with which `datasets.load_dataset` reads a downloaded dataset from its files.
 
-    Asked for a dataset by its name, datasets 5.2 finds offline only what it has converted before with the same
-    arguments, and with `data_files` not even that (datasets#6837): its key has the files' state on the Hub in it.
+    If asked for a dataset by name, datasets 5.2 finds offline only what it has converted before with the same
+    arguments, and with `data_files` not even that (datasets#6837): its cache key contains the files' state on the Hub.
 
     Raises:
-        ConfigError: if it was not downloaded.
+        ConfigError: if the dataset was not downloaded.
     """
     if os.path.isdir(need.name):
         return {"path": need.name, "name": need.config or None, "data_files": need.files or None}

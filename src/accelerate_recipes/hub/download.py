@@ -1,11 +1,11 @@
-"""Fetching beforehand what a run will read, where there is internet; checking and listing what is there.
+"""Commands that download what a run will read, where there is internet, and that check and list what was downloaded.
 
     python -m accelerate_recipes download RECIPE ARGS...
     python -m accelerate_recipes verify
     python -m accelerate_recipes list
 
-huggingface_hub transfers: several files at a time, each complete under its name or not there. So the same command
-goes on after a kill; the files that were under way begin anew. It reads HF_HOME, HF_ENDPOINT and the token itself.
+huggingface_hub transfers several files at a time; a file gets its name only when it is complete. So the same command
+continues after a kill; files in transfer begin anew. huggingface_hub reads HF_HOME, HF_ENDPOINT and the token itself.
 """
 
 import glob
@@ -33,31 +33,31 @@ from accelerate_recipes.disk import existing, own_suffix, write_atomically
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
-# What from_pretrained reads besides weights. Not *.bin, *.h5, *.msgpack, consolidated.*: the same weights again.
+# Files that from_pretrained reads besides weights. *.bin, *.h5, *.msgpack and consolidated.* hold the same weights again.
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additional_chat_templates/*")
 
 
 class Unavailable(Exception):
-    """Reason why one repository cannot be had, in a sentence with the remedy."""
+    """A repository cannot be downloaded; the text says why, and the remedy."""
 
 
 @dataclass
 class Wanted:
-    """Files to fetch from one repository."""
+    """Files to download from one repository."""
 
     repo_type: str
     name: str
     branch: str
     revision: str
-    full_name: str  # `wmt14` has become `wmt/wmt14`; the Hub's client knows the old name, datasets does not
+    full_name: str  # `wmt14` has become `wmt/wmt14`; datasets does not know the old name, the Hub's client does
     files: dict[str, dict] = field(default_factory=dict)
     asked: dict[str, list[str]] = field(default_factory=dict)
     configs: dict[str, dict] = field(default_factory=dict)
 
     @property
     def to_fetch(self) -> dict[str, dict]:
-        """Files whose contents the cache does not hold, under this commit or another."""
-        blobs = cache.repository(self.repo_type, self.name) / "blobs"  # by their checksums
+        """Files whose contents the cache does not hold, at any commit."""
+        blobs = cache.repository(self.repo_type, self.name) / "blobs"  # named by checksums
         return {
             file: entry
             for file, entry in self.files.items()
@@ -68,13 +68,13 @@ class Wanted:
 def download(
     needs: Sequence[Need], command: Sequence[str], *, max_shards: int | None = None, update: bool = False
 ) -> None:
-    """Fetch everything that `needs` names; `command`, a recipe and its arguments, is noted in the manifests.
+    """Download everything in `needs`; the manifests record `command`, a recipe and its arguments.
 
-    `max_shards` takes only the first files that match a pattern. A repository stays at the commit that it was first
-    downloaded at, unless `update`.
+    `max_shards` limits the files that match a pattern. A repository stays at the commit of its first download, unless
+    `update` is given.
 
     Raises:
-        ConfigError: with all that cannot be had; for too little space; for a transfer that fails.
+        ConfigError: with everything that is not available; for too little space; for a failed transfer.
     """
     if constants.HF_HUB_OFFLINE:
         raise ConfigError("HF_HUB_OFFLINE is set: unset it, or download on a machine that has internet")
@@ -140,7 +140,7 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
         ) from None
     except Unavailable:
         raise
-    # What the Hub's client and datasets raise of a network or server that fails has no class in common.
+    # The errors of the Hub's client and of datasets for a failing network or server have no common class.
     except Exception as error:
         raise Unavailable(f"{need} cannot be had from {constants.ENDPOINT}: {first_line(error)}") from None
     plan.files |= chosen
@@ -149,7 +149,7 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
 
 
 def tree(api: HfApi, plan: Wanted, inside: str = "", recursive: bool = True) -> dict[str, dict]:
-    """Size and checksum of each file of a repository, or of a folder in it."""
+    """Return size and checksum of each file of a repository, or of a folder in it."""
     entries = api.list_repo_tree(
         plan.name, inside or None, recursive=recursive, revision=plan.revision, repo_type=plan.repo_type
     )
@@ -175,10 +175,10 @@ def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict
 
 
 def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dict]:
-    """List the files of a configuration as `datasets` finds them; how it would read them is noted in the plan."""
+    """List the files of a configuration as `datasets` finds them; records in the plan how it would read them."""
     try:
         builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
-    except ValueError as error:  # names the configurations that there are
+    except ValueError as error:  # it names the existing configurations
         raise Unavailable(f"{need}: {first_line(error)}") from None
     prefix = f"hf://datasets/{plan.full_name}@{plan.revision}/"
     splits = {
@@ -212,9 +212,9 @@ def check_space(plans: Sequence[Wanted]) -> None:
 
 
 def write_manifest(plan: Wanted, recipe: str) -> None:
-    """Write the manifest, before the files: what a killed download lacks is known. Earlier downloads stay in it.
+    """Write the manifest before the files, so that it shows what a killed download lacks. Earlier downloads stay in it.
 
-    The same asked again, such as a pattern with another `max_shards`, takes the place of what it was.
+    A repeated request, such as a pattern with another `max_shards`, replaces the earlier one.
     """
     manifest: dict[str, Any] | None = cache.read_manifest(plan.repo_type, plan.name)
     if manifest is None or (manifest["branch"], manifest["revision"]) != (plan.branch, plan.revision):
@@ -235,7 +235,7 @@ def write_manifest(plan: Wanted, recipe: str) -> None:
 
 
 def transfer(plan: Wanted) -> None:
-    """Fetch the files. Raises ConfigError."""
+    """Download the files. Raises ConfigError."""
     try:
         snapshot_download(
             plan.name,
@@ -243,23 +243,23 @@ def transfer(plan: Wanted) -> None:
             revision=plan.revision,
             allow_patterns=[glob.escape(file) for file in plan.files],
         )
-    except Exception as error:  # of the network, of the disk; of many classes
+    except Exception as error:  # of the network or the disk, of many classes
         raise ConfigError(
             f"{plan.repo_type} {plan.name}: {first_line(error)}. What was fetched is kept: the same command goes on"
         ) from error
     if lost := cache.absent(cache.read_manifest(plan.repo_type, plan.name), list(plan.files)):
         raise ConfigError(f"{plan.repo_type} {plan.name}: {', '.join(lost)} did not arrive; run the same command again")
-    # A killed download leaves files that huggingface_hub 2.4 does not go on with. One that is under way is not idle.
+    # A killed download leaves files that huggingface_hub 2.4 does not continue. Files of a running download are not idle.
     for rest in (cache.repository(plan.repo_type, plan.name) / "blobs").glob("*.incomplete"):
         if time.time() - rest.stat().st_mtime > 3600:
             rest.unlink(missing_ok=True)
 
 
 def verify() -> str:
-    """Read every downloaded file, and compare it with what the Hub said of it; returns what was verified.
+    """Read every downloaded file, and compare it with the Hub's checksum; returns what was verified.
 
     Raises:
-        ConfigError: naming the files that are not there or were changed, and what to do.
+        ConfigError: naming the missing and changed files, and what to do.
     """
     files = [
         (manifest, name, entry) for manifest in cache.manifests() for name, entry in sorted(manifest["files"].items())
@@ -289,7 +289,7 @@ def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
 
 
 def hub_checksum(file: Path, kind: str) -> str:
-    """Compute a checksum as the Hub has it: `sha256` of a large file, `git-sha1`, of the git object, of a small one."""
+    """Compute a checksum as the Hub does: `sha256` for a large file, `git-sha1` (of the git object) for a small one."""
     if kind == "sha256":
         with file.open("rb") as stream:
             return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
@@ -299,7 +299,7 @@ def hub_checksum(file: Path, kind: str) -> str:
 
 
 def listing() -> str:
-    """Return a paragraph for each repository that was downloaded: size, commit, what lacks, for which recipes."""
+    """Return a paragraph for each downloaded repository: size, commit, missing files, and for which recipes."""
     paragraphs = []
     for manifest in cache.manifests():
         lacking = cache.absent(manifest, list(manifest["files"]))
@@ -314,7 +314,7 @@ def listing() -> str:
 
 
 def total(files: dict[str, dict]) -> int:
-    """Size of all files, in bytes."""
+    """Return the size of all files, in bytes."""
     return sum(entry["size"] for entry in files.values())
 
 

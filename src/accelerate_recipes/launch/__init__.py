@@ -1,1 +1,1 @@
-"""Before and between the attempts of a job: checks, manifests, and whether it is queued again."""
+"""Modules for use before and between the attempts of a job: checks, manifests, and whether to queue it again."""

@@ -1,10 +1,12 @@
-"""A run as a Kubernetes job: `python -m accelerate_recipes k8s KIND [FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS]`.
+"""Rendering of a run as a Kubernetes job.
+
+    python -m accelerate_recipes k8s KIND [FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS]
 
 KIND is `pytorchjob` (Kubeflow's training operator, v1) or `trainjob` (Kubeflow Trainer, 2.2 and later). Prints YAML for
 `kubectl apply -f -`: a ConfigMap with the accelerate YAML and the resolved arguments, and the job. The same input gives
-the same output. What cannot start is not rendered.
+the same output. A run that cannot start is not rendered.
 
-In every pod `accelerate launch` is the first process: it gets the SIGTERM that a pod is deleted with, and passes it on.
+In every pod `accelerate launch` is the first process: it gets the SIGTERM when the pod is deleted, and passes it on.
 """
 
 import hashlib
@@ -20,9 +22,9 @@ import yaml
 from accelerate_recipes.args import ConfigError, Range, arg, error_list, resolve
 from accelerate_recipes.launch.preflight import Launch, check
 
-# GPUs and EFA interfaces of an instance. Those of p4d and g6 are Karpenter's (its page of instance types), that of p5 is of
-# AWS's FSDP example; those of p5en, p6 and g5 were not looked up: `aws ec2 describe-instance-types` tells. No run was made
-# on any of them.
+# GPUs and EFA interfaces of an instance. The numbers of p4d and g6 are from Karpenter's page of instance types, those of p5
+# from AWS's FSDP example; those of p5en, p6 and g5 were not looked up (`aws ec2 describe-instance-types` shows them). No run
+# was made on any of them.
 INSTANCES = {
     "p4d.24xlarge": (8, 4),
     "p5.48xlarge": (8, 32),
@@ -41,13 +43,13 @@ INSTANCES = {
 }
 # Huge pages make the fork of data workers fail: "Cannot allocate memory".
 EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}
-# GPUs of a p4d reach the network directly only if it is said; on later ones it is the default.
+# GPUs of a p4d use the network directly only with this variable; on later instances it is the default.
 FABRIC = {"p4d.24xlarge": {"FI_EFA_USE_DEVICE_RDMA": "1"}}
 
 CHECKPOINTS, CACHE, FILES = "/checkpoints", "/cache", "/etc/accelerate-recipes"
-USER = 1000  # of the image; any but root would do
+USER = 1000  # the image's user; any user but root would do
 QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|k|M|G|T|Ki|Mi|Gi|Ti)")
-LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, which services want
+LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, required for services
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
 SUBDOMAIN = re.compile(rf"{NAMESPACE.pattern}(\.{NAMESPACE.pattern})*")
 KEY = re.compile(rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?", re.ASCII)
@@ -60,25 +62,25 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 @dataclass
 class JobArgs:
-    """Arguments of the job; those of the run stand behind them, from CONFIG on."""
+    """Arguments of the job; those of the run follow them, from CONFIG on."""
 
-    name: str = arg("", "Name of the job; default: that of the recipe.")
-    namespace: str = arg("", "Namespace; default: the one that kubectl takes.")
+    name: str = arg("", "Name of the job; default: the recipe's name.")
+    namespace: str = arg("", "Namespace; default: kubectl's.")
     image: str = arg("", "Container image, with a tag other than latest, or a digest.")
     nodes: int | None = arg(None, "Number of nodes, with a pod on each.", min=1)
     gpus_per_node: int | None = arg(
-        None, "GPUs of a node, each with a process; 0: as many processes as --cpus-per-node.", min=0
+        None, "GPUs of a node, with a process for each; 0: as many processes as --cpus-per-node.", min=0
     )
     cpus_per_node: int | None = arg(None, "CPUs that a pod asks for.", min=1)
     memory: str = arg("", "Memory that a pod asks for, and may use, shared memory included, such as 1000Gi.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
     instance_type: str = arg(
-        "", "Type of AWS machines: sets EFA and its variables, and selects such nodes; on HyperPod it begins with ml."
+        "", "Type of AWS machines; selects such nodes and sets up EFA. On HyperPod it begins with `ml.`"
     )
     efa_per_node: int | None = arg(None, "EFA interfaces of each pod; default: all of --instance-type.", min=0)
     checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to, at {CHECKPOINTS}.")
-    checkpoints_size: str = arg("", "Make that claim, too, with this size, such as 1200Gi.")
-    storage_class: str = arg("", "Storage class of the claim that is made.")
+    checkpoints_size: str = arg("", "Size, such as 1200Gi, of the claim --checkpoints-pvc, which is then made too.")
+    storage_class: str = arg("", "Storage class of the claim that --checkpoints-size makes.")
     cache_pvc: str = arg("", f"Claim of a volume with what was downloaded beforehand, at {CACHE}; pods ask no network.")
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     grace_seconds: int | None = arg(
@@ -103,7 +105,7 @@ class JobArgs:
 
     @property
     def instance(self) -> str:
-        """Type of the machines, as EC2 calls it."""
+        """Type of the machines in EC2's terms."""
         return self.instance_type.removeprefix("ml.")
 
     @property
@@ -202,10 +204,10 @@ def name_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> li
 
 
 def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
-    """Return the manifest, and what is to be said of it.
+    """Return the manifest, and the messages about it.
 
     Raises:
-        ConfigError: with all problems, of the job and of the run.
+        ConfigError: with all problems of the job and of the run.
     """
     job, config, launch = check_job(kind, argv)
     said = [launch.said]
@@ -221,7 +223,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
     Raises:
         ConfigError: with all problems.
     """
-    # The job's flags end where the accelerate YAML stands; --config, of the flags, is another YAML.
+    # The job's flags end at the accelerate YAML; the flag --config names another YAML.
     is_file = [word.endswith((".yaml", ".yml")) and not word.startswith("--") for word in argv]
     end = next((i for i, word in enumerate(argv) if is_file[i] and argv[i - 1] != "--config"), len(argv))
     job, problems = resolve(JobArgs, argv[:end], world_size=1)
@@ -241,7 +243,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         problems += image_problems(run[0], launch)
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
     if job.name:
-        # What the operator appends to it must be a label too.
+        # The name must still be a label when the operator appends to it.
         last = (job.nodes or 1) - 1
         suffix = f"-worker-{max(0, last - 1)}" if kind == "pytorchjob" else f"-node-0-{last}-abcde"
         problems += name_problems("name", job.name, LABEL, 63 - len(suffix))
@@ -251,7 +253,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
 
 
 def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
-    """Render what was checked; `config` is the content of the accelerate YAML."""
+    """Render a checked job; `config` is the content of the accelerate YAML."""
     files = {
         "accelerate.yaml": config,
         "recipe.yaml": yaml.safe_dump(launch.args.values(), sort_keys=False),
@@ -260,12 +262,12 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
     files_name = documents[-1]["metadata"]["name"]
     documents += {"pytorchjob": pytorch_job, "trainjob": train_job}[kind](job, launch, files_name)
     header = "# Rendered by `python -m accelerate_recipes k8s`; to change it, render again.\n"
-    # Each list and text in full: the defaults of PyYAML give anchors and folded lines.
+    # Write each list and text in full: PyYAML's defaults would use anchors and folded lines.
     return header + yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=10_000)
 
 
 def image_problems(config: str, launch: Launch) -> list[str]:
-    """List what of a run that starts here would not do so in a pod."""
+    """List why a run that starts here would not start in a pod."""
     found, script = [], Path(launch.command[0])
     if script.is_absolute() or ".." in script.parts:
         found.append(
@@ -280,7 +282,7 @@ def image_problems(config: str, launch: Launch) -> list[str]:
 
 
 class Plain(yaml.SafeDumper):
-    """Dumper by which nothing is an alias of something else; texts of several lines stay readable."""
+    """YAML dumper that writes no aliases, and keeps texts of several lines readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -293,7 +295,7 @@ Plain.add_representer(
 
 
 def metadata(job: JobArgs, name: str, **more: Any) -> dict:
-    # One label for all that belongs to the job: the ConfigMap stays when the job is deleted.
+    # One label for everything that belongs to the job: the ConfigMap stays when the job is deleted.
     labels = {"app.kubernetes.io/name": "accelerate-recipes", "app.kubernetes.io/instance": job.name}
     return {"name": name, **({"namespace": job.namespace} if job.namespace else {}), "labels": labels | more}
 
@@ -308,7 +310,7 @@ def annotations(job: JobArgs) -> dict:
 
 
 def claim(job: JobArgs) -> list[dict]:
-    """Claim the volume for checkpoints, where one is to be made. Not labelled as the job's: it is to outlive it."""
+    """Claim a new volume for checkpoints, if requested. It does not get the job's label, because it must outlive the job."""
     if not job.checkpoints_size:
         return []
     name = {key: value for key, value in metadata(job, job.checkpoints_pvc).items() if key != "labels"}
@@ -318,9 +320,9 @@ def claim(job: JobArgs) -> list[dict]:
 
 
 def config_map(job: JobArgs, files: dict[str, str]) -> dict:
-    """Make the ConfigMap, named by its content: pods of an earlier version keep theirs.
+    """Make the ConfigMap, named by its content, so that pods of an earlier version keep theirs.
 
-    So no generator is needed, whose new name kustomize would not write into a PyTorchJob.
+    A generator of kustomize is not needed; kustomize would not write its new name into a PyTorchJob.
     """
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in files.items()).encode()).hexdigest()
     named = metadata(job, f"{job.name}-{digest[:10]}")
@@ -330,15 +332,15 @@ def config_map(job: JobArgs, files: dict[str, str]) -> dict:
 def pytorch_job(job: JobArgs, launch: Launch, files_name: str) -> list[dict]:
     """Make a PyTorchJob for Kubeflow's training operator 1.9, which sets PET_NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
-    It also sets RANK and WORLD_SIZE, of nodes: the launcher sets them anew for its processes.
+    It also sets RANK and WORLD_SIZE to numbers of nodes; the launcher replaces them for its processes.
 
-    OnFailure: the kubelet starts a container that failed again, in its pod; a pod that is gone the operator makes anew.
-    Not ExitCode: that takes 1 to 127 for final, and the launcher ends with 1 whatever its processes ended with.
+    With OnFailure the kubelet restarts a failed container in its pod, and the operator replaces a pod that is gone.
+    ExitCode would take exit codes 1 to 127 for final, and the launcher ends with 1 whatever its processes ended with.
     """
     template = {"metadata": annotations(job)} if job.annotation else {}
     template |= {"spec": pod(job, launch, files_name, "pytorch", "$(MASTER_ADDR)", "$(MASTER_PORT)")}
     nodes = job.nodes or 1
-    # The operator adds the restarts of all running pods up, and fails the job when they reach the limit.
+    # The operator sums the restarts of all running pods, and fails the job when the sum reaches the limit.
     run_policy = {"cleanPodPolicy": "Running", "backoffLimit": job.max_restarts * nodes + 1}
     roles = {"Master": 1, "Worker": nodes - 1}
     replicas = {
@@ -364,7 +366,7 @@ def train_job(job: JobArgs, launch: Launch, files_name: str) -> list[dict]:
     """Make a TrainJob for Kubeflow Trainer 2.3, with a runtime of its own.
 
     Kubeflow sets PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
-    A pod that fails or is gone fails the Job (backoffLimit 0), and JobSet starts all pods anew (maxRestarts).
+    A pod that fails or is gone fails the Job (backoffLimit 0), and JobSet replaces all pods (maxRestarts).
     """
     spec = pod(job, launch, files_name, "node", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
     template = {"metadata": annotations(job)} if job.annotation else {}
@@ -394,7 +396,7 @@ def train_job(job: JobArgs, launch: Launch, files_name: str) -> list[dict]:
             "trainer": {
                 "numNodes": job.nodes,
                 "numProcPerNode": job.gpus_per_node or job.cpus_per_node,
-                # It counts processes by them.
+                # Trainer counts processes by these resources.
                 "resourcesPerNode": resources(job),
             },
         },
@@ -403,12 +405,12 @@ def train_job(job: JobArgs, launch: Launch, files_name: str) -> list[dict]:
 
 
 def pod(job: JobArgs, launch: Launch, files_name: str, container: str, address: str, port: str) -> dict:
-    """Describe what a node runs. `address` and `port`, of the first node, are variables that Kubernetes fills in."""
+    """Describe a node's pod. `address` and `port` of the first node are variables that Kubernetes fills in."""
     grace = launch.signal_seconds if job.grace_seconds is None else job.grace_seconds
     env = {
-        "HOME": "/tmp",  # the user of the image need not have one
+        "HOME": "/tmp",  # the image's user may have no home
         "HF_HOME": CACHE if job.cache_pvc else f"{CHECKPOINTS}/.cache/huggingface",
-        # A run that was told to stop is not at its end: with 0 its pods would be taken for finished.
+        # A run that was told to stop is not finished: with exit code 0 its pods would count as finished.
         "STOPPED_EXIT_CODE": "75",
         # The launcher kills processes that are still saving after 30 s, whatever the pod's grace period is.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace - 15),
@@ -429,7 +431,7 @@ def pod(job: JobArgs, launch: Launch, files_name: str, container: str, address: 
     selector = {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {}
     selector |= pairs(job.node_selector)
     spec = {
-        # Neither the token of a service account, nor variables of every service in the namespace.
+        # The pod gets neither the token of a service account nor variables of every service in the namespace.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace,
@@ -438,7 +440,7 @@ def pod(job: JobArgs, launch: Launch, files_name: str, container: str, address: 
             "runAsUser": USER,
             "runAsGroup": USER,
             "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",  # else each start goes through all files of the volumes
+            "fsGroupChangePolicy": "OnRootMismatch",  # else each start visits all files of the volumes
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
@@ -460,9 +462,9 @@ def pod(job: JobArgs, launch: Launch, files_name: str, container: str, address: 
 
 
 def command(launch: Launch, address: str, port: str) -> list[str]:
-    """Build the pod's command, without a shell, which would have to pass on signals, and to quote.
+    """Build the pod's command, without a shell, which would have to pass on signals and to quote.
 
-    The recipe lies in the image where it lies here.
+    The recipe has the same path in the image as here.
     """
     words = ["accelerate", "launch", "--config_file", f"{FILES}/accelerate.yaml", *launch.launch[2:]]
     words += ["--machine_rank", "$(PET_NODE_RANK)", "--main_process_ip", address, "--main_process_port", port]
@@ -470,7 +472,7 @@ def command(launch: Launch, address: str, port: str) -> list[str]:
 
 
 def resources(job: JobArgs) -> dict:
-    """List a pod's resources. CPUs are asked for, not limited: a limit would throttle the processes' short bursts."""
+    """List a pod's resources. CPUs are requested, not limited: a limit would throttle the processes' short bursts."""
     limits = {"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}
     limits |= {"vpc.amazonaws.com/efa": str(job.efa)} if job.efa else {}
     limits |= {"memory": job.memory} if job.memory else {}

@@ -1,10 +1,10 @@
-"""Everything that can be known before the queue: `python -m accelerate_recipes preflight CONFIG RECIPE ARGS...`
+"""Check of a run before it is queued: `python -m accelerate_recipes preflight CONFIG RECIPE ARGS...`
 
-Checks the keys and values of the accelerate YAML (Accelerate itself drops unknown nested keys without a word), the
-recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to go on from,
-the output directory and its space, and versions; reports all problems at once. Between CONFIG and RECIPE it takes the
-flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (or, where
-there are no GPUs, --cpus-per-node), from which those flags follow.
+It checks the keys and values of the accelerate YAML (Accelerate itself silently drops unknown nested keys), the
+recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to resume,
+the output directory and its space, and versions; it reports all problems at once. Between CONFIG and RECIPE it takes the
+flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (without
+GPUs, --cpus-per-node), from which those flags follow.
 """
 
 import argparse
@@ -72,7 +72,7 @@ VALUES = {
         "fsdp_cpu_ram_efficient_loading",
     )
 }
-# What Accelerate reads with one version of FSDP and ignores with the other.
+# Keys that Accelerate reads with one version of FSDP and ignores with the other.
 FSDP1_ONLY = {
     "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
     "fsdp_backward_prefetch": None,
@@ -140,8 +140,8 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
     """Return what `accelerate launch ARGV` would put into the environment of each process."""
     args = launch_command_parser().parse_args(argv)
     args, _, _ = _validate_launch_command(args)
-    args.main_process_port = 0  # none is opened here: any will do
-    # For fp8 the launcher asks for packages; what is wrong with it here is said by `environment_problems`.
+    args.main_process_port = 0  # no port is opened here, so any number will do
+    # For fp8 the launcher asks for packages; `environment_problems` reports what is wrong with fp8 here.
     precision, args.mixed_precision = args.mixed_precision, "no"
     if args.use_fsdp or args.multi_gpu:
         env, world_size = prepare_multi_gpu_env(args), args.num_processes
@@ -158,7 +158,7 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 
 
 def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
-    """The models of a run, of those that are here, without weights; and why one cannot be made."""
+    """Make those models of a run that are here, without weights; also return why a model cannot be made."""
     models, problems = [], []
     for name in needed.models:
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
@@ -179,7 +179,7 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Check that the class that FSDP is to wrap is in the model."""
+    """Check that the model contains the class that FSDP is to wrap."""
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
@@ -196,10 +196,10 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
 
 
 def versions() -> tuple[list[str], list[str]]:
-    """List what requirements.txt pins and is not installed, and what is installed in another version."""
+    """List the packages of requirements.txt that are not installed, or installed in another version."""
     missing, other = [], []
     file = Path(__file__).parents[3] / "requirements.txt"
-    lines = file.read_text().splitlines() if file.is_file() else []  # none beside an installed copy
+    lines = file.read_text().splitlines() if file.is_file() else []  # an installed copy has no such file
     for requirement in (Requirement(line) for line in lines if line and not line.startswith(("#", "-"))):
         try:
             installed = metadata.version(requirement.name)
@@ -212,14 +212,14 @@ def versions() -> tuple[list[str], list[str]]:
 
 
 def filesystem(path: Path) -> str:
-    """Return the kind of the filesystem of a path, such as ext4 or nfs4."""
+    """Return the type of a path's filesystem, such as ext4 or nfs4."""
     place = existing(path).resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
 
 
 def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str], list[str]]:
-    """The checkpoint that the run would go on from; with problems, and with warnings. `read` it whole?"""
+    """Find the checkpoint that the run would resume, with problems and warnings. `read` verifies all its checksums."""
     try:
         chosen = resume.find_resume(args)
     except ConfigError as error:
@@ -238,11 +238,11 @@ def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str
 
 
 def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_dict: bool) -> tuple[int, str]:
-    """Bytes that checkpoints to come and the export add to what is in the output directory; and how they are counted.
+    """Compute the bytes that future checkpoints and the export add to the output directory, and say how they are counted.
 
-    A checkpoint holds the parameters that are `trained`, the export too unless adapters are merged.
+    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged.
 
-    Of a run whose number of steps is not known, at least so many.
+    If the number of steps is not known, this is a lower bound.
     """
     present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
     if present:  # it knows best
@@ -253,7 +253,7 @@ def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_
     at_once = saves
     if args.save_total_limit:
         kept = args.max_steps // args.keep_every_n_steps if args.max_steps > 0 and args.keep_every_n_steps else 0
-        # An old one is removed when the new one is complete.
+        # An old checkpoint is removed only when the new one is complete.
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
     export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize
@@ -268,7 +268,7 @@ def gib(size: int) -> str:
 
 
 def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
-    """Return flags of `accelerate launch`: processes, and a hybrid config's shards in a node and replicas between."""
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between."""
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
     if "parallelism_config" in read_yaml(config):
         flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
@@ -288,14 +288,14 @@ class Launch:
 
     @property
     def signal_seconds(self) -> int:
-        """Seconds before its end at which a run must be told, so that it saves in time; 300 where it never saved."""
+        """Return how many seconds before its end a run must be told, so that it saves in time; 300 if it never saved."""
         longest_save = read_status(Path(self.args.output_dir)).get("longest_save_seconds")
-        # Twice: a save in flight, and the last. Slurm may signal a minute early, and a step may take one.
+        # Reserve time for two saves: one in flight, and the last. Slurm may signal a minute early, a step may take one.
         return 300 if longest_save is None else 120 + 2 * math.ceil(longest_save)
 
     @property
     def assignments(self) -> str:
-        """Write assignments for a job script, which bash reads."""
+        """Write assignments that a job script reads with bash."""
         return "\n".join(
             [
                 f"OUTPUT_DIR={shlex.quote(self.args.output_dir)}",
@@ -307,7 +307,7 @@ class Launch:
 
 
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
-    """Return what will run, with warnings, and the same as assignments that bash reads. See `check`.
+    """Return what will run, with warnings, and the same as assignments for bash. See `check`.
 
     Raises:
         ConfigError: with all problems.
@@ -320,14 +320,14 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
 
 @dataclass
 class Report:
-    """Sentences that a check has to say of a run."""
+    """Messages of a check about a run."""
 
     problems: list[str]
     warnings: list[str]
 
 
 class Request(NamedTuple):
-    """A command line of preflight, taken apart."""
+    """Parsed command line of preflight."""
 
     config: Path  # the accelerate YAML
     config_problems: list[str]
@@ -340,15 +340,15 @@ class Request(NamedTuple):
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
     """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
 
-    `volumes` are the mount paths of a pod that will run it, first that of its checkpoints. What lies there only the
-    cluster knows: the checkpoint to go on from, space, the Hub's cache, files of data. That is left to the processes of
-    the run, which look at all of it before they train.
+    `volumes` are the mount paths of a pod that will run it; the first is for its checkpoints. Only the cluster knows what
+    lies there: the checkpoint to resume, space, the Hub's cache, files of data. The processes of the run check all this
+    before they train.
 
     Returns:
         What will run, or else all problems.
 
     Raises:
-        ConfigError: where there is nothing to check.
+        ConfigError: if there is nothing to check.
     """
     request = read_request(argv)
     module = recipe.load(request.command[0])
@@ -382,12 +382,12 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
 
 
 def read_request(argv: Sequence[str]) -> Request:
-    """Read a command line. Raises ConfigError where it names no run."""
+    """Read a command line. Raises ConfigError if it names no run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
     parser.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
-    parser.add_argument("--no-checksums", action="store_true")  # a job leaves them to its processes
+    parser.add_argument("--no-checksums", action="store_true")  # a job leaves checksums to its processes
     asked, argv = parser.parse_known_args(argv)
     if len(argv) < 2:
         raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
@@ -402,7 +402,7 @@ def read_request(argv: Sequence[str]) -> Request:
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node)
     parsed = launch_command_parser().parse_args(launch)
     command = [parsed.training_script, *parsed.training_script_args]
-    # A login node has no GPUs, or others than the job will.
+    # A login node has no GPUs, or other GPUs than the job.
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
     return Request(config, problems, launch[: len(launch) - len(command)], command, num_devices, not asked.no_checksums)
@@ -412,7 +412,7 @@ def check_launch(request: Request, report: Report) -> dict[str, str]:
     """Check the accelerate YAML and the launcher's flags.
 
     Returns:
-        Environment of the first process; empty where the launcher would start none.
+        Environment of the first process; empty if the launcher would start none.
     """
     report.problems += request.config_problems
     if request.config_problems:
@@ -429,7 +429,7 @@ def check_launch(request: Request, report: Report) -> dict[str, str]:
 
 
 def check_volume(args: TrainArgs, volume: str, report: Report) -> bool:
-    """Put what a run in a pod writes onto the volume of its checkpoints; returns whether the output directory is there."""
+    """Move what a run in a pod writes to the volume of its checkpoints; returns whether the output directory is there."""
     for name in recipe.WRITTEN:
         if getattr(args, name, ""):
             setattr(args, name, os.path.normpath(Path(volume, getattr(args, name))))
@@ -440,7 +440,7 @@ def check_volume(args: TrainArgs, volume: str, report: Report) -> bool:
 
 
 def check_output_dir(args: TrainArgs, nodes: int, reads_checksums: bool, report: Report) -> tuple[Path | None, bool]:
-    """Check the directories that a run writes to; returns the checkpoint to go on from, and whether they can be written."""
+    """Check the directories that a run writes to; returns the checkpoint to resume, and whether they can be written."""
     found = recipe.write_problems(args)
     output_dir = Path(args.output_dir)
     if nodes > 1 and filesystem(output_dir) in LOCAL_FILESYSTEMS:
@@ -462,10 +462,10 @@ def check_model_and_data(
     *,
     is_here: bool,
 ) -> list[PreTrainedModel]:
-    """Check that what a run reads is here, if this machine is to have it, and that its models can be made and wrapped.
+    """Check that what a run reads is here, if this machine should have it, and that its models can be made and wrapped.
 
     Returns:
-        The models, without weights, with the adapters that will be trained in them.
+        The models without weights, with the adapters that will be trained in them.
     """
     if is_here:
         may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
@@ -501,7 +501,7 @@ def check_space(
     line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"
     if not is_here:
         return line
-    # What is left unfinished there goes before the run writes anything.
+    # Unfinished files there are removed before the run writes anything.
     unfinished = (file for folder in files.leftovers(output_dir) for file in folder.rglob("*"))
     free = shutil.disk_usage(existing(output_dir)).free + sum(f.stat().st_size for f in unfinished if f.is_file())
     if needs > free:

@@ -1,4 +1,4 @@
-"""Decision whether a Slurm job whose processes have ended goes back into the queue. slurm/submit.sh asks."""
+"""Decision whether a Slurm job whose processes have ended goes back into the queue; slurm/submit.sh calls it."""
 
 import json
 import os
@@ -12,18 +12,18 @@ MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
 def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple[int, str]:
     """Judge by status.json how this attempt ended, and note it in attempts.jsonl.
 
-    `signalled`: Slurm told the job script that the node is wanted back.
+    `signalled` says that Slurm told the job script that it wants the node back.
 
     Returns:
-        Exit code: 0: all is well, nothing is left to do; EX_TEMPFAIL (75): requeue; 1: the job has failed. And why.
+        Exit code and reason. 0: nothing is left to do; EX_TEMPFAIL (75): requeue; 1: the job has failed.
     """
     this = attempt()
     status = read_status(output_dir)
     if any(status.get(key) != value for key, value in this.items()):
-        # An earlier attempt wrote it; this one did not come as far.
+        # An earlier attempt wrote it; this attempt ended before that.
         status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
     state, reason = status["state"], status.get("reason", "")
-    # The status lags behind where a run is killed just after a checkpoint got its name.
+    # The status is out of date if a run is killed just after a checkpoint got its name.
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
     step = max([status.get("step", 0), *(int(name) for name in saved if name.isdecimal())])
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""What keeps a run alive, ends it in good order, and says so."""
+"""Modules that keep a run alive, end it in good order, and report its state."""

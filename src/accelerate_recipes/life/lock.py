@@ -1,4 +1,4 @@
-"""One owner of an output directory: `<output_dir>/lock.json` says which run it is, and that the run lives."""
+"""Lock of an output directory, which has one owner: `<output_dir>/lock.json` says which run it is, and that it lives."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ _mine: tuple[Path, dict] | None = None
 
 
 def take(output_dir: Path) -> None:
-    """Make this process the owner until `release`, or until it is dead. Taken twice, it is the same lock.
+    """Make this process the owner until `release`, or until it is dead. Taking the lock twice changes nothing.
 
     Raises:
         ConfigError: if the owner is another run, and alive.
@@ -50,14 +50,14 @@ def take(output_dir: Path) -> None:
 
 
 def acquire(file: Path, owner: dict) -> dict | None:
-    """Create `file` with `owner` in it, in place of a dead owner's if there is one.
+    """Create `file` with `owner` in it, replacing the file of a dead owner.
 
-    Several may find the same owner dead. Only one of them is to remove its file, and none the file that another has
-    created meanwhile: so each first acquires a second file, in the same way, and looks again. (Not flock, which some
-    cluster filesystems lack, or keep to one machine.)
+    Several processes may find the same owner dead. Only one of them may remove its file, and none may remove the file that
+    another has created meanwhile. So each first acquires a second file, in the same way, and looks again. (flock would not
+    do: some cluster filesystems lack it, or limit it to one machine.)
 
     Returns:
-        The living owner, if it is another.
+        The living owner, if it is another process.
     """
     while True:
         try:
@@ -66,7 +66,7 @@ def acquire(file: Path, owner: dict) -> dict | None:
             return None
         except FileExistsError:
             found = read(file), touched(file)
-            if found[1] is None:  # given free meanwhile
+            if found[1] is None:  # released meanwhile
                 continue
             if other := living_owner(file, owner):
                 return other
@@ -83,8 +83,8 @@ def is_taken() -> bool:
 
 
 def is_lost() -> bool:
-    """Tell whether another run, which thought this one dead, has taken what this process owned."""
-    mine = _mine  # which another thread may release
+    """Tell whether another run, which thought this one dead, has taken the lock of this process."""
+    mine = _mine  # another thread may release it
     return mine is not None and read(mine[0]) not in (mine[1], None)
 
 
@@ -95,7 +95,7 @@ def living_owner(file: Path, me: dict) -> dict | None:
         return None
     if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
         return None  # this job before it was requeued
-    # The owner's clock may differ from ours: what counts is that the time changes, not what it says.
+    # The owner's clock may differ from ours: it only counts that the time changes, not what it is.
     first = touched(file)
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def process_lives(process: int) -> bool:
 
 
 def read(file: Path) -> dict | None:
-    """Read the owner; None if there is none, or one that has not yet written who it is."""
+    """Read the owner; None if there is none, or if it has not yet written who it is."""
     try:
         return json.loads(file.read_text())
     except (OSError, json.JSONDecodeError):
@@ -121,7 +121,7 @@ def read(file: Path) -> dict | None:
 
 
 def touched(file: Path) -> int | None:
-    """Return when a file was last touched, in nanoseconds. It is opened first: then a network filesystem asks its server."""
+    """Return when a file was last touched, in nanoseconds. Opens it, so that a network filesystem asks its server."""
     try:
         with file.open() as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
@@ -130,22 +130,22 @@ def touched(file: Path) -> int | None:
 
 
 def _keep(file: Path, owner: dict) -> None:
-    """Touch the lock while it is ours. If another run, which thought us dead, took it, give way."""
+    """Touch the lock while it is ours. If another run has taken it because it thought us dead, end this one."""
     while _mine == (file, owner):
         if is_lost():
             stop.ask(f"another run that took over {file.parent}")
             return
-        with contextlib.suppress(OSError):  # the next touch will do
+        with contextlib.suppress(OSError):  # the next touch may work
             os.utime(file)
         time.sleep(HEARTBEAT)
 
 
 def release() -> None:
-    """Give the output directory free, if this process owns it."""
+    """Release the output directory, if this process owns it."""
     global _mine
     if _mine is not None:
         (file, owner), _mine = _mine, None
         if read(file) == owner:
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            file.parent.rmdir()  # only when empty: a run that never began leaves nothing
+            file.parent.rmdir()  # works only if empty: a run that never began leaves nothing

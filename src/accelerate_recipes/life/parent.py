@@ -1,7 +1,7 @@
-"""No process outlives the one that it works for: a launcher, or the process whose data a worker loads.
+"""Signals from the kernel, so that no process outlives the one that it works for: a launcher, or a data worker's process.
 
-One that is killed by SIGKILL (out of memory, an impatient scheduler) can tell nobody. The kernel can: on Linux a process
-gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). To be exact: when the thread that
+A process that is killed by SIGKILL (out of memory, an impatient scheduler) can tell nobody, but the kernel can: on Linux a
+process gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). To be exact, when the thread that
 started it is gone; launchers and loaders start their processes from the main thread.
 """
 
@@ -15,38 +15,38 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 
-# The launcher's process id, None where there is none that this process can know; and this process's own.
+# The launcher's process id, or None if there is no launcher that this process can know; and this process's own id.
 _launcher: int | None = None
 _process: int | None = None
 
 
 def follow_launcher() -> None:
-    """End with the launcher, from now on: at once, until `stop.listen` asks for a signal that leaves time to save.
+    """End this process when the launcher ends: at once, until `stop.listen` asks for a signal that leaves time to save.
 
-    A launcher that is already gone, while this process was importing, ends it here. What this process forks, workers that
-    prepare or load data, ends with it.
+    If the launcher ended while this process was importing, the process ends here. Workers that this process forks, which
+    prepare or load data, end with it.
     """
     global _launcher, _process
     _process = os.getpid()
     os.register_at_fork(after_in_child=follow_parent)
-    # torch's launcher sets the first, and Accelerate's, which starts a single process itself, the second. Not
-    # ACCELERATE_MIXED_PRECISION: that one may be exported by hand, by who starts a run without a launcher.
+    # torch's launcher sets the first variable; Accelerate's, which starts a single process itself, sets the second. Do not
+    # use ACCELERATE_MIXED_PRECISION: a person who starts a run without a launcher may export it.
     if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"} & os.environ.keys():
         return
     parent = os.getppid()
-    # Not sys.argv, in which the path of a module stands for its name.
+    # Do not use sys.argv, in which a module's path replaces its name.
     command = sys.orig_argv[-len(sys.argv) :]
     started_by = command_of(parent)
     if started_by[-len(command) :] == command:
         _launcher = parent
         follow(signal.SIGKILL)
-    # Whoever adopts orphans is in a session of its own. A Python program may be a launcher that has another command line.
+    # A process that adopts orphans has its own session. Any Python program may be a launcher with another command line.
     elif parent and not is_python(started_by) and os.getsid(parent) != os.getsid(0):
         leave()
 
 
 def follow(number: int) -> None:
-    """Get this signal when the launcher is gone; also if it is already."""
+    """Get this signal when the launcher is gone, or at once if it is gone already."""
     if _launcher is not None:
         ask_kernel(number)
         if os.getppid() != _launcher:
@@ -59,7 +59,7 @@ def leave() -> None:
 
 
 def follow_parent() -> None:
-    """End at once with the process that forked this one."""
+    """End this process as soon as the process that forked it ends."""
     global _process
     parent, _process = _process, os.getpid()
     ask_kernel(signal.SIGKILL)
@@ -68,10 +68,10 @@ def follow_parent() -> None:
 
 
 def start_worker(worker: int, then: Callable[[int], None] = lambda worker: None) -> None:
-    """Make a worker of a DataLoader outlive SIGTERM: its `worker_init_fn`, before one that it has already.
+    """Make a DataLoader's worker ignore SIGTERM. This is its `worker_init_fn`, and calls one that was there before.
 
-    A scheduler that wants the node back sends SIGTERM to all processes; the last steps and the save need the workers. They
-    end when the loader tells them to, or with their process.
+    A scheduler that wants the node back sends SIGTERM to all processes, but the last steps and the save need the workers.
+    They end when the loader tells them to, or with their process.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     then(worker)

@@ -1,8 +1,8 @@
 """State of a run: `<output_dir>/status.json`, which job scripts read.
 
-Its keys: `state` (running, finished, stopped, failed: by what the user must put right, crashed: by anything else), `step`
-(of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, and
-which `job` wrote it, after how many `restarts`.
+Its keys: `state` (running, finished, stopped, failed: the user must put something right, crashed: any other error), `step`
+(of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, `job`
+(which wrote it), and `restarts` (of this job).
 """
 
 import json
@@ -17,18 +17,18 @@ _writing = threading.Lock()
 
 
 def attempt() -> dict[str, Any]:
-    """Return the name of this job, and how often it was restarted; an empty name where there is no Slurm."""
+    """Return the id of this Slurm job (empty without Slurm), and how often it was restarted."""
     restarts = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
     return {"job": os.environ.get("SLURM_JOB_ID", ""), "restarts": int(restarts)}
 
 
 def is_wish_of_a_person(reason: str) -> bool:
-    """Tell whether a run stopped by the file `stop`, and not by a signal or the job's end alone."""
+    """Tell whether the file `stop` stopped a run, not only a signal or the job's end."""
     return reason.startswith("file ")
 
 
 def read_status(output_dir: Path) -> dict:
-    """Read status.json; empty where there is none."""
+    """Read status.json; empty if there is none."""
     file = output_dir / "status.json"
     return json.loads(file.read_text()) if file.exists() else {}
 

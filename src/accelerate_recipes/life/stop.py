@@ -1,9 +1,9 @@
-"""Stopping in good order: signals, the file `stop`, and the end of a job.
+"""Orderly stop of a run: by signals, by the file `stop`, and at the end of a job.
 
-A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may also write a file `stop` into the output
-directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just the time to save. Each is
-noticed on any rank; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0, or with
-STOPPED_EXIT_CODE unless it was the file.
+A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may write a file `stop` into the output
+directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just enough time to save. Any rank may
+notice this; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0 (with
+STOPPED_EXIT_CODE unless the file stopped the run).
 """
 
 import os
@@ -21,7 +21,7 @@ from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
 
-# The state of this process, as signals are a process's. `_file` is None until `listen` was called.
+# State of this process, global because signals are. `_file` is None until `listen` is called.
 _file: Path | None = None
 _asked_by: str | None = None
 _job_ends = float("inf")
@@ -29,11 +29,11 @@ _last_step = _longest_save = 0.0  # seconds
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and all ranks know it. Its text says by what."""
+    """The run was asked to stop, and all ranks know it. The text says by what."""
 
 
 def listen(output_dir: Path) -> None:
-    """Notice, from now on, a signal, the end of the launcher, the file `stop`, or the job's end.
+    """Watch, from now on, for a signal, the end of the launcher, the file `stop`, and the job's end.
 
     A second signal changes nothing.
     """
@@ -51,7 +51,7 @@ def _on_signal(number: int, frame) -> None:
 
 
 def ask(reason: str) -> None:
-    """Ask this rank, and so all, to stop at the next step or batch of an evaluation."""
+    """Ask this rank, and therefore all ranks, to stop at the next step or batch of an evaluation."""
     global _asked_by
     _asked_by = reason
 
@@ -72,7 +72,7 @@ def step_took(seconds: float) -> None:
 
 
 def save_took(seconds: float) -> float:
-    """Note how long a save took; returns the longest, of earlier parts of the run too."""
+    """Note how long a save took; returns the longest time, also from earlier parts of the run."""
     global _longest_save
     _longest_save = max(_longest_save, seconds)
     return _longest_save

@@ -1,8 +1,8 @@
-"""Who is missing, and why: ends a run that hangs, names the ranks that it waits for, and tells rank 0 why one fails.
+"""Watch over the ranks: ends a run that hangs, names the ranks that it waits for, and tells rank 0 why a rank fails.
 
 A rank that dies or hangs leaves the others in a collective. gloo notices a lost connection, NCCL waits for a timeout;
-neither says whose fault it is. So a thread of each rank writes once a second, into the launcher's store, that the
-process lives and where it is; and looks whether a rank has said that it fails.
+neither says which rank caused it. So a thread of each rank writes once a second, into the launcher's store, that the
+process lives and where it is, and checks whether a rank has reported a failure.
 """
 
 import faulthandler
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from accelerate_recipes import ranks
 from accelerate_recipes.life.status import update_status
 
-SECONDS_TO_MISS = 4  # without a sign of life, of which one is due each second
+SECONDS_TO_MISS = 4  # without a sign of life; one is due each second
 NO_STORE = "the first node (the launcher's store does not answer)"
 
 
 class Watch:
     """Watch over the other ranks, on every rank, from when the process group is up to the end of the process.
 
-    What does not end within its seconds ends the process, with one message for all ranks: who is gone, and where the
-    others are. `on_failure(reason)` is called on rank 0, in a thread, when another rank fails by what the user must put
-    right; it ends the process.
+    If something takes longer than its seconds, the process ends, with one message for all ranks: which ranks are gone, and
+    where the others are. When another rank fails with an error that the user must put right, `on_failure(reason)` is called
+    on rank 0, in a thread; it ends the process.
     """
 
     def __init__(self, output_dir: Path, on_failure: Callable[[str], None]):
@@ -47,10 +47,10 @@ class Watch:
             threading.Thread(target=self._run, daemon=True, name="watch").start()
 
     def lost(self, error: BaseException) -> str:
-        """Return the ranks that are gone, if that is why a collective failed here; else none. Takes a moment."""
+        """Return the ranks that are gone, if a collective failed here because of that; else none. Takes a moment."""
         if self.gave_up.is_set():
             time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
-        self.seconds_left = float("inf")  # of a process that ends already
+        self.seconds_left = float("inf")  # the process ends already
         gone = []
         if self._connect() and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
             try:
@@ -62,7 +62,7 @@ class Watch:
         return f"{', '.join(gone)}: gone during {self.doing} ({error})" if gone else ""
 
     def tell_first_rank(self, reason: str) -> bool:
-        """Say why this rank fails. False where rank 0 cannot hear it: it is this one, or there is no process group yet."""
+        """Tell rank 0 why this rank fails. False if it cannot hear it: this is rank 0, or there is no process group yet."""
         if self.rank == 0 or not self._connect():
             return False
         self.seconds_left = float("inf")
@@ -75,8 +75,7 @@ class Watch:
     def expect(self, doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
         """Say that from now on this rank is `doing` something, for `seconds` at most.
 
-        With `progress`, something that other ranks are to be patient with, and the seconds begin anew whenever it
-        returns another value.
+        With `progress`, the seconds begin anew whenever it returns another value, and other ranks must be patient too.
         """
         self.doing, self.seconds, self.seconds_left = doing, seconds, seconds
         self.progress, self.reached = progress, None
@@ -85,7 +84,7 @@ class Watch:
         """Connect to the store, if there is a process group yet; return whether there is."""
         with self.connecting:
             if self.store is None and self.world_size and dist.is_initialized():
-                # A connection of its own: the main one is busy while another thread waits for a key.
+                # Use a separate connection: the main one is busy while another thread waits for a key.
                 # The launcher keeps the store when it restarts the ranks.
                 prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
                 self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
@@ -95,7 +94,7 @@ class Watch:
         while not self._connect():
             time.sleep(0.2)
         before, beat = None, 0
-        # Counts seconds of its own, not the clock's: a job that was suspended must not wake up to an error.
+        # Count seconds here, do not compare clock times: a job that was suspended must not wake up to an error.
         while True:
             time.sleep(1)
             beat += 1
@@ -104,11 +103,11 @@ class Watch:
                 self.reached, self.seconds_left = reached, self.seconds
             try:
                 self._give_sign(beat)
-                # The first to give up speaks for all: to a later one it would seem gone.
+                # The first rank to give up speaks for all: to a later one, that rank would seem gone.
                 if self.store.check(["verdict"]):
                     self._end(self.store.get("verdict").decode())
                 if self.rank == 0 and self.store.check(["failure"]):
-                    time.sleep(SECONDS_TO_MISS)  # this rank may have found the same, and then says it itself
+                    time.sleep(SECONDS_TO_MISS)  # this rank may find the same error, and then reports it itself
                     self.on_failure(self.store.get("failure").decode())
                 if self.seconds_left > 0:
                     before = None
@@ -133,15 +132,15 @@ class Watch:
         self.store.set(str(self.rank), json.dumps(sign))
 
     def _signs(self) -> dict[int, dict]:
-        """The last sign of life of each rank that gave one."""
+        """Return the last sign of life of each rank that gave one."""
         return {
             rank: json.loads(self.store.get(str(rank)))
             for rank in range(self.world_size)
-            if self.store.check([str(rank)])  # else `get` waits for it
+            if self.store.check([str(rank)])  # else `get` would wait for the key
         }
 
     def _gone(self, before: dict[int, dict], now: dict[int, dict]) -> list[str]:
-        """Ranks, with their hosts, that gave no sign of life between the two times."""
+        """Return the ranks, with their hosts, that gave no sign of life between the two times."""
         silent = {"host": "a host that is not known", "beat": None}
         signs = {rank: (before.get(rank, silent), now.get(rank, silent)) for rank in range(self.world_size)}
         return [
@@ -154,13 +153,13 @@ class Watch:
         return f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout)"
 
     def _verdict(self, before: dict[int, dict], now: dict[int, dict]) -> str:
-        """Say who is gone, else where everybody is."""
+        """Say which ranks are gone, else where every rank is."""
         if gone := self._gone(before, now):
             return f"{self._lateness()}; gone: {', '.join(gone)}"
         ranks_at = defaultdict(list)
         for rank, sign in now.items():
             ranks_at[sign["at"]].append(rank)
-        places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # the odd ones out first
+        places = sorted(ranks_at.items(), key=lambda item: len(item[1]))  # small groups first
         return "; ".join([self._lateness(), *(f"rank {', '.join(map(str, r))} at {place}" for place, r in places)])
 
     def _end(self, message: str) -> None:
@@ -173,12 +172,12 @@ class Watch:
         os._exit(1)
 
 
-# The watch of this process. None until `start`.
+# Watch of this process. None until `start`.
 _watch: Watch | None = None
 
 
 def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
-    """Watch from when the process group is up."""
+    """Start this process's watch, which works once the process group is up."""
     global _watch
     _watch = Watch(output_dir, on_failure)
     return _watch
