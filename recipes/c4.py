@@ -1,4 +1,4 @@
-"""Pretrain a Llama, Mistral or Mixtral model on C4 or on text of your own, or go on pretraining one.
+"""Pretrain a Llama, Mistral or Mixtral model on C4 or on your own text, or continue to pretrain one.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml recipes/c4.py \\
         --config recipes/configs/c4/llama3_1_8b.yaml
@@ -6,10 +6,10 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/c4.py --config recipes/configs/c4/laptop.yaml
 
-A new model is made of the fields of its config.json, which are arguments here; the presets hold those of published models.
-No process ever holds it whole: it is made where it is sharded, with the same weights on any number of processes. The
-text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, on
-a fixed number of rows of the validation split: loss, perplexity and bits per byte, beside what gzip needs.
+The fields of a new model's config.json are arguments here; the presets hold those of published models.
+No process ever holds the model whole: it is created in shards, with the same weights on any number of processes. The
+text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, loss,
+perplexity and bits per byte are measured on a fixed number of rows of the validation split, and compared with gzip.
 """
 
 import gzip
@@ -49,16 +49,15 @@ from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 
-# Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
 
 
 @dataclass
 class Args(TextArgs, TrainArgs, Architecture):
     output_dir: str = "outputs/c4"
-    model_name_or_path: str = arg("", "Go on from this model (a name on the Hub, or a folder) instead of a new one.")
+    model_name_or_path: str = arg("", "Model to continue with (a name on the Hub, or a folder) instead of a new one.")
     tokenizer_name: str = arg(
-        "", "Tokenizer of a new model, a name on the Hub or a folder; else a new one of --vocab_size tokens is trained."
+        "", "Tokenizer of a new model, a name on the Hub or a folder; empty: train a new one with --vocab_size tokens."
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(
@@ -66,7 +65,7 @@ class Args(TextArgs, TrainArgs, Architecture):
     )
     max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
-    num_validation_rows: int = arg(256, "Rows of --max_length tokens to validate on.", fixed=False, min=1)
+    num_validation_rows: int = arg(256, "Number of rows of --max_length tokens to validate on.", fixed=False, min=1)
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -147,7 +146,7 @@ def main(args: Args) -> None:
 
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
-    starts = list(islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3))  # none in an empty text
+    starts = list(islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3))  # an empty text has no tokens
     continuations = generate_texts(run.accelerator, run.model, tokenizer, starts, 40, batch_size=1)
 
     def result(before: dict, after: dict) -> Result:

@@ -5,9 +5,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess.py --config recipes/configs/chess/laptop.yaml
 
-A game is its moves in UCI (`e2e4 e7e5 g1f3`), one document; several are packed into a row. Before and after training,
-on games held out by hash: the loss, and in positions of all phases the share of legal moves and of the moves that were
-played, beside a baseline that knows only the previous move.
+A game is one document, its moves in UCI (`e2e4 e7e5 g1f3`); several are packed into a row. Before and after training,
+the loss is measured on games held out by hash, and in positions of all phases the share of legal moves and of moves as
+played, compared with a baseline that knows only the previous move.
 """
 
 import json
@@ -33,7 +33,6 @@ from accelerate_recipes.picture import Bars
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 
-# Not flash_attention_2: transformers 5.23 tells it of the documents only when a pass has one row.
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 

@@ -1,12 +1,12 @@
-"""Teach a chess model to prefer the moves of masters to its own illegal ones, with trl's DPOTrainer.
+"""Train a chess model to prefer the moves of masters to its own illegal moves, with trl's DPOTrainer.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess_dpo.py --config recipes/configs/chess_dpo/laptop.yaml
 
-It begins with what chess.py exported. First the model moves in positions of real games; where its move is illegal (or,
-with `--reject not_played`, any other than the master's), the two make a pair. Then it learns to prefer the one that was
-played. Before and after training, in positions of held-out games: the share of legal moves and of the moves that were
-played.
+It begins with the export of chess.py. First the model moves in positions of real games. If its move is illegal (or,
+with `--reject not_played`, not the master's), the played move and this one make a pair. Then the model learns to prefer the
+played one. Before and after training, it measures the share of legal moves and of moves as played, in positions of
+held-out games.
 """
 
 import json
@@ -40,16 +40,16 @@ MOVES = ("chosen", "rejected")
 class Args(GamesArgs, TrainerArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Positions of other games to make pairs in.", min=len(PHASES))
+    num_train_positions: int = arg(20000, "Number of positions, from other games, to make pairs in.", min=len(PHASES))
     reject: str = arg(
-        "illegal", "Moves of the model that make a pair: illegal, or all that were not_played.", choices=RULES
+        "illegal", "Moves of the model to reject: illegal ones, or all that were not_played.", choices=RULES
     )
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     precompute_ref_log_probs: bool = arg(
-        True, "Ask the reference model once, before training, and then let it go.", fixed=False
+        True, "Run the reference model only once, before training, and then free it.", fixed=False
     )
 
     fixed = TrainerArgs.fixed | {"max_length"}
@@ -70,7 +70,7 @@ def requirements(args: Args) -> Requirements:
 
 class Trainer(RecipeTrainer, DPOTrainer):
     def _prepare_dataset(self, dataset: datasets.Dataset, *_) -> datasets.Dataset:
-        """It is. trl would put an end token behind each move, as if the game were over."""
+        """Return the dataset unchanged. trl would put an end token after each move, as if the game were over."""
         return dataset
 
 
@@ -84,10 +84,10 @@ def pair_file(args: Args, positions: Path) -> Path:
 def load_pairs(
     file: Path, args: Args, positions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> datasets.Dataset:
-    """Tokenised as trl's collator takes them; without those that have more than `max_tokens`.
+    """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there are no pairs.
     """
 
     def tokenize(pair: dict) -> dict[str, list[int]]:

@@ -1,11 +1,11 @@
-"""Let a chess model learn from rewards: it answers with moves, and is paid for legal ones. With trl's GRPOTrainer.
+"""Train a chess model with rewards, by trl's GRPOTrainer: it answers with moves, and earns more for legal ones.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess_grpo.py --config recipes/configs/chess_grpo/laptop.yaml
 
-It begins with what chess.py exported. In each position of a step the model draws `--num_generations` moves; those that
+It begins with the export of chess.py. In each position of a step the model draws `--num_generations` moves; those that
 earn more than their group's mean become likelier. The rewards are in accelerate_recipes/games/rewards.py. Before and
-after training, in positions of held-out games: the share of legal moves and of the moves that were played.
+after training, it measures the share of legal moves and of moves as played, in positions of held-out games.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, 
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
-# Fields of trl's, which gives no ranges.
+# Fields of trl's config, which has no ranges.
 NOT_NEGATIVE = (
     "beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min",
     "entropy_coef_max", "entropy_coef_delta", "entropy_target", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
@@ -42,9 +42,9 @@ AT_LEAST_ONE = ("num_iterations", "ref_model_sync_steps", "vllm_max_model_length
 class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Positions of other games to answer in.", min=len(PHASES))
+    num_train_positions: int = arg(20000, "Number of positions, from other games, to answer in.", min=len(PHASES))
     max_prompt_length: int = arg(
-        0, "Leave out positions after more tokens; 0: only those that the model cannot read.", min=0
+        0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0
     )
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
@@ -52,7 +52,7 @@ class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     reward_weights: list[float] = arg(
         [0.2, 1.0, 0.5, 1.0],
-        "Rewards of an answer that is a move, is legal, is what was played, is good (with --stockfish).",
+        "Weights of the rewards: the answer is a move, is legal, was played, is good (with --stockfish).",
         fixed=False,
         choices=Range(),
     )
@@ -66,9 +66,9 @@ class Args(StockfishArgs, GamesArgs, TrainerArgs, GRPOConfig):
         | dict.fromkeys(("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"), Range(min=0, max=1))
         | dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), Range(above=0, max=1))
         | dict.fromkeys(("vllm_server_port", "vllm_group_port"), Range(min=1, max=65535))
-        # Logits are divided by them.
+        # Logits are divided by these.
         | {"temperature": Range(min=1e-4), "repetition_penalty": Range(min=0.01, max=100)}
-        | {"num_generations": Range(min=2)}  # an answer is compared with others
+        | {"num_generations": Range(min=2)}  # an answer is compared with other answers
     )  # fmt: skip
     owned_elsewhere = (
         TrainerArgs.owned_elsewhere
@@ -103,7 +103,7 @@ def requirements(args: Args) -> Requirements:
 
 class Trainer(RecipeTrainer, GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[str]):
-        """Tokenize prompts as the model was trained: a begin token, then the moves."""
+        """Tokenise prompts as in the model's training: a begin token, then the moves."""
         return [prompt_of(self.processing_class, prompt.split()) for prompt in prompts], None, {}
 
 

@@ -6,8 +6,8 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
         --model_name_or_path outputs/demo-c4/export --train_files my_texts.jsonl --max_length 256
 
-A row is `messages` (the model's chat template), `prompt` and `completion` (the loss is of the completion), or `text`.
-Every argument of trl's SFTConfig that is about data and loss is one here: --packing, --assistant_only_loss, ...
+A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`.
+Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
 import itertools
@@ -33,7 +33,7 @@ from accelerate_recipes.run import finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
-TEMPLATES = (".jinja", ".j2")  # what trl takes for a chat template by itself; by any other name, for a model's folder
+TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Args(TrainerArgs, SFTConfig):
     train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
     heldout_share: float = arg(
         0.05,
-        "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or what the user asks first.",
+        "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or all before the first answer.",
         above=0,
         below=1,
     )
@@ -73,7 +73,7 @@ class Args(TrainerArgs, SFTConfig):
 
     @property
     def template_model(self) -> str:
-        """Name or folder of the model whose chat template --chat_template_path takes; empty: it is a file, or none."""
+        """Name or folder of the model whose chat template is used; empty if --chat_template_path is a file, or empty."""
         path = self.chat_template_path or ""
         return "" if path.endswith(TEMPLATES) or Path(path).is_file() else path
 
@@ -87,13 +87,13 @@ def requirements(args: Args) -> Requirements:
 
 
 def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
-    """Rows to train on and rows to evaluate on, as `train` and `test`.
+    """Load the rows to train on and to evaluate on, as `train` and `test`.
 
-    What begins alike (see `beginning`), apart from case and white space, lies on one side, in whatever order rows come.
+    Rows that begin alike (see `beginning`), apart from case and white space, lie on one side, in any order of the rows.
 
     Raises:
         DataError: for files that cannot be read, and rows that hold no text or messages.
-        ConfigError: for columns that trl cannot use, for conversations without a chat template, and where a side is empty.
+        ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
     """
     source = ", ".join(args.train_files) or args.dataset_name
     if args.train_files:
@@ -126,7 +126,7 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
 
 
 def beginning(row: dict) -> str:
-    """Return what a row asks the model: the messages up to the first answer, the prompt, or, of a text, all of it."""
+    """Return what a row asks the model: the messages up to the first answer, the prompt, or the whole text."""
     (asked,) = (row[name] for name in sorted(row) if name != "completion")
     if "messages" in row:
         asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", asked)) or asked
@@ -134,7 +134,7 @@ def beginning(row: dict) -> str:
 
 
 def without_targets(row: dict, number: int) -> dict:
-    """A held-out row as trl prepared it; number -1 without targets."""
+    """Return a held-out row as trl prepared it; number -1 gets no targets."""
     return row if number >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
 
 
@@ -143,7 +143,7 @@ class Trainer(RecipeTrainer, SFTTrainer):
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sum over the targets, in nats, by the forward pass that trl gave the model."""
+    """Sum the loss over the targets, in nats, by the forward pass that trl gave the model."""
     return -model(**batch, fused_lm_head=True).log_probs.sum()
 
 
@@ -155,7 +155,7 @@ def main(args: Args) -> None:
     rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
-    # The model whose template is taken at its commit, too: trl would ask the Hub.
+    # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
     trainer = Trainer(run, config, make_model(args), tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])

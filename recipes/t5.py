@@ -1,4 +1,4 @@
-"""Fine-tune a T5 on pairs of texts: translation, summaries, corrections. It writes what it generates as it learns.
+"""Fine-tune a T5 on pairs of texts: translation, summaries, corrections. Each evaluation writes the generated texts.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/t5.py --config recipes/configs/t5/grammar_3b.yaml
@@ -6,9 +6,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-Batches hold pairs of similar length, padded to a multiple of 8; no padding is trained on. Before and after training
-and every --eval_steps, on the same held-out pairs: the loss, and metrics of the texts that all ranks generate, each for
-its share of the sources, from weights that stay sharded; the texts go to predictions/step-<n>.jsonl.
+Batches hold pairs of similar length, padded to a multiple of 8; padding has no loss. Before and after training
+and every --eval_steps, the loss and metrics of generated texts are measured on the same held-out pairs. Each rank generates
+for its share of the sources, from weights that stay sharded; the texts go to predictions/step-<n>.jsonl.
 """
 
 import json
@@ -40,7 +40,7 @@ METRICS = Path(__file__).parent / "metrics"
 @dataclass
 class Args(PairArgs, GenerationArgs, TrainArgs):
     output_dir: str = "outputs/t5"
-    model_name_or_path: str = arg("google/flan-t5-base", "A T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
+    model_name_or_path: str = arg("google/flan-t5-base", "T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
     from_scratch: bool = arg(
         False, "Train a new T5 of the sizes below, with a tokenizer trained on the pairs, instead of a pretrained one."
     )
@@ -54,7 +54,7 @@ class Args(PairArgs, GenerationArgs, TrainArgs):
     num_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
     dropout_rate: float = arg(
         0.1,
-        "Dropout, also of a pretrained model: v1.1 was pretrained without, and needs it now.",
+        "Dropout, also for a pretrained model: v1.1 was pretrained without dropout, but needs it for fine-tuning.",
         fixed=False,
         min=0,
         below=1,
@@ -71,7 +71,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
-    """`vocabulary`: of a new model, what its configuration says of its tokenizer."""
+    """Load or make the model; `vocabulary` has the tokenizer's fields in a new model's configuration."""
     if not args.from_scratch:
         return load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
     return new_t5(
@@ -89,7 +89,7 @@ def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
 
 
 def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Dataset]:
-    """Facts about the pairs, those to train on, and those to evaluate on, with their texts."""
+    """Return facts about the pairs, the training pairs, and the evaluation pairs with their texts."""
     longest = tokenizer.model_max_length
     if args.max_target_length > longest:
         raise ConfigError(
@@ -124,7 +124,7 @@ def main(args: Args) -> None:
         decoder_start_token_id=tokenizer.pad_token_id,
     )
     generation = args.generation(args.max_target_length)
-    # early_stopping is of beams: left over from the model, it would contradict a greedy search.
+    # early_stopping is an option of beam search: if the model sets it, it would contradict a greedy search.
     model.generation_config.update(**generation, early_stopping=False)
     lengths = train_pairs.num_tokens("source"), train_pairs.num_tokens("target")
     run.prepare(
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
 
     # Result
     last_predictions = predictions_dir / f"step-{run.total_steps}.jsonl"
-    if not on_first_rank(last_predictions.exists):  # the last evaluation was of a run with another --output_dir
+    if not on_first_rank(last_predictions.exists):  # the last evaluation ran with another --output_dir
         evaluate_fn(run.total_steps)
 
     def result(before: dict, after: dict) -> Result:
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
 
 
 def write_predictions(file: Path, sources: list[str], references: list[list[str]], texts: list[str]) -> None:
-    """Write what the model made of each source, beside what is right: one text, or a list of several."""
+    """Write the prediction for each source, and what is right: one text, or a list of several."""
     file.parent.mkdir(exist_ok=True)
     with file.open("w") as lines:
         for source, right, text in zip(sources, references, texts, strict=True):

@@ -25,9 +25,9 @@ from accelerate_recipes.run import finish, start
 @dataclass
 class Args(TrainArgs):
     output_dir: str = "outputs/template"
-    model_name_or_path: str = arg("google-bert/bert-base-uncased", "A model like BERT: a name on the Hub, or a folder.")
+    model_name_or_path: str = arg("google-bert/bert-base-uncased", "Model like BERT: a name on the Hub, or a folder.")
     train_files: list[str] = arg(["my_texts.jsonl"], "Local files (.jsonl, .csv, .parquet) with `text` and `label`.")
-    max_length: int = arg(128, "Tokens of a text; what is longer is cut off.", min=4)
+    max_length: int = arg(128, "Longest text in tokens; longer texts are cut.", min=4)
 
     def problems(self, world_size: int) -> list[str]:
         frozen = ["--use_peft would leave the new output layer as it is; remove it"] if self.use_peft else []

@@ -1,4 +1,4 @@
-"""BLEU by the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""BLEU from the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path."""
 
 from itertools import zip_longest
 
@@ -8,13 +8,13 @@ from sacrebleu.metrics import BLEU
 
 DESCRIPTION = """
 The geometric mean of the shares of 1- to 4-grams that are in a reference, over the whole corpus, times a penalty for
-brevity. Texts are tokenised by sacrebleu (13a): hand in plain text.
+brevity. sacrebleu tokenises the texts (13a), so give plain text.
 """
 
 INPUTS = """
 Args:
     predictions: texts.
-    references: for each a list of texts, not necessarily equally many.
+    references: a list of texts for each prediction; the lists may differ in length.
 Returns:
     bleu, from 0 to 100.
 """
@@ -31,6 +31,6 @@ class Bleu(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        # sacrebleu wants the first reference of every text, then the second: None where there is no more.
+        # sacrebleu needs the first reference of every text, then the second, ...; None where a text has no more.
         score = BLEU().corpus_score(predictions, list(zip_longest(*references)))
         return {"bleu": score.score}

@@ -6,20 +6,20 @@ import evaluate
 from accelerate_recipes.games.rules import PHASES, is_legal
 
 DESCRIPTION = """
-Of moves predicted in chess positions: the share that is legal, and the share that is the move which was played;
-over all positions, by phase of the game, and over those that were never seen in training.
+Shares of the moves predicted in chess positions that are legal, and that are the played move; over all positions, by phase
+of the game, and over positions that occur in no training game.
 """
 
 INPUTS = """
 Args:
     predictions: moves in UCI; anything else counts as illegal.
     references: the moves that were played.
-    prefixes: the moves before each, separated by spaces.
-    phases: `opening`, `middlegame` or `endgame` for each.
-    seen: whether a game that was trained on begins with the same moves, for each.
+    prefixes: the moves before each prediction, separated by spaces.
+    phases: `opening`, `middlegame` or `endgame` for each prediction.
+    seen: for each prediction, whether a training game begins with the same moves.
 Returns:
     legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs, and as
-    <name>_unseen where there is a position that was not seen.
+    <name>_unseen if there are unseen positions.
 """
 
 

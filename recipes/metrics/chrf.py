@@ -1,4 +1,4 @@
-"""chrF by the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""chrF from the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path."""
 
 from itertools import zip_longest
 
@@ -7,14 +7,14 @@ import evaluate
 from sacrebleu.metrics import CHRF
 
 DESCRIPTION = """
-F-score of the 1- to 6-grams of characters, recall counting twice: for short texts and many forms of a word it says more
-than BLEU. chrF2 in papers.
+F-score of the 1- to 6-grams of characters, where recall counts twice; papers call it chrF2. It says more than BLEU for short
+texts, and for languages with many forms of a word.
 """
 
 INPUTS = """
 Args:
     predictions: texts.
-    references: for each a list of texts, not necessarily equally many.
+    references: a list of texts for each prediction; the lists may differ in length.
 Returns:
     chrf, from 0 to 100.
 """
@@ -31,6 +31,6 @@ class Chrf(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        # sacrebleu wants the first reference of every text, then the second: None where there is no more.
+        # sacrebleu needs the first reference of every text, then the second, ...; None where a text has no more.
         score = CHRF().corpus_score(predictions, list(zip_longest(*references)))
         return {"chrf": score.score}

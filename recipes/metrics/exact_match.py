@@ -4,13 +4,13 @@ import datasets
 import evaluate
 
 DESCRIPTION = """
-Of 100 predictions, how many are one of their references, white space aside: tokenizers do not keep it.
+Percentage of predictions that equal one of their references, without white space, which tokenizers do not keep.
 """
 
 INPUTS = """
 Args:
     predictions: texts.
-    references: for each a list of texts, all of them right.
+    references: a list of right texts for each prediction.
 Returns:
     exact_match, from 0 to 100.
 """

@@ -1,4 +1,4 @@
-"""GLEU of grammatical error correction, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""GLEU for grammatical error correction, as an `evaluate` metric. `evaluate.load` takes this file's path."""
 
 import math
 import random
@@ -8,19 +8,19 @@ import datasets
 import evaluate
 
 DESCRIPTION = """
-BLEU of the correction, except that an n-gram of the source which the reference does not keep, and the correction does,
-counts against it. Over the whole corpus, n = 1 to 4, without smoothing, words as white space parts them: hand in text
-whose punctuation is set apart, such as JFLEG, to compare with published numbers. With several references: the mean
-over 500 draws of one for each text.
+BLEU of the correction, except that an n-gram of the source counts against the correction if the correction keeps it and the
+reference does not. Over the whole corpus, n = 1 to 4, without smoothing; words are separated by white space. To compare with
+published numbers, give text with separated punctuation, such as JFLEG. With several references, the result is the mean over
+500 draws of one reference for each text.
 
-Not the GLEU of translation (google_bleu), which does not see the source.
+This is not the GLEU of translation (google_bleu), which does not see the source.
 """
 
 INPUTS = """
 Args:
     predictions: corrected texts.
-    references: for each a list of right corrections.
-    sources: what was to be corrected.
+    references: a list of right corrections for each prediction.
+    sources: the texts to correct.
 Returns:
     gleu, from 0 to 100.
 """
@@ -56,7 +56,7 @@ class Gleu(evaluate.Metric):
 
 
 def gleu_counts(prediction: list[str], reference: list[str], source: list[str]) -> list[int]:
-    """Words of the prediction and of the reference; then for each n: n-grams that count, and n-grams there are."""
+    """Count the words of prediction and reference; then for each n the n-grams that count, and all n-grams."""
     counts = [len(prediction), len(reference)]
     for n in range(1, ORDER + 1):
         ours, theirs, before = (ngrams(words, n) for words in (prediction, reference, source))
@@ -71,7 +71,7 @@ def ngrams(words: list[str], n: int) -> Counter:
 
 
 def corpus_gleu(counts_of_texts: list[list[int]]) -> float:
-    """From 0 to 1; 0 where no n-gram of some order counts."""
+    """Return GLEU from 0 to 1; it is 0 if no n-gram of some order counts."""
     length, reference_length, *counts = (sum(column) for column in zip(*counts_of_texts, strict=True))
     if not all(counts):
         return 0.0

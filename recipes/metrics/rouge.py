@@ -1,19 +1,19 @@
-"""ROUGE-1, -2 and -L by the package rouge-score, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""ROUGE-1, -2 and -L from the package rouge-score, as an `evaluate` metric. `evaluate.load` takes this file's path."""
 
 import datasets
 import evaluate
 from rouge_score.rouge_scorer import RougeScorer
 
 DESCRIPTION = """
-F1 of the words (rouge1), of the pairs of words (rouge2), of the longest common subsequence of a text (rougeL) and, line
-by line, of its sentences (rougeLsum), with Porter's stemmer: mean over the texts. Words are runs of a-z and 0-9, so this
-is for English only.
+F1 of the words (rouge1), of the pairs of words (rouge2), of the longest common subsequence of a text (rougeL), and of its
+sentences, one a line (rougeLsum), with Porter's stemmer, as a mean over the texts. Words are runs of a-z and 0-9, so this is
+for English only.
 """
 
 INPUTS = """
 Args:
-    predictions: texts; for rougeLsum with a sentence a line.
-    references: for each a list of texts; the one that it is nearest to counts.
+    predictions: texts; for rougeLsum with one sentence a line.
+    references: a list of texts for each prediction; the nearest one counts.
 Returns:
     rouge1, rouge2, rougeL, rougeLsum, from 0 to 100.
 """
