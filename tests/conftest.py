@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
-# Tests touch no network, and libraries cache nothing outside the tests' own folders, nor find there what a user has.
+# Tests use no network; libraries cache nothing outside the tests' own folders, and do not find a user's caches.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="huggingface-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
@@ -16,7 +16,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 @pytest.fixture(scope="session", autouse=True)
 def exact_vector_math():
-    """For tests that compute in this process, as `make_accelerator` does for runs."""
+    """Resolve vector math for tests that compute in this process, as `make_accelerator` does for runs."""
     from accelerate_recipes.distributed import resolve_vector_math
 
     resolve_vector_math()
@@ -24,7 +24,7 @@ def exact_vector_math():
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
-    from helpers import IMPORTS, TRL, ForkServer  # what it imports reads the variable above
+    from helpers import IMPORTS, TRL, ForkServer  # imported modules read the variable above
 
     server = ForkServer(tmp_path_factory.mktemp("forks"), (*IMPORTS, *TRL))
     yield server
@@ -33,7 +33,7 @@ def fork_server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forks(request, fork_server):
-    """Runs the module's SCRIPT, or another `script`, in forked ranks."""
+    """Run the module's SCRIPT, or another `script`, in forked ranks."""
 
     def run(*args, script=None, **options) -> int:
         return fork_server.run(*args, script=script or request.module.SCRIPT, **options)
@@ -43,7 +43,7 @@ def forks(request, fork_server):
 
 @pytest.fixture(scope="session")
 def games_file(tmp_path_factory) -> Path:
-    """The first 300 real games."""
+    """File with the first 300 real games."""
     from helpers import ROOT
 
     file = tmp_path_factory.mktemp("games") / "games.parquet"

@@ -1,4 +1,4 @@
-"""Launching what a user launches, and reading the result from a file."""
+"""Helpers that launch what a user launches, and read the result from a file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def without_runs(repository: Path) -> tempfile.TemporaryDirectory:
-    """Links to what is in the repository, but for what runs left there: they would be gone on from, and written to."""
+    """Link the repository's files into a folder, without earlier runs, which tests would resume or write to."""
     folder = tempfile.TemporaryDirectory(prefix="accelerate-recipes-")
     for entry in repository.iterdir():
         if entry.name not in (".cache", ".git", "outputs"):
@@ -30,13 +30,13 @@ ROOT = Path(_links.name)
 CONFIGS = ROOT / "accelerate_configs"
 CHILDREN = ROOT / "tests" / "children"
 
-# Flags behind a preset of chess.py: a small model, and a hundred games to test on.
+# Flags that follow a preset of chess.py: a small model, and a hundred games to test on.
 SMALL_CHESS = ["--hidden_size", "64", "--intermediate_size", "128", "--num_hidden_layers", "2"]
 SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_steps", "0"]
 
 
 def launch_command(config: str, script: Path, *args: object, flags: tuple[str, ...] = ()) -> list[str]:
-    """`accelerate launch` with a shipped config, in fp32 and on a free port; `flags` go before the script."""
+    """Build `accelerate launch` with a shipped config, in fp32 and on a free port; `flags` go before the script."""
     command = [
         sys.executable,
         "-m",
@@ -49,9 +49,9 @@ def launch_command(config: str, script: Path, *args: object, flags: tuple[str, .
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """CPU, one thread a process, no network; what the libraries cache goes to the test's folder.
+    """Make an environment with CPU only, one thread a process and no network; caches go to the test's folder.
 
-    Bytecode is kept beside the sources: without it a fifth of a short run is compiling them.
+    Bytecode is kept beside the sources: without it a short run spends a fifth of its time compiling them.
     """
     not_inherited = ("ACCELERATE_", "FSDP_", "HF_", "PARALLELISM_", "PYTHONDONTWRITEBYTECODE")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(not_inherited)}
@@ -69,7 +69,7 @@ def launch(
     gpu: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """Run to the end; the caller looks at `returncode`, `stdout` and `stderr`."""
+    """Launch a recipe and wait for its end; the caller checks `returncode`, `stdout` and `stderr`."""
     variables = environment(tmp_path) | env
     if gpu:
         del variables["CUDA_VISIBLE_DEVICES"]
@@ -94,12 +94,12 @@ def read_metrics(output_dir: Path) -> list[dict]:
 
 
 def losses(output_dir: Path) -> dict[int, float]:
-    """Training loss by step."""
+    """Return the training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
 
 
-# What runs would wait for: others' modules only. Ours each run imports anew, so that none passes for want of an import
-# that another made.
+# Third-party modules that runs would wait for. Each run imports our own modules anew, so that no run passes only because
+# another one made a missing import.
 IMPORTS = (
     "accelerate", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.pyplot", "peft", "psutil",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict",
@@ -112,7 +112,7 @@ TRL = ("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_t
 
 
 class ForkServer:
-    """A process that has imported `imports`, whose forks are the ranks of runs; see tests/children/fork_server.py."""
+    """Server process that has imported `imports` and forks the ranks of runs; see tests/children/fork_server.py."""
 
     def __init__(self, tmp_path: Path, imports: Sequence[str] = IMPORTS):
         self.process = subprocess.Popen(
@@ -125,7 +125,7 @@ class ForkServer:
         )
 
     def run(self, out: Path, *args: object, **options: object) -> int:
-        """Exit code of the first rank that failed, or 0; 128 + n for a signal, -n where it killed all."""
+        """Run and return the exit code of the first rank that failed, or 0; 128 + n for a signal, -n if it killed all."""
         self.start(out, *args, **options)
         return self.wait()
 
@@ -139,7 +139,7 @@ class ForkServer:
         flags: Sequence[str] = (),
         **env: str,
     ) -> None:
-        """Start a run; `wait` must follow. `script` is the recipe, `config` any shipped one, `flags` the launcher's."""
+        """Start a run; call `wait` afterwards. `config` names a shipped YAML, `flags` are the launcher's."""
         config_flags = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--mixed_precision", "no"]
         launched = launch_environment([*config_flags, "--num_processes", str(num_processes), *flags, "recipe.py"])
         with socket.socket() as free:
@@ -156,7 +156,7 @@ class ForkServer:
         print(json.dumps(job), file=self.process.stdin, flush=True)
 
     def ranks(self) -> list[psutil.Process]:
-        """Those of the run that was started, as far as they are there, in their order."""
+        """List the ranks of the started run that exist already, in order."""
         groups = psutil.Process(self.process.pid).children()
         return sorted((rank for group in groups for rank in group.children()), key=lambda rank: rank.pid)
 

@@ -1,4 +1,4 @@
-"""What a cluster would refuse of a manifest, found without one: schemas, and rules of its webhooks."""
+"""Checks that find, without a cluster, what a cluster would refuse in a manifest: schemas, and rules of webhooks."""
 
 import json
 import re
@@ -16,7 +16,7 @@ API_VERSIONS = {"PyTorchJob": "kubeflow.org/v1"} | dict.fromkeys(
 
 
 def strict(schema):
-    """Unknown fields forbidden: the API server drops them without a word."""
+    """Make a schema forbid unknown fields, which the API server would silently drop."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -36,7 +36,7 @@ VALIDATORS = {
 
 
 def problems(documents: list[dict]) -> list[str]:
-    """Each with the path of its field."""
+    """List all problems of manifests, each with the path of its field."""
     found = []
     for document in documents:
         kind = document["kind"]
@@ -73,7 +73,7 @@ def pod_specs(document, path: str = "") -> Iterator[tuple[str, dict]]:
 
 
 def rules(documents: list[dict]) -> list[str]:
-    """What schemas do not say: names, references, and the rules of the webhooks of the operators and of JobSet."""
+    """Check what schemas do not: names, references, and the rules of the webhooks of the operators and of JobSet."""
     found = []
     by_kind = {document["kind"]: document for document in documents}
     for document in documents:

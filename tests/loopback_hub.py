@@ -1,4 +1,4 @@
-"""A Hub on the loopback interface: repositories with commits, large files, gates; it counts what is asked of it."""
+"""Hub on the loopback interface: repositories with commits, large files and gates; it records requests."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ class Repository:
     gated: bool = False
 
     def push(self, files: dict[str, bytes]) -> str:
-        """A commit with these files alone, which `main` then is; returns its hash."""
+        """Make a commit with only these files, and point `main` to it; returns its hash."""
         text = self.main + "".join(f"{path} {hashlib.sha1(data).hexdigest()}" for path, data in sorted(files.items()))
         self.main = hashlib.sha1(text.encode()).hexdigest()
         self.commits[self.main] = files
@@ -27,7 +27,7 @@ class Repository:
 
 
 class LoopbackHub(ThreadingHTTPServer):
-    """Serves `repositories`, by "models/ORG/NAME" or "datasets/ORG/NAME"; `token` opens those that are gated."""
+    """Server of `repositories`, named "models/ORG/NAME" or "datasets/ORG/NAME"; `token` opens gated ones."""
 
     daemon_threads = True
 
@@ -38,7 +38,7 @@ class LoopbackHub(ThreadingHTTPServer):
         self.moved: dict[str, str] = {}  # old names without an organisation
         self.token = "hf_SecretOfTheTests0123456789"
         self.requests: list[str] = []
-        self.sent: list[str] = []  # files whose bytes were sent, by their whole path
+        self.sent: list[str] = []  # whole paths of files whose bytes were sent
         self.seconds_per_chunk = 0.0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -47,7 +47,7 @@ class LoopbackHub(ThreadingHTTPServer):
         return repository.push(files)
 
     def handle_error(self, request, client_address):
-        """A client that was killed."""
+        """Ignore errors: the client was killed."""
 
 
 class Handler(BaseHTTPRequestHandler):

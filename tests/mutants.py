@@ -1,12 +1,12 @@
-"""Plants small faults in the core, one at a time, and looks which of them no test notices: `make mutants`.
+"""Plant small faults in the core, one at a time, and find those that no test notices: `make mutants`.
 
     make mutants ARGS="--number 200 --seed 0"
 
-The faults are Cosmic Ray's: another operator, comparison or number, a condition turned round, a loop that is not entered.
-`number` places are drawn at random, and for each place one of its faults. What decides about a fault are the tests of
-its module, in a process forked from one that has imported the libraries: a command of its own would import them anew.
+The faults are Cosmic Ray's: another operator, comparison or number, a negated condition, a loop that is not entered.
+`number` places are drawn at random, and one fault for each place. The tests of its module decide about a fault, in a process
+forked from one that has imported the libraries; a new command would import them anew.
 
-Prints a line for each, at the end the survivors as they stand in the source. Each wants a test, or a reason.
+The script prints a line for each fault, and at the end the survivors with their source. Each needs a test, or a reason.
 """
 
 import argparse
@@ -22,11 +22,11 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import conftest  # noqa: F401  which sets what the libraries read of the environment
+import conftest  # noqa: F401  sets variables that the libraries read
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Behind what is installed: it brings other versions of some libraries.
+# Put this folder last: it brings other versions of some libraries.
 sys.path += [str(ROOT / ".venv/mutants"), str(ROOT / "tests/children")]
 
 from cosmic_ray import plugins  # noqa: E402
@@ -35,7 +35,7 @@ from cosmic_ray.mutating import mutate_code  # noqa: E402
 from forked import run_and_exit  # noqa: E402
 
 PACKAGE = ROOT / "src/accelerate_recipes"
-# What each module's tests are; not all that touch it, but those that promise what it does.
+# Tests of each module: not all that touch it, but those that check what it promises.
 TESTS = {
     "args": ["test_args.py", "test_configs.py", "test_optim.py"],
     "checkpoint/checkpointer": ["test_checkpoint.py", "test_lock.py"],
@@ -53,11 +53,11 @@ TESTS = {
     "optim": ["test_optim.py", "test_levers.py"],
 }  # fmt: skip
 LIBRARIES = ["accelerate", "datasets", "evaluate", "hypothesis", "peft", "transformers.models.llama.modeling_llama"]  # fmt: skip
-SECONDS = 400  # more than any module's tests take; what takes longer is a fault that was noticed
+SECONDS = 400  # more than any module's tests take; taking longer means that the fault was noticed
 
 
 def faults(modules: list[str]) -> dict[tuple[str, tuple], list[tuple[str, int]]]:
-    """All faults, as (operator, its occurrence in the module), by (module, place)."""
+    """Return all faults, as (operator, its occurrence in the module), by (module, place)."""
     found = defaultdict(list)
     for module in modules:
         nodes = list(ast_nodes(get_ast_from_path(PACKAGE / f"{module}.py")))
@@ -72,17 +72,17 @@ def faults(modules: list[str]) -> dict[tuple[str, tuple], list[tuple[str, int]]]
 
 
 def run_tests(module: str, source: str, log: Path) -> str:
-    """`killed`, `survived`, or `too long`: what the module's tests make of this source."""
+    """Run the module's tests on this source; return `killed`, `survived` or `too long`."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / PACKAGE.relative_to(ROOT)
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         (package / f"{module}.py").write_text(source)
-        (Path(folder) / "requirements.txt").symlink_to(ROOT / "requirements.txt")  # which the package looks for
+        (Path(folder) / "requirements.txt").symlink_to(ROOT / "requirements.txt")  # the package looks for it
         log.unlink(missing_ok=True)
         child = os.fork()
         if not child:
             os.setsid()
-            os.environ |= {"PYTHONPATH": str(package.parent), "TMPDIR": folder}  # of processes that tests start, too
+            os.environ |= {"PYTHONPATH": str(package.parent), "TMPDIR": folder}  # also for processes that tests start
             tempfile.tempdir = None
             sys.path.insert(0, str(package.parent))
             tests = [str(ROOT / "tests" / test) for test in TESTS[module]]

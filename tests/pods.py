@@ -1,7 +1,7 @@
-"""Pods of a rendered job as processes on this machine: what the operators and the kubelet would do, and no more.
+"""Pods of a rendered job as processes on this machine, which do what the operators and the kubelet would do, and no more.
 
-The command and the environment are the manifest's. Of what a pod has besides, three things are put in their place: volumes
-are folders here, the address of the first pod is the loopback's, and its port, of a network that all share, is a free one.
+The command and the environment are the manifest's. Three things of a pod are replaced: volumes are folders here, the address
+of the first pod is the loopback's, and its port is a free one, since all pods share one network.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from accelerate_recipes.launch.kubernetes import CACHE, CHECKPOINTS, FILES, rend
 
 
 class Pods:
-    """`with Pods(...) as pods:` starts them; `finish` is the operator, until the job succeeds."""
+    """Pods of a job: `with Pods(...) as pods:` starts them; `finish` acts as the operator until the job succeeds."""
 
     def __init__(self, kind: str, tmp_path: Path, *argv: str, **env: str):
         documents = list(yaml.safe_load_all(render(kind, argv)[0]))
@@ -60,7 +60,10 @@ class Pods:
         return text
 
     def set_by_operator(self, node: int) -> dict[str, str]:
-        """Source: training-operator 1.9.1, pkg/controller.v1/pytorch/envvar.go; trainer 2.3, plugins/torch/torch.go."""
+        """Return the variables that an operator sets.
+
+        Source: training-operator 1.9.1, pkg/controller.v1/pytorch/envvar.go; trainer 2.3, plugins/torch/torch.go.
+        """
         if self.kind == "pytorchjob":
             return {
                 "PYTHONUNBUFFERED": "0", "PET_NNODES": str(self.nodes), "PET_NPROC_PER_NODE": self.job["nprocPerNode"],
@@ -76,7 +79,7 @@ class Pods:
     def start(self, node: int) -> subprocess.Popen:
         env = {variable["name"]: self.here(variable["value"]) for variable in self.container["env"]}
         env |= self.set_by_operator(node)
-        # The kubelet's $(NAME)
+        # The kubelet replaces $(NAME).
         command = [re.sub(r"\$\((\w+)\)", lambda name: env[name[1]], word) for word in self.container["command"]]
         log = self.log.open("a")
         return subprocess.Popen(
@@ -93,7 +96,7 @@ class Pods:
             self.kill(node)
 
     def kill(self, node: int) -> None:
-        """As the kernel ends all processes of a container whose first one is gone."""
+        """Kill a pod, as the kernel ends all processes of a container whose first process is gone."""
         first = self.processes[node]
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
@@ -102,7 +105,7 @@ class Pods:
         first.wait(timeout=30)
 
     def delete(self, node: int) -> float:
-        """`kubectl delete pod`; returns how many seconds it took."""
+        """Delete a pod like `kubectl delete pod`; returns how many seconds it took."""
         start = time.monotonic()
         self.processes[node].send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,7 +114,7 @@ class Pods:
         return time.monotonic() - start
 
     def finish(self, deleted: int | None = None, seconds: float = 200) -> None:
-        """Restart what failed, and the pod that was deleted, until all pods have succeeded."""
+        """Restart failed and deleted pods until all pods have succeeded."""
         if deleted is not None:
             self.restart(deleted)
         deadline = time.monotonic() + seconds
@@ -120,7 +123,7 @@ class Pods:
             if all(code == 0 for code in codes):
                 return
             for node, code in enumerate(codes):
-                # The operator takes the first pod's success for that of the job.
+                # The operator treats the first pod's success as the job's.
                 assert not (node == 0 and code == 0 and None not in codes), self.tail()
                 if code not in (None, 0):
                     self.restart(node)
@@ -128,7 +131,7 @@ class Pods:
             time.sleep(0.2)
 
     def restart(self, node: int) -> None:
-        """A PyTorchJob's container or pod alone; of a TrainJob, JobSet deletes all pods and makes them anew."""
+        """Restart only the container or pod of a PyTorchJob; for a TrainJob, JobSet replaces all pods."""
         self.restarts += 1
         if self.kind == "pytorchjob":
             self.processes[node] = self.start(node)

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: two nodes with two GPUs each that are not there. Needs root, no systemd."""
+"""Real Slurm on this machine: two nodes, each with two GPUs that do not exist. Needs root, but no systemd."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 NODES = ("node0", "node1")
 GPUS = 2
-CORES = 8  # of a node; it need not have them
+CORES = 8  # of a node; the machine may have fewer
 
 CONF = """\
 ClusterName=test
@@ -58,7 +58,7 @@ NODE = (
 
 
 class Cluster:
-    """Started by `with`; `environment` is what Slurm's commands need. Stops what it started, by process id."""
+    """Cluster that `with` starts; Slurm's commands need its `environment`. Stops what it started, by process id."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -76,7 +76,7 @@ class Cluster:
         nodes = [NODE.format(name=n, port=port + 1 + i, cores=CORES, gpus=GPUS) for i, n in enumerate(NODES)]
         (self.folder / "slurm.conf").write_text(CONF.format(dir=self.folder, port=port, nodes="\n".join(nodes)))
         for i in range(GPUS):
-            (self.folder / f"gpu{i}").touch()  # any file passes for a device
+            (self.folder / f"gpu{i}").touch()  # any file can stand for a device
         gres = [f"NodeName={node} Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n" for node in NODES]
         (self.folder / "gres.conf").write_text("".join(gres))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -103,13 +103,13 @@ class Cluster:
         self.start("slurmd", "-D", "-N", node, "-f", self.folder / "slurm.conf", name=node)
 
     def kill_node(self, node: str) -> None:
-        """Slurm takes it for lost; what runs there lives on, which is worse."""
+        """Kill a node's daemon: Slurm thinks the node is lost, but its processes live on, which is worse."""
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
 
     def run(self, *command: object) -> str:
-        """What a command of Slurm prints, whether or not it succeeds."""
+        """Return the output of a Slurm command, whether or not it succeeds."""
         done = subprocess.run(
             list(map(str, command)), env=os.environ | self.environment, capture_output=True, text=True, timeout=60
         )
@@ -130,7 +130,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
+    """Return the first of `count` free ports in a row."""
     for first in range(21000, 29000, 10):
         sockets = []
         try:

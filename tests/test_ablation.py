@@ -1,4 +1,4 @@
-"""The ablation: its search, its file, its tables; and launches that really run out of memory."""
+"""Tests of the ablation: its search, its file, its tables; and launches that really run out of memory."""
 
 import json
 import os
@@ -31,7 +31,7 @@ CANNOT = {
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.25])
 def test_search(tolerance):
-    """Whatever the largest, the limit and the start: found, and nothing asked twice or beyond the limit."""
+    """The largest is found for any limit and start; no size is tried twice or beyond the limit."""
     for limit in range(1, 34):
         for largest in range(limit + 1):
             for start in (1, 5, 40):
@@ -48,7 +48,7 @@ def test_search(tolerance):
 
 
 class Machine:
-    """In the place of `ablation.launch`: what fits is decided by the option's config and the batch."""
+    """Replacement of `ablation.launch`, in which the option's config and the batch decide what fits."""
 
     def __init__(self, monkeypatch, dies_at: int = -1):
         self.launched: list[list[str]] = []
@@ -64,7 +64,7 @@ class Machine:
         if config == "fsdp_hybrid":
             return CANNOT
         if batch > {"ddp": 0, "fsdp_full": 6, "fsdp_no_wrap": 3}[config]:
-            # A size may fail in other words.
+            # The same size may fail with another message.
             return {"outcome": "failed", "reason": "no primitive"} if config == "fsdp_no_wrap" else OUT
         return FITS | {"tokens_per_second": 100.0 * batch + 10 * (len(self.launched) % 3)}
 
@@ -104,7 +104,7 @@ def test_nothing_is_launched_twice(monkeypatch, tmp_path, capsys):
 
 
 def test_tables_and_plots(monkeypatch, tmp_path, capsys):
-    """Every number from a line of results.jsonl, every empty cell with its reason."""
+    """Every number comes from a line of results.jsonl; every empty cell has a reason."""
     Machine(monkeypatch)
     records = run(monkeypatch, tmp_path)
     table = (tmp_path / "table.md").read_text()
@@ -199,7 +199,7 @@ TOY = [str(CHILDREN / "toy.py"), "--hidden_size", "256"]
 
 
 def trial(tmp_path: Path, batch: int, config: str = "fsdp_full") -> dict:
-    """One real launch with 128 MiB for the model."""
+    """Make one real launch with 128 MiB for the model."""
     command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2"]
     command += ["benchmarks/ablation_trial.py", "--steps", "2", "--memory_gib", "0.125", *TOY]
     command += ["--per_device_train_batch_size", str(batch), "--total_batch_size", str(2 * batch)]
@@ -216,7 +216,7 @@ def like_a_user(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_full_shard_holds_its_share(like_a_user, tmp_path):
-    """Parameters, gradients and optimizer of each of 2 ranks: within 5 % of 16 bytes a parameter over 2."""
+    """Each of 2 ranks holds parameters, gradients and optimizer within 5 % of half of 16 bytes a parameter."""
     found = trial(tmp_path, 4)
     assert found["outcome"] == "fits", found
     assert found["whole_bytes"] == pytest.approx(16 * found["num_parameters"], rel=1e-3)
@@ -236,7 +236,7 @@ def test_a_larger_batch_runs_out_of_memory(like_a_user, tmp_path):
 
 @pytest.mark.long
 def test_ablation(like_a_user, tmp_path):
-    """The whole: a batch is found between one that fits and one that does not, DDP's bytes are the whole model's."""
+    """A whole ablation finds a batch between one that fits and one that does not; DDP holds the whole model's bytes."""
     command = [sys.executable, "benchmarks/ablation.py", "--out", str(tmp_path), "--num_processes", "2", "--steps", "2"]
     command += ["--memory_gib", "0.125", "--first_batch", "64", "--tolerance", "1"]
     command += ["--options", "full shard", "DDP", "hybrid shard", "--", *TOY]

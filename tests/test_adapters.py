@@ -1,4 +1,4 @@
-"""Adapters: one trajectory under every sharding, of which checkpoints and exports hold what was trained, and PEFT reads it.
+"""Tests of adapters: one trajectory under every sharding; checkpoints and exports hold what was trained; PEFT loads them.
 
 The base is a small Llama with weights of a useful size; the toy recipe trains adapters in it for 10 steps.
 """
@@ -61,7 +61,7 @@ SLOW = [
     "activation checkpointing",
 ]  # fmt: skip
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
-# A recipe refuses it without a GPU; see tests/children/fork_server.py.
+# A recipe refuses 4 bits without a GPU; tests/children/fork_server.py allows it.
 IN_4_BITS = ("--load_in_4bit",)
 ON_CPU = {"FOUR_BITS_ON_CPU": "1"}
 
@@ -85,13 +85,16 @@ def base(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def arguments(base) -> tuple:
-    """Without dropout, which differs with the number of ranks. Of four ranks, one has no row of a rank of 3."""
+    """Return arguments without dropout, which differs with the number of ranks.
+
+    With adapters of rank 3 on four ranks, one rank has no row.
+    """
     return ("--model_name_or_path", base, "--use_peft", "--lora_r", 3, "--lora_alpha", 6, "--lora_dropout", 0)
 
 
 @pytest.fixture(scope="module")
 def run(forks, arguments, tmp_path_factory):
-    """Output of the toy in forked ranks, run once for all tests that ask for the same."""
+    """Run the toy in forked ranks, once for all tests that ask for the same; return its output."""
     done: dict[tuple, Path] = {}
 
     def output(name: str, *args: object) -> Path:
@@ -122,7 +125,7 @@ def evaluations(out: Path) -> list[float]:
 
 @torch.no_grad()
 def loss_of(model: torch.nn.Module) -> float:
-    """On what the toy evaluates on."""
+    """Compute a model's loss on the toy's evaluation data."""
     rows = PackedRows(toy.make_rows(toy.Args().num_rows), toy.LENGTH, 0, document_mask=True)
     batch = torch.utils.data.default_collate([rows[i] for i in range(len(rows))])
     return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
@@ -140,7 +143,7 @@ def loss_of(model: torch.nn.Module) -> float:
     ],
 )
 def test_one_trajectory(run, name, variant):
-    """Losses and gradient norms, to 1e-5; and it learns."""
+    """Losses and gradient norms agree to 1e-5, and the model learns."""
     reference = trajectory(run("one process, accumulation", *variant))
     found = trajectory(run(name, *variant))
     before, after = evaluations(run(name, *variant))
@@ -151,19 +154,19 @@ def test_one_trajectory(run, name, variant):
 
 @pytest.fixture
 def no_repacking(monkeypatch):
-    """As in tests/children/fork_server.py."""
+    """Switch bitsandbytes' repacking off, as tests/children/fork_server.py does."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
 
 
 def in_4_bits(base: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """As transformers loads it, without what is ours."""
+    """Load a model in 4 bits by transformers alone."""
     settings = {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype, "bnb_4bit_use_double_quant": True}
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=quantization)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also those that are packed into what is no number."""
+    """Compare tensors bit by bit, also packed ones whose bits form no number."""
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -196,7 +199,7 @@ def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
 
 
 def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
-    """Packed in bf16, which FSDP gathers as they are."""
+    """FSDP gathers 4-bit weights, which are packed in bf16, unchanged."""
     weights = dict(in_4_bits(base, torch.bfloat16).named_parameters())
     losses = []
     for config, num_processes in (("single", 1), ("fsdp_full", 2)):
@@ -211,7 +214,7 @@ def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
 
 
 def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
-    """Before anything is loaded; all at once."""
+    """4 bits are refused where they do not work, before anything is loaded; all reasons come at once."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
     monkeypatch.setattr("accelerate_recipes.launch.preflight.num_accelerators", lambda: 0)
@@ -236,7 +239,7 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
 
 
 def test_what_trains_is_what_peft_trains(run, base):
-    """As many parameters as PEFT counts; and all else is bit for bit what it was, under each strategy."""
+    """The trained parameters are as many as PEFT counts; all others stay the same bit for bit, under each strategy."""
     model = AutoModelForCausalLM.from_pretrained(base)
     before = dict(model.named_parameters())
     config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -252,7 +255,7 @@ def test_what_trains_is_what_peft_trains(run, base):
 
 
 def test_first_weights(forks, arguments, base, tmp_path):
-    """Of an adapter: by seed and name alone, in fp32 and as PEFT's beside a model in bf16, and so on two processes."""
+    """An adapter's first weights depend on seed and name alone; in fp32, and distributed like PEFT's; also on two processes."""
 
     def first(**settings) -> dict[str, torch.Tensor]:
         model = load_model(str(base), "sdpa", dtype=torch.bfloat16)
@@ -301,7 +304,7 @@ def test_a_checkpoint_holds_the_adapters_alone(run, base):
 
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
-    """By SIGKILL in step 8, after the save of step 6; with dropout on the same number of ranks: bit for bit."""
+    """A run killed by SIGKILL in step 8 resumes step 6; with dropout, on the same number of ranks, bit for bit."""
     args = DROPOUT if num_processes == 2 else ()
     args += ("--async_save", "false", "--per_device_train_batch_size", 8 // num_processes)
     fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
@@ -318,7 +321,7 @@ def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
 
 
 def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
-    """To resume in, or to merge into: of the same name and shapes, one number of one weight changed. Not: other files."""
+    """A model with one changed number, but the same name and shapes, is refused for resume and merge; other files are not."""
     out, file = tmp_path / "out", base / "model.safetensors"
     shutil.copytree(run("fsdp2"), out)
     last, marker = out / f"checkpoint-{LAST}", files.read_marker(out / f"checkpoint-{LAST}")
@@ -354,7 +357,7 @@ def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
 
 @pytest.mark.parametrize("variant", [(), ("--use_dora", "--use_rslora")], ids=["lora", "dora"])
 def test_export(run, base, variant):
-    """PEFT loads the adapters, transformers the merged model; both give the last evaluation's loss."""
+    """PEFT loads the adapters, and transformers the merged model; both give the last evaluation's loss."""
     out = run("fsdp2", *variant, "--merge_adapter")
     before, after = evaluations(out)
     plain = AutoModelForCausalLM.from_pretrained(base)
@@ -381,7 +384,7 @@ def test_export_without_merging(run, base):
 
 
 def test_bf16(run, forks, arguments, base, tmp_path):
-    """Frozen weights are kept in bf16, adapters in fp32; the losses are those of fp32 but for rounding."""
+    """Frozen weights are kept in bf16, adapters in fp32; the losses are those of fp32 except for rounding."""
     for config, num_processes in (("single", 1), ("fsdp_full", 2)):
         out = tmp_path / config
         args = (*arguments, "--per_device_train_batch_size", 4, "--use_dora", "--merge_adapter")
@@ -444,7 +447,7 @@ def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
 
 
 def test_t5(forks, tmp_path):
-    """In an encoder-decoder: one trajectory, and both exports give the loss of the last evaluation."""
+    """Adapters in an encoder-decoder have one trajectory; both exports give the loss of the last evaluation."""
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
         pairs = list(islice(lines, 60))
     (tmp_path / "pairs.jsonl").write_text("".join(pairs))
@@ -500,7 +503,7 @@ SIZES = {
 }  # fmt: skip
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXTURES = {
-    # Without the loss that balances experts, which is of a forward pass's rows and not of a step's.
+    # Switch off the loss that balances experts, which depends on the rows of a forward pass, not of a step.
     "mixtral": MixtralConfig(num_local_experts=4, router_aux_loss_coef=0.0, **SIZES),
     "a layer of qwen2 is no mixture": Qwen2MoeConfig(
         shared_expert_intermediate_size=24, mlp_only_layers=[0], **QWEN, **SIZES
@@ -510,7 +513,7 @@ MIXTURES = {
 
 
 def make_mixture(folder: Path, name: str) -> Path:
-    """With files as on the Hub: a matrix of an expert is a tensor."""
+    """Make a mixture with files as on the Hub, where each matrix of an expert is a tensor."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MIXTURES[name])
     model.save_pretrained(folder)
@@ -520,7 +523,7 @@ def make_mixture(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name, in_parts", [*((name, True) for name in MIXTURES), ("mixtral", False)])
 def test_experts(tmp_path, name, in_parts):
-    """What is merged gives the loss of the model with adapters, and so does PEFT with the files that we write."""
+    """The merged model has the loss of the model with adapters; so has PEFT with the files that we write."""
     base = make_mixture(tmp_path / "base", name)
     if not in_parts:
         state = AutoModelForCausalLM.from_pretrained(base).state_dict()
@@ -559,7 +562,7 @@ def test_experts(tmp_path, name, in_parts):
 
 @pytest.mark.parametrize("name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ddp", CHECKPOINTED))])
 def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
-    """Killed and resumed, too; what is exported, merged and not, gives the loss of the last evaluation."""
+    """Experts have one trajectory, also when killed and resumed; both exports give the loss of the last evaluation."""
     base = make_mixture(tmp_path / "base", "mixtral")
     args = (*arguments[2:], "--model_name_or_path", base, "--merge_adapter", "--async_save", "false")
     fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
@@ -584,7 +587,7 @@ def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
 
 
 def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
-    """With what PEFT's adapters of experts do not know; not so adapters in the other layers alone."""
+    """Options that PEFT's adapters of experts lack are refused; adapters only in other layers are not."""
     base = str(make_mixture(tmp_path / "base", "mixtral"))
     model = load_model(base, "sdpa")
     args = {"model_name_or_path": base, "use_peft": True}
@@ -600,7 +603,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
     few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))
     assert few == {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
-    # Of this type PEFT takes down_proj and its like for names of experts, and leaves the layers of that name out.
+    # For this type PEFT takes down_proj and similar names for experts, and leaves out layers with these names.
     config = Qwen3MoeConfig(head_dim=8, mlp_only_layers=[0], **QWEN, **SIZES)
     with pytest.raises(
         ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
@@ -609,7 +612,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
 
 
 def test_continued_pretraining(forks, base, tmp_path):
-    """The loss without logits, and a stream of packed text."""
+    """Adapters train with the loss without logits, on a stream of packed text."""
     words = [f"w{i}" for i in range(96)]
     lines = [json.dumps({"text": " ".join(words[(i * j) % 96] for j in range(1, 40))}) for i in range(1, 200)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
@@ -626,7 +629,7 @@ def test_continued_pretraining(forks, base, tmp_path):
 
 
 def test_a_base_of_the_hub(base, monkeypatch, tmp_path):
-    """At its commit in the cache, also in the older format; and one whose files could not be merged, from the start."""
+    """A base on the Hub is read at its commit, also in the older format; files that cannot be merged are refused early."""
     place = tmp_path / "models--me--base/snapshots/abc"
     shutil.copytree(base, place)
     (tmp_path / "models--me--base/refs").mkdir()

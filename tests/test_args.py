@@ -1,4 +1,4 @@
-"""One place for arguments: presets, flags, errors that name the remedy, all at once."""
+"""Tests of arguments: presets, flags, and errors that name the remedy and come all at once."""
 
 import datetime
 import typing
@@ -19,7 +19,7 @@ from accelerate_recipes.launch.preflight import space_needed
 from accelerate_recipes.models import Architecture
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
-# What neither `transformers.TrainingArguments` nor, of adapters, trl's `ModelConfig` has a name for.
+# Arguments for which neither `transformers.TrainingArguments` nor (for adapters) trl's `ModelConfig` has a name.
 OURS = {
     "total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout",
     "prefetch_layers", "checkpoint_every_n_layers", "reduce_dtype", "merge_adapter",
@@ -31,7 +31,7 @@ def test_names_are_those_of_training_arguments():
     assert {field.name for field in fields(TrainArgs)} - theirs == OURS
 
 
-# Each argument's default, and its range. Who changes one changes what people's commands do.
+# Default and range of each argument. A change here changes what people's commands do.
 DEFAULTS = {
     "output_dir": ("outputs/run", None),
     "resume_from_checkpoint": ("latest", None),
@@ -208,7 +208,7 @@ SMALL = {
 
 
 def numeric(args_class: type[TrainArgs]) -> dict[str, Range | None]:
-    """Its arguments that are numbers or lists of them, with their ranges."""
+    """Return a recipe's arguments that are numbers or lists of numbers, with their ranges."""
     found, hints = {}, typing.get_type_hints(args_class)
     for f in fields(args_class):
         kind = hints[f.name]
@@ -233,7 +233,7 @@ def test_every_number_has_its_range(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_nasty_numbers_are_taken_or_refused_by_name(path):
-    """All fields at once: each has its message, or its value; nothing is raised."""
+    """With nasty values in all fields at once, each field has its message or its value; nothing is raised."""
     args_class = recipe.load(path).Args
     names = numeric(args_class)
     for value in NASTY:
@@ -254,8 +254,8 @@ def test_nasty_numbers_are_taken_or_refused_by_name(path):
 
 
 def use(args: TrainArgs, folder) -> None:
-    """What takes the arguments that all recipes have, with them."""
-    set_seed(args.seed + 10**6 + 1000)  # with a step and a rank
+    """Call everything that takes the common arguments, with these arguments."""
+    set_seed(args.seed + 10**6 + 1000)  # plus a step and a rank
     assert sorted(permutation(3, args.seed, epoch=1)) == [0, 1, 2]
     datetime.timedelta(seconds=max(args.ddp_timeout, args.step_timeout))
     space_needed(replace(args, output_dir=str(folder)), 10, 10, False)
@@ -276,7 +276,7 @@ def use(args: TrainArgs, folder) -> None:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_what_is_taken_works(tmp_path):
-    """Each nasty value of each shared field that is in its range: an optimizer steps, a scheduler does."""
+    """Optimizers and schedulers work with each nasty value that is in the range of a shared field."""
     tried = 0
     for name in numeric(TrainArgs):
         for value in NASTY:
@@ -289,7 +289,7 @@ def test_what_is_taken_works(tmp_path):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_models_are_made_of_what_is_taken(name):
-    """Each nasty value of each field of its config that is in its range."""
+    """Models can be made with each nasty value that is in the range of a field of their config."""
     module = recipe.load(ROOT / f"recipes/{name}.py")
     of_model = SMALL[name].keys() | (Architecture.__dataclass_fields__.keys() if name == "c4" else set())
     tried = 0

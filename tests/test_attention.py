@@ -1,5 +1,7 @@
-"""Attention inside documents is attention with a mask, to rounding, without one in memory; and cuDNN's is switched on only
-where it is sound and fast: in training, without a mask."""
+"""Tests of attention inside documents, which equals attention with a mask, to rounding, without a mask in memory.
+
+Also, cuDNN's attention is switched on only where it is correct and fast: in training, without a mask.
+"""
 
 import json
 
@@ -52,7 +54,7 @@ MODELS = {
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[bool, bool]]:
-    """Of each call of torch's attention: has it a mask, and may cuDNN compute it?"""
+    """Record of each call of torch's attention: whether it has a mask, and whether cuDNN may compute it."""
     found = []
     compute = F.scaled_dot_product_attention
 
@@ -83,7 +85,7 @@ def calls(monkeypatch) -> list[tuple[bool, bool]]:
 )
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
-    """In the forward pass, and where the backward pass computes it again."""
+    """cuDNN is off with a mask in the forward pass, and where the backward pass computes attention again."""
     model = MODELS[model]().train()
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -96,7 +98,7 @@ def test_with_a_mask_cudnn_is_off(calls, model, inputs, masked, recomputed):
 
 @pytest.mark.parametrize("model", ["llama", "t5"])
 def test_while_generating_cudnn_is_off(calls, model):
-    """Also for prompts of one length, which need no mask."""
+    """cuDNN is off during generation, even for prompts of one length, which need no mask."""
     MODELS[model]().generate(
         IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False, eos_token_id=None
     )
@@ -130,7 +132,7 @@ CONFIGS = {
 
 
 def positions(*rows: list[int]) -> torch.Tensor:
-    """Of rows of documents with these lengths."""
+    """Return the positions of rows of documents with these lengths."""
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
@@ -157,7 +159,7 @@ def loss_and_gradients(model, batch: dict) -> tuple[float, dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_are_attended_to_as_with_a_mask(name):
-    """In loss and gradients, to 1e-6."""
+    """Loss and gradients are those with a mask, to 1e-6."""
     (masked, wanted), (loss, found) = (
         loss_and_gradients(make(CONFIGS[name], attention), packed()) for attention in ("sdpa", "documents")
     )
@@ -168,7 +170,7 @@ def test_documents_are_attended_to_as_with_a_mask(name):
 
 
 def test_a_row_without_documents_is_one():
-    """As --no_document_mask makes it."""
+    """A row made with --no_document_mask counts as one document."""
     batch = packed(torch.arange(200).repeat(3, 1))
     (masked, _), (loss, _) = (
         loss_and_gradients(make(CONFIGS["window 5"], attention), batch) for attention in ("sdpa", "documents")
@@ -180,7 +182,7 @@ def test_boundaries():
     found = boundaries(POSITIONS)
     assert found["cu_seqlens"].dtype == torch.int32 and len(found["cu_seqlens"]) == 64
     assert found["cu_seqlens"][:8].tolist() == [0, 5, 6, 7, 200, 400, 530, 600]
-    assert set(found["cu_seqlens"][8:].tolist()) == {600}  # documents without tokens: nothing lies behind the last
+    assert set(found["cu_seqlens"][8:].tolist()) == {600}  # documents without tokens: nothing comes after the last
     assert found["max_seqlen"] == 200
     assert boundaries(positions([65, 35]))["max_seqlen"] == 100 and boundaries(positions([3, 1]))["max_seqlen"] == 4
     assert boundaries(torch.zeros(2, 50, dtype=torch.int64))["cu_seqlens"].tolist() == [*range(101), *[100] * 27]
@@ -206,7 +208,7 @@ def test_precision_of_autocast(monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most elements that a tensor has."""
+    """Recorder of the largest number of elements of a tensor."""
 
     most = 0
 
@@ -220,7 +222,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name, has_mask", [("sdpa", True), ("documents", False)])
 def test_memory_of_the_mask(name, has_mask):
-    """No tensor has T x T elements, forward or backward, for documents or for one over a whole row; outside of the kernel."""
+    """Outside of the kernel no tensor has T x T elements, forward or backward, for any documents."""
     length = 2048
     tokens = torch.zeros(1, length, dtype=torch.int64)
     model = make(CONFIGS["heads in groups"], name)
@@ -233,7 +235,7 @@ def test_memory_of_the_mask(name, has_mask):
 
 
 def test_compiled_once_for_all_documents():
-    """Other boundaries are other numbers in a tensor of the same length."""
+    """Other boundaries change only the numbers in a tensor of the same length, so nothing is compiled again."""
     torch._dynamo.reset()
     counter = CompileCounter()
     model = make(CONFIGS["heads in groups"], "documents").train()
@@ -278,7 +280,7 @@ def test_gradients_lie_as_compiled_code_expects():
 
 
 def test_generation_goes_back_to_sdpa():
-    """With padding, which `documents` would not see."""
+    """Generation uses sdpa, because it pads, which `documents` would not see."""
     prompt = {"input_ids": IDS, "attention_mask": PADDED}
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = make(CONFIGS["heads in groups"], "sdpa").generate(**prompt, **settings)

@@ -1,4 +1,4 @@
-"""Each benchmark, as small as it goes: that it runs, and reports. Its numbers mean nothing here."""
+"""Tests that each benchmark, made as small as possible, runs and reports. Its numbers mean nothing here."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The pretraining recipe on a few real pages: streamed, killed, resumed on other numbers of ranks, validated, exported."""
+"""Tests of the pretraining recipe on a few real pages: streamed, killed, resumed on other numbers of ranks, exported."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> Path:
-    """Beginnings of the shipped pages, under the names that C4 has; so unequal that ranks hand rows over to others."""
+    """Files with the beginnings of the shipped pages, named like C4's; so unequal that ranks hand rows over to others."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "en").mkdir()
     for i, file in enumerate(sorted((ROOT / "data/c4_pydoc/en").glob("*.json.gz"))):
@@ -46,13 +46,13 @@ def arguments(pages) -> tuple:
 
 @pytest.fixture(scope="module")
 def undisturbed(forks, arguments, tmp_path_factory) -> tuple[Path, str]:
-    """A whole run on 2 ranks, and what it printed."""
+    """Output of a whole run on 2 ranks, and what it printed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     assert forks.run(out, *arguments) == 0, out.with_suffix(".log").read_text()[-3000:]
     return out, out.with_suffix(".log").read_text()
 
 
-# All ranks, by SIGKILL, when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
+# SIGKILL all ranks when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
 AFTER_STEP_6 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 11, "rank": 0, "everyone": True})
 }
@@ -92,7 +92,7 @@ def resumed(forks, arguments, killed: Path, out: Path, num_processes: int) -> di
 
 @pytest.fixture(scope="module")
 def killed(forks, arguments, tmp_path_factory):
-    """Output of a run on so many ranks, killed after step 6."""
+    """Output of a run on the given number of ranks, killed after step 6."""
 
     @cache
     def output(num_processes: int) -> Path:
@@ -106,12 +106,12 @@ def killed(forks, arguments, tmp_path_factory):
 
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, killed, undisturbed, tmp_path):
-    """With workers that had read ahead: bit for bit."""
+    """A killed and resumed run is equal bit for bit, although workers had read ahead."""
     assert resumed(forks, arguments, killed(2), tmp_path / "out", 2) == losses(undisturbed[0])
 
 
 def test_a_damaged_tokenizer_is_not_used(forks, arguments, undisturbed, tmp_path):
-    """One that still loads, and makes other tokens: the checkpoint before it is taken, and its tokenizer."""
+    """If a tokenizer still loads but makes other tokens, the previous checkpoint and its tokenizer are used."""
     out = tmp_path / "out"
     shutil.copytree(undisturbed[0], out)
     file = out / f"checkpoint-{STEPS}/tokenizer.json"
@@ -130,14 +130,14 @@ def test_resumed_on_other_numbers_of_ranks(forks, arguments, killed, undisturbed
 
 
 def test_pretokenised_is_the_same_run(forks, arguments, undisturbed, tmp_path):
-    """Same rows in the same order; a second run reads the tokens without the text."""
+    """Rows and their order are the same; a second run reads the tokens without the text."""
     tokens = ("--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed[0] / "export")
     assert forks.run(tmp_path / "out", *arguments, *tokens) == 0, (tmp_path / "out.log").read_text()[-3000:]
     assert losses(tmp_path / "out") == losses(undisturbed[0])
 
 
 def test_validation_is_the_same_number_on_the_same_weights(forks, arguments, undisturbed, tmp_path):
-    """Twice in a row while nothing is learnt, and on 1 rank as on 2."""
+    """Validation gives the same number twice if nothing is learnt, and on 1 rank as on 2."""
     still = ("--learning_rate", 0, "--eval_steps", 1, "--max_steps", 2)
     assert forks.run(tmp_path / "out", *arguments, *still, num_processes=1) == 0
     found = [record["eval_loss"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record]
@@ -214,7 +214,7 @@ def test_compiled_layer_by_layer(arguments, undisturbed, tmp_path):
     "loss, perplexity", [(2.0, math.e**2), (709.5, math.exp(709.5)), (710.0, math.inf), (math.nan, math.nan)]
 )
 def test_a_loss_of_any_size_has_its_units(loss, perplexity):
-    """A run that diverged says so, and is saved: e to the power of 710 is no float."""
+    """A run that diverged says so, and is saved, although e to the power of 710 is no float."""
     found = ValidationRows(None, [], bytes_per_token=4.0).measures(loss)
     assert found["perplexity"] == pytest.approx(perplexity, nan_ok=True)
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) / 4, nan_ok=True)

@@ -1,4 +1,4 @@
-"""The chess recipes with causal language models of every usual shape: their tokenizers, begin and end tokens, positions."""
+"""Tests of the chess recipes with all usual kinds of causal language models: tokenizers, begin and end tokens, positions."""
 
 import math
 import sys
@@ -40,7 +40,7 @@ DIGITS = (
 
 
 def bpe(special: list[str], pre_tokenizer, **options) -> Tokenizer:
-    """A small byte-pair encoding that has learnt a few moves."""
+    """Make a small byte-pair encoding that has learnt a few moves."""
     tokenizer = Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer = pre_tokenizer
     bytes_as_tokens = [f"<0x{i:02X}>" for i in range(256)] if options.get("byte_fallback") else []
@@ -53,7 +53,7 @@ def bpe(special: list[str], pre_tokenizer, **options) -> Tokenizer:
 
 
 def sentencepiece(prepend_scheme: str) -> Tokenizer:
-    """Llama 2's (CodeLlama's) and Mistral's: a space is a mark before a word, what is unknown is bytes."""
+    """Make a tokenizer like Llama 2's (CodeLlama's) and Mistral's: a space marks a word, unknown text becomes bytes."""
     tokenizer = bpe(["<unk>", "<s>", "</s>"], pre_tokenizers.Metaspace(), byte_fallback=True, unk_token="<unk>")
     if prepend_scheme == "always":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -67,7 +67,7 @@ def sentencepiece(prepend_scheme: str) -> Tokenizer:
 
 
 def byte_level(special: list[str], digits: str = "") -> Tokenizer:
-    """GPT-2's; Llama 3's and Qwen's, which split numbers in another way."""
+    """Make a tokenizer like GPT-2's, or like Llama 3's and Qwen's, which split numbers in another way."""
     split = [pre_tokenizers.Split(Regex(DIGITS % digits), "isolated")] if digits else []
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not digits)
     tokenizer = bpe(special, pre_tokenizers.Sequence([*split, level]))
@@ -133,7 +133,7 @@ def folder(request, tmp_path_factory):
 
 
 def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
-    """Begin token, moves, end token; what is asked for in a position is what was trained on there."""
+    """A document is begin token, moves, end token; a prompt is the beginning of what was trained on."""
     tokenizer = load_tokenizer(str(folder))
     rows = tokenize_games(
         Dataset.from_dict({"Moves": [GAME], "defect": [""]}), tokenizer, 0.5, "games", tmp_path / "tokens.arrow"
@@ -148,7 +148,7 @@ def test_a_prompt_is_how_a_game_begins(folder, tmp_path):
         assert document[: len(prompt)] == prompt and len(prompt) > 0
         answer = document[len(prompt) : len(prompt) + longest]
         assert tokenizer.decode(answer, skip_special_tokens=True).split()[0] == move
-    # Any move, not only those whose tokens were learnt.
+    # This holds for any move, not only for moves whose tokens were learnt.
     for move in rules.all_uci_moves()[::100]:
         prompt, whole = prompt_of(tokenizer, GAME), prompt_of(tokenizer, [*GAME, move])
         assert whole[: len(prompt)] == prompt and 0 < len(whole) - len(prompt) <= longest
@@ -178,7 +178,7 @@ def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
 
 
 def test_greedy_is_greedy_and_fits_the_positions(folder):
-    """Nothing of the settings that a chat model brings; a long prompt is read from its end."""
+    """Generation ignores the settings of a chat model; only the end of a long prompt is read."""
     tokenizer, model = load_tokenizer(str(folder)), AutoModelForCausalLM.from_pretrained(folder)
     accelerator = Accelerator(cpu=True)
     prompts = [prompt_of(tokenizer, GAME), prompt_of(tokenizer, GAME * 20)]
@@ -251,7 +251,7 @@ def test_a_model_whose_positions_have_no_end(tmp_path):
 
 
 def test_positions_that_were_seen_in_training():
-    """Apart from the phase: what a game to train on begins with, also a whole one, or nothing."""
+    """A position was seen if a training game begins with its moves, also a whole game, or no moves; in any phase."""
     prefixes = [[], ["e2e4"], ["e2e4", "e7e5"], ["e2e4", "c7c5"], ["e2e4", "e7e5", "g1f3"], ["d2d4"], ["e2e4"]]
     positions = [{"prefix": prefix, "move": "a2a3", "phase": "opening"} for prefix in prefixes]
     rules.mark_seen(positions, [["e2e4", "e7e5"], ["e2e4", "e7e5", "b1c3"], ["e7e5"]])

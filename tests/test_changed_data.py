@@ -1,4 +1,4 @@
-"""Data that changed: they are prepared anew, and a run that was begun on others does not go on; a rank that waits for them."""
+"""Tests of changed data: they are prepared anew, and a run that began on other data does not resume. Also of patient ranks."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from accelerate_recipes.models import new_word_tokenizer
 
 
 def change(file: Path, content: str) -> None:
-    """Another content of the same size."""
+    """Change a file's content, but not its size."""
     assert len(content) == file.stat().st_size
     file.write_text(content)
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1000))
 
 
 def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
-    """Each of them, and no others, is in the key of what was prepared: of games, and of pairs."""
+    """Each of the folder's files, and no other, is in the key of prepared games and of prepared pairs."""
     (tmp_path / "en").mkdir()
     files = [tmp_path / "a.jsonl", tmp_path / "en" / "b.jsonl"]
     for file in [*files, tmp_path / "readme.txt"]:
@@ -56,7 +56,7 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
 
 
 def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):
-    """Another model under the same path makes its own."""
+    """Another model under the same path makes its own pairs."""
     dpo = recipe.load(ROOT / "recipes/chess_dpo.py")
     weights = tmp_path / "model.safetensors"
     weights.write_text("1234")
@@ -85,7 +85,7 @@ def test_checksum_of_rows():
 
 
 def test_checksum_of_conversations():
-    """Each value, at any depth, and the order of rows that only point to a table."""
+    """The checksum depends on each value, at any depth, and on the order of rows that only point to a table."""
     row = {
         "messages": [{"role": "user", "content": "a b"}, {"role": "tool", "content": None}],
         "n": 1,
@@ -130,7 +130,7 @@ def test_rows_of_a_checkpoint():
 
 
 def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
-    """Sizes of files, of text or tokens, and the commit on the Hub; what cannot be compared is let pass."""
+    """Sizes of files (text or tokens) and the commit on the Hub are compared; data of different kinds are accepted."""
     tokenizer = new_word_tokenizer(["a", "b"])
     args = TrainArgs(total_batch_size=2, per_device_train_batch_size=2)
     file = tmp_path / "a.jsonl"
@@ -169,12 +169,12 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
 
 
 class Over(Exception):
-    """The hundredth second, or the watch gave up."""
+    """The hundredth second has come, or the watch gave up."""
 
 
 @pytest.fixture
 def run_watch(tmp_path, monkeypatch):
-    """Runs the loop of a Watch of rank 0 of 2 for 100 seconds, which pass at once; returns when it gave up, and why."""
+    """Run the loop of a Watch of rank 0 of 2 for 100 seconds, which pass at once; return when it gave up, and why."""
 
     def run(sign_of_other, progress=None) -> tuple[int, str] | None:
         now, ends = 0, []
@@ -222,7 +222,7 @@ def test_the_watch_is_patient_with_a_rank_that_waits_for_data(run_watch):
     late = 5 + SECONDS_TO_MISS
     assert run_watch(lambda now: {})[0] == late
     assert run_watch(lambda now: {"gets_on": True}) is None
-    # Until the other is late itself, or dead.
+    # The watch is patient until the other rank is late itself, or dead.
     for sign in (lambda now: {"gets_on": now < 40}, lambda now: {"gets_on": True, "beat": min(now, 40)}):
         found, message = run_watch(sign)
         assert 40 <= found <= 40 + 3 * SECONDS_TO_MISS and "step 1 has not ended" in message

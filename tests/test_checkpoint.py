@@ -1,4 +1,4 @@
-"""Which directories are checkpoints, what a run may continue, and what is never lost. In one process."""
+"""Tests, in one process, of which directories are checkpoints, what a run may continue, and what is never lost."""
 
 import contextlib
 import dataclasses
@@ -46,8 +46,8 @@ from accelerate_recipes.optim import make_scheduler
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
-    """A Checkpointer over a tiny model, with a gradient step behind it."""
-    monkeypatch.setattr(stop, "_asked_by", None)  # as after the test: it is the process's
+    """Make a Checkpointer of a tiny model that has taken one optimizer step."""
+    monkeypatch.setattr(stop, "_asked_by", None)  # also restored after the test: it belongs to the process
 
     def build(resumed_from: Path | None = None, hidden_size: int = 16, **overrides) -> Checkpointer:
         args = TrainArgs(output_dir=str(tmp_path / "run"), save_total_limit=2, **overrides)
@@ -72,14 +72,14 @@ def make_run(tmp_path, monkeypatch):
 
 
 def save(run: Checkpointer, step: int) -> Path:
-    """To the end."""
+    """Save, and wait for the end of it."""
     path = run.save(step, {})
     run.wait()
     return path
 
 
 def test_what_could_not_be_saved_is_refused_before_training(make_run):
-    """A temperature without sampling, as some published models have it: `save_pretrained` would raise."""
+    """`save_pretrained` would raise for a temperature without sampling, which some published models have."""
     run = make_run()
     settings = GenerationConfig(do_sample=False, temperature=0.5)
     with pytest.raises(ConfigError, match=r"(?s)correct its generation_config\.json: .*temperature"):
@@ -98,12 +98,12 @@ def test_a_checkpoint_is_complete_and_the_oldest_goes(make_run):
 
 
 def test_what_is_written_in_the_background_is_what_was_there(make_run, tmp_path):
-    """Byte for byte the files of a synchronous save, although the weights change as soon as `save` returns."""
+    """The files equal those of a synchronous save, although the weights change as soon as `save` returns."""
     run = make_run()
     run.args.async_save = False
     wanted = (run.save(10, {}) / "state/__0_0.distcp").read_bytes()
     run.args.async_save = True
-    for step in (20, 30):  # the second time into memory that is there already
+    for step in (20, 30):  # the second time into memory that exists already
         found = run.save(step, {})
         with torch.no_grad():
             originals = [p.clone() for p in run.model.parameters()]
@@ -147,7 +147,7 @@ def test_a_damaged_one_is_skipped_with_its_reason(make_run, damage, reason):
 
 
 def contents(output_dir: Path) -> set[str]:
-    """What a save may leave there."""
+    """Return what a save may leave in the folder."""
     return {path.name for path in output_dir.iterdir()} - {"metrics.jsonl", "status.json", "lock.json"}
 
 
@@ -167,7 +167,7 @@ def test_no_bit_of_the_marker_can_change(make_run):
 
 @pytest.mark.parametrize("name", ["../mine.txt", "/etc/hostname"])
 def test_a_strangers_marker_names_no_file_elsewhere(make_run, tmp_path, name):
-    """An export would copy it, and write beside itself."""
+    """An export would copy such a file, and write outside of its folder."""
     saved = save(make_run(), 10)
     file = saved / name
     if not file.exists():
@@ -196,7 +196,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(make_run, monkeypatch):
 
 
 def test_what_stands_in_the_way_is_set_aside(make_run):
-    """Damaged twice at one step; and a directory of another program, which saves under the same names."""
+    """Checkpoints damaged twice at one step, and another program's directory with the same name, are set aside."""
     run = make_run()
     older = save(run, 10)
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
     older, newer = save(run, 10), save(run, 20)
     assert agree_on_resume(run.accelerator, run.args) == newer
     flip_a_byte(newer / "state/__0_0.distcp")
-    assert defect(newer) is None  # by its size nothing is wrong
+    assert defect(newer) is None  # its sizes are right
     with pytest.warns(UserWarning, match=r"checksum of state/__0_0\.distcp is .* the file is damaged"):
         assert agree_on_resume(run.accelerator, run.args) == older
     assert newer.with_name("checkpoint-20.damaged").is_dir()
@@ -239,7 +239,7 @@ def test_a_flipped_byte_is_found_and_the_next_older_taken(make_run):
 
 @pytest.fixture
 def run_cli(monkeypatch, capsys):
-    """`python -m accelerate_recipes ...`, in this process."""
+    """Run `python -m accelerate_recipes ...` in this process."""
 
     def run(*args: object) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, args)])
@@ -254,7 +254,7 @@ def run_cli(monkeypatch, capsys):
 
 
 def test_commands(make_run, run_cli, tmp_path):
-    """verify, list and export, as typed."""
+    """The commands verify, list and export work as typed."""
     run = make_run()
     older, newer = save(run, 10), save(run, 20)
     verified = run_cli("checkpoint", "verify", newer)
@@ -287,7 +287,7 @@ def test_commands(make_run, run_cli, tmp_path):
 
 @contextlib.contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond: EFBIG, an OSError like a full disk's or a quota's."""
+    """Make the kernel refuse larger files (EFBIG), an OSError like that of a full disk or a quota."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -298,7 +298,7 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, 20_000])
 def test_a_save_that_cannot_write_loses_nothing(make_run, num_bytes):
-    """The older checkpoint is unchanged, the half of a new one gone, and the next save succeeds."""
+    """The older checkpoint is unchanged, the half-written one is gone, and the next save succeeds."""
     run = make_run()
     good = save(run, 10)
     assert sum(entry["size"] for entry in files.read_marker(good)["files"].values()) > 30_000
@@ -322,7 +322,7 @@ def test_a_full_disk_is_known_by_whatever_a_library_raises(make_run, monkeypatch
     run = make_run(async_save=False)
     good = save(run, 10)
     limit = files_limited_to(400_000)
-    if where == "tokenizer":  # which is larger than what is written before
+    if where == "tokenizer":  # the tokenizer is larger than what is written before
         run.artifacts = [large_tokenizer()]
     elif where == "whole weights":
         plugin = SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL_STATE_DICT"))
@@ -352,7 +352,7 @@ def test_a_full_disk_is_one_message_from_beginning_to_end(make_run, capsys):
     (output_dir / "checkpoint-20.partial").mkdir()
     with files_limited_to(0), pytest.raises(ConfigError, match=r"cannot be written to: .*-20\.partial may be removed"):
         agree_on_resume(run.accelerator, run.args)
-    (output_dir / "lock.json").unlink()  # else it is watched for 15 seconds
+    (output_dir / "lock.json").unlink()  # else the lock is watched for 15 seconds
     lock.take(output_dir)
     with files_limited_to(0):
         recipe.end_with(run.args, state="failed")
@@ -368,7 +368,7 @@ def test_a_mistake_of_the_program_leaves_nothing_and_stays_one(make_run):
 
 
 def test_leftovers_go_before_anything_is_written(make_run, monkeypatch):
-    """Of a run that was killed while it saved, or exported. What others left there stays."""
+    """Leftovers of a run that was killed while it saved or exported are removed; other files stay."""
     run = make_run()
     output_dir = Path(run.args.output_dir)
     save(run, 10)
@@ -424,7 +424,7 @@ def test_too_little_room_is_known_before(make_run, monkeypatch):
 
 
 def test_a_run_that_was_taken_over_touches_nothing(make_run):
-    """Neither the other's save of the same step, nor its status."""
+    """Such a run touches neither the other run's save of the same step nor its status."""
     run = make_run()
     output_dir = Path(run.args.output_dir)
     lock.take(output_dir)
@@ -441,7 +441,7 @@ def test_a_run_that_was_taken_over_touches_nothing(make_run):
 
 
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
-    """Killed between the renaming of an old checkpoint and its removal: whole, but no longer a checkpoint."""
+    """After a kill between renaming and removal, an old checkpoint is whole, but no longer a checkpoint."""
     run = make_run()
     save(run, 10).rename(Path(run.args.output_dir) / "checkpoint-10.partial")
     assert find_resume(run.args) is None
@@ -481,7 +481,7 @@ def test_resume_takes_what_the_optimizer_is_told_from_the_command_line(make_run)
 
 
 class Payload:
-    """Leaves a file where it is unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -522,7 +522,7 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
 
 
 def test_pinned_memory_is_not_rounded_up(monkeypatch):
-    """The setting is known to torch, and the others stay. Once torch does not round, this can go."""
+    """torch knows the setting, and keeps the others. Once torch does not round, remove this."""
     header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
     assert "size <= pinned_max_round_threshold()" in header.read_text()
     given = torch._C._accelerator_getAllocatorSettings()
@@ -558,7 +558,7 @@ def test_an_empty_directory_is_no_checkpoint(make_run):
 
 
 def test_what_is_kept(make_run):
-    """The two newest, every 30th, and the best by the evaluation; the newest in any case."""
+    """A run keeps the two newest, every 30th, and the best by the evaluation; the newest in any case."""
     run = make_run(keep_every_n_steps=30, metric_for_best_model="accuracy")
     accuracies = {10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.5, 60: 0.4, 70: 0.6}
     for step, accuracy in accuracies.items():
@@ -625,7 +625,7 @@ def test_what_a_run_may_continue(make_run, tmp_path, capsys):
 
 @pytest.mark.parametrize("begins_with", ["a path elsewhere", "a path here", "none"])
 def test_the_same_command_goes_on(make_run, tmp_path, begins_with):
-    """A requeued job, a pod that is started again: from what this command saved, the old beginning being gone too."""
+    """A requeued job or restarted pod continues from its own checkpoint, even if its first checkpoint is gone."""
     run = make_run()
     args = run.args
     old = save(run, 10)
@@ -651,7 +651,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_export_takes_no_place_but_an_exports(make_run, tmp_path, monkeypatch):
-    """Whatever else is there stays, to the byte, and what is wrong is said."""
+    """Other files stay, to the byte, and the error says what is wrong."""
     run = make_run()
     saved = save(run, 10)
     mine = tmp_path / "mine"
@@ -715,7 +715,7 @@ def test_an_export_that_could_not_be_written_is_known_before_training(make_run):
 
 
 def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
-    """An earlier export, too: adapters need it, and who trained it."""
+    """The model that a run began with stays, even if it is an earlier export: adapters need it, and so do its owners."""
     monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
     run = make_run()
     export(save(run, 10), Path(run.args.output_dir) / "export")
@@ -734,7 +734,7 @@ def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 4000])
 def test_export(make_run, tmp_path, max_shard_size):
-    """In one shard or many, the weights are the model's; the tied output layer is stored once."""
+    """In one shard or many, the weights are the model's, and the tied output layer is stored once."""
     run = make_run()
     export(save(run, 10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
     assert "A test. Trained with accelerate-recipes" in (tmp_path / "export/README.md").read_text()

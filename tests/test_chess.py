@@ -1,4 +1,4 @@
-"""The chess recipe as a user runs it, at toy size: trained, killed, resumed, exported, loaded."""
+"""Tests of the chess recipe as a user runs it, at toy size: trained, killed, resumed, exported, loaded."""
 
 import json
 import re
@@ -24,7 +24,7 @@ LOG_LINE = re.compile(
 
 @pytest.fixture(scope="module")
 def tiny(games_file, tmp_path_factory) -> list[str]:
-    """Arguments of a run of seconds, with one cache of packed games for all."""
+    """Arguments of a run that takes seconds, with one cache of packed games for all runs."""
     preset = {
         "from_scratch": True, "train_files": [str(games_file)], "hidden_size": 32, "intermediate_size": 64,
         "num_hidden_layers": 2, "num_attention_heads": 2, "max_length": 128, "heldout_share": 0.1,
@@ -45,7 +45,7 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     return tmp_path / "out", done
 
 
-# All ranks, by SIGKILL, when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
+# SIGKILL all ranks when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
 AFTER_STEP_12 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 17, "rank": 0, "everyone": True})
 }
@@ -53,7 +53,7 @@ AFTER_STEP_12 = {
 
 @pytest.fixture(scope="module")
 def killed(forks, tiny, tmp_path_factory) -> Path:
-    """Output of the run, all of whose ranks were ended by SIGKILL after step 12."""
+    """Output of a run whose ranks were all killed by SIGKILL after step 12."""
     out = tmp_path_factory.mktemp("killed") / "out"
     assert forks.run(out, *tiny, **AFTER_STEP_12) == -9, out.with_suffix(".log").read_text()[-3000:]
     assert max(losses(out)) == 12
@@ -110,7 +110,7 @@ def test_it_learns(undisturbed):
 
 
 def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, tiny):
-    """Loaded by name alone, games fed one by one, in a process without this project."""
+    """The export is loaded by name alone, in a process without this project, and gets games one by one."""
     out, _ = undisturbed
     (cache,) = Path(yaml.safe_load((out / "args.yaml").read_text())["data_cache_dir"]).iterdir()
     command = [sys.executable, str(CHILDREN / "export_loss.py"), str(out / "export"), str(cache / "heldout")]
@@ -120,7 +120,7 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, tiny):
 
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undisturbed, tiny, tmp_path):
-    """2 ranks -> 2 ranks, bit for bit; every step once in metrics.jsonl, the killed run's later ones dropped."""
+    """On 2 ranks again, losses are equal bit for bit; metrics.jsonl has every step once, without later steps of the killed run."""
     shutil.copytree(killed, tmp_path / "out")
     done = run_forked(*tiny)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -133,7 +133,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undistu
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_resumed_on_other_numbers_of_ranks(run_forked, killed, undisturbed, tiny, tmp_path, world_size):
-    """2 -> 1 and 2 -> 4: the remaining 20 and more losses to 1e-5."""
+    """From 2 to 1 and from 2 to 4 ranks, the remaining 20 and more losses agree to 1e-5."""
     shutil.copytree(killed, tmp_path / "out")
     for later in (tmp_path / "out").glob("checkpoint-*"):
         if later.name != "checkpoint-10":
@@ -150,7 +150,7 @@ def read_status(out: Path) -> dict:
 
 
 def test_a_signal_to_one_rank_stops_all_with_everything_saved(fork_server, run_forked, undisturbed, tiny, tmp_path):
-    """SIGUSR1, twice: exit code 0, status.json says so, and the next run goes on bit for bit."""
+    """After SIGUSR1, twice, the exit code is 0, status.json says so, and the next run continues bit for bit."""
     out = tmp_path / "out"
     fork_server.start(out, *tiny, script=CHESS)
     deadline = time.monotonic() + 100
@@ -179,7 +179,7 @@ def test_a_signal_to_one_rank_stops_all_with_everything_saved(fork_server, run_f
 
 
 def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, tmp_path):
-    """It may lie there before the run listens to signals: while Python imports."""
+    """The file may exist before the run listens to signals, while Python imports."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "stop").touch()
@@ -190,7 +190,7 @@ def test_a_stop_file_is_noticed_in_the_first_evaluation(run_forked, tiny, tmp_pa
 
 
 def test_from_pretrained_under_bf16(run_forked, undisturbed, tiny, tmp_path):
-    """The export fine-tuned further as a pretrained model, in bf16: it starts where the other run ended."""
+    """If the export is fine-tuned as a pretrained model, in bf16, it starts where the other run ended."""
     out, _ = undisturbed
     pretrained = ["--model_name_or_path", out / "export", "--from_scratch", "false", "--max_steps", 3]
     done = run_forked(*tiny, *pretrained, flags=("--mixed_precision", "bf16"))
@@ -204,7 +204,7 @@ def test_from_pretrained_under_bf16(run_forked, undisturbed, tiny, tmp_path):
 
 
 def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_path):
-    """PGN and jsonl, a bad game left out, no document mask, a tracker, and a checkpoint that loads as it is."""
+    """A run works with PGN and jsonl, a skipped bad game, no document mask, a tracker, and a checkpoint that can be loaded."""
     games = pq.read_table(games_file).column("Moves").to_pylist()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]]))
     (tmp_path / "b.pgn").write_text('[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n')
@@ -225,7 +225,7 @@ def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_p
 
 
 def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) -> None:
-    """One message, no frame of ours, nothing written."""
+    """Assert one message, no traceback of ours, and nothing written."""
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1, done.stderr
     for text in expected:
@@ -255,7 +255,7 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
 
 
 def assert_failed_without_a_trace(out: Path) -> None:
-    """Nothing but what a job script reads, which then does not try again."""
+    """Assert that only status.json was written, which tells the job script not to try again."""
     assert [path.name for path in out.iterdir()] == ["status.json"] and read_status(out)["state"] == "failed"
 
 
@@ -271,14 +271,14 @@ def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, 
 
 
 def run_alone(tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
-    """`python recipes/chess.py`, without a launcher."""
+    """Run `python recipes/chess.py` without a launcher."""
     command = [sys.executable, str(CHESS), *map(str, args), "--output_dir", str(tmp_path / "out")]
     return subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
 def run_forked(forks, tmp_path):
-    """Forked ranks, two unless told otherwise; all that they said is in `stderr`."""
+    """Run forked ranks, two by default; `stderr` holds everything that they print."""
 
     def run(*args: object, **options: object) -> subprocess.CompletedProcess:
         code = forks.run(tmp_path / "out", *args, **options)
@@ -302,7 +302,7 @@ def test_a_model_that_is_not_here(run_forked, tiny, tmp_path):
 
 
 def test_two_owners_and_an_unprefixed_key(run_forked, tiny):
-    """As the environment shows them; both are reported with a wrong argument."""
+    """Both are found in the environment, and reported together with a wrong argument."""
     done = run_forked(
         *tiny, "--sed", 1,
         ACCELERATE_GRADIENT_ACCUMULATION_STEPS="2", ACCELERATE_USE_PARALLELISM_CONFIG="true",

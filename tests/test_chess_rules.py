@@ -1,4 +1,4 @@
-"""Legality, the vocabulary, the positions and the metric, on games one can check by eye."""
+"""Tests of legality, vocabulary, positions and the metric, on games that one can check by eye."""
 
 import random
 

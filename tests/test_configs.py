@@ -1,4 +1,4 @@
-"""The shipped YAMLs say what they do, and preflight finds what Accelerate would drop without a word."""
+"""Tests that the shipped YAMLs say what they do, and that preflight finds what Accelerate would silently drop."""
 
 import errno
 import json
@@ -45,7 +45,7 @@ def test_shipped(path):
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_key_reaches_the_environment(path):
-    """Each FSDP setting is what the launcher hands on."""
+    """The launcher passes on each FSDP setting."""
     content = yaml.safe_load(path.read_text())
     env = launch_environment(["--config_file", str(path), "recipe.py"])
     assert env["WORLD_SIZE"] == str(content["num_processes"])
@@ -113,7 +113,7 @@ def test_all_problems_of_yaml_and_arguments_at_once(tmp_path):
 )
 @pytest.mark.parametrize("nodes", [[], ["--nodes", "2"]])
 def test_an_unreadable_yaml(content, reason, nodes, tmp_path):
-    """One problem, with the number of nodes too, for which it is read beforehand."""
+    """An unreadable YAML is one problem, also with a number of nodes, for which it is read beforehand."""
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"config\.yaml {reason}") as caught:
         preflight([str(tmp_path / "config.yaml"), *nodes, *LAPTOP])
@@ -178,7 +178,7 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
 
 
 def test_what_the_job_will_have(monkeypatch):
-    """Nodes and GPUs that this machine does not have: rules of a CPU do not apply, the product does."""
+    """With nodes and GPUs that this machine lacks, the rules of a CPU do not apply, but the number of processes does."""
     asked = ["--nodes", "4", "--gpus-per-node", "8"]
     batch = ["--total_batch_size", "64", "--per_device_train_batch_size", "2"]
     found, _ = preflight([str(CONFIGS / "fsdp1_full.yaml"), *asked, *LAPTOP, *batch])
@@ -198,7 +198,7 @@ def test_what_the_job_will_have(monkeypatch):
 
 
 def test_everything_wrong_at_once(monkeypatch, tmp_path):
-    """What a launch would stumble over one after the other, some of it only after the queue."""
+    """Preflight reports at once what a launch would find one after the other, partly only after the queue."""
     monkeypatch.setattr(metadata, "version", lambda name: {"accelerate": "0.34.0"}.get(name) or missing(name))
     with pytest.raises(ConfigError) as caught:
         preflight(
@@ -227,7 +227,7 @@ def missing(name: str) -> None:
 
 
 def test_output_directory(monkeypatch, tmp_path):
-    """Its filesystem, its space for what is to come, and the checkpoint to go on from, damage included."""
+    """Preflight reports the filesystem, the space for checkpoints to come, and the checkpoint to resume, with its damage."""
     config, out = str(CONFIGS / "fsdp_full.yaml"), ["--output_dir", str(tmp_path / "new/out")]
     two_nodes = [config, "--nodes", "2", "--gpus-per-node", "1", *LAPTOP, *out]
     monkeypatch.setattr(preflight_module, "filesystem", lambda path: "nfs4")
@@ -275,7 +275,7 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What a recipe fails with in this process, which `recipe.run_recipe` would end."""
+    """Run a recipe's `main` in this process and return its error; `recipe.run_recipe` would end the process."""
     said = []
 
     def fail(args, reason):
@@ -293,7 +293,7 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "{file}", "{file}/below", "", "x" * 300])
 def test_a_run_that_cannot_write_says_so_at_once(place, tmp_path, monkeypatch, started):
-    """As it starts: what preflight finds."""
+    """A run that cannot write says at its start what preflight says."""
     (tmp_path / "file").write_text("a user's")
     toy, place = recipe.load(CHILDREN / "toy.py"), place.format(file=tmp_path / "file")
     monkeypatch.setattr("sys.argv", ["toy.py", "--output_dir", place])

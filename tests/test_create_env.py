@@ -1,4 +1,4 @@
-"""slurm/create_env.sh, in a copy of the repository that needs one tiny package, from a folder of wheels."""
+"""Tests of slurm/create_env.sh, in a copy of the repository that needs one tiny package, from a folder of wheels."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def copy(tmp_path) -> Path:
 
 
 def bash(folder: Path, command: str) -> subprocess.CompletedProcess:
-    """Where every index is out of reach."""
+    """Run bash with every package index out of reach."""
     env = {**os.environ, "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": "/dev/null"}
     env.pop("VIRTUAL_ENV", None)
     return subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -39,7 +39,7 @@ def test_from_wheels_and_twice(copy):
     done = bash(copy, "slurm/create_env.sh wheels && .venv/bin/python -c 'import tiny'")
     assert done.returncode == 0 and f"{copy}/.venv is ready" in done.stdout, done.stderr
     before = (copy / ".venv/recipes").stat().st_mtime_ns
-    # Another time there is nothing to do, not even without the wheels. Sourced, it activates, and sets no options.
+    # The second time there is nothing to do, even without the wheels. If sourced, it activates, and sets no shell options.
     shutil.rmtree(copy / "wheels")
     done = bash(copy, ". slurm/create_env.sh; false; set +o | grep -c 'set -o \\(errexit\\|nounset\\)'; which python")
     count, python = done.stdout.splitlines()[-2:]
@@ -48,7 +48,7 @@ def test_from_wheels_and_twice(copy):
 
 
 def test_what_fails_leaves_the_shell_alive(copy):
-    """And no stamp, so that the next time tries again."""
+    """A failure leaves the shell alive, and no stamp file, so that the next call tries again."""
     (copy / "wheels/tiny-1.0-py3-none-any.whl").unlink()
     done = bash(copy, ". slurm/create_env.sh wheels; echo alive $?")
     assert "alive 0" not in done.stdout and "alive" in done.stdout and "tiny" in done.stderr, done.stderr

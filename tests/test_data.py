@@ -1,4 +1,4 @@
-"""Packing loses nothing and crosses no document; the order of rows is a function of the step."""
+"""Tests of packing, which loses nothing and crosses no document, and of the order of rows, a function of the step."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def test_pack_keeps_every_token_once_and_whole_where_it_fits():
 
 
 def test_pack_is_best_fit():
-    """By a search of all rows: the longest first, each into the row in which it leaves the least, of those the latest."""
+    """The result equals a search of all rows: longest first, each into the row where least is left, the latest of those."""
     lengths = np.random.default_rng(2).integers(1, 20, size=300).tolist()
     pieces = [(d, start, min(start + 16, n)) for d, n in enumerate(lengths) for start in range(0, n, 16)]
     rows, left = [], {}
@@ -93,7 +93,7 @@ def test_no_first_token_is_a_target(packed):
 
 
 def test_packed_losses_are_those_of_the_documents_alone(packed):
-    """Token for token: neither attention nor positions cross from one document to the next."""
+    """Losses agree token for token: neither attention nor positions cross from one document to the next."""
     model = new_llama(
         "sdpa", vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=64,
@@ -120,7 +120,7 @@ def test_packed_losses_are_those_of_the_documents_alone(packed):
         torch.testing.assert_close(together.sort().values, apart.sort().values, rtol=1e-5, atol=1e-5)
         assert next_token_loss(model, batch).item() == pytest.approx(apart.sum().item(), rel=1e-5)
         assert count_next_tokens(batch).item() == len(apart)
-        # The mask matters: without it the losses are others.
+        # The mask matters: without it the losses differ.
         batch["position_ids"] = torch.arange(64).expand_as(batch["position_ids"])
         assert (token_losses(batch).sum() - apart.sum()).abs() > 1e-2
 
@@ -158,7 +158,7 @@ def test_starting_later_is_the_same_order():
 
 
 def steps_of(make_order, args: TrainArgs, num: int, world_size: int = 1) -> list[list[list[int]]]:
-    """Of each step its micro-batches, those of all ranks in turn."""
+    """Return the micro-batches of each step, from all ranks in turn."""
     orders = [iter(make_order(args, rank, world_size)) for rank in range(world_size)]
     per_step = args.accumulation_steps(world_size)
     return [[next(order) for _ in range(per_step) for order in orders] for _ in range(num)]
@@ -178,7 +178,7 @@ def test_grouped_by_length_every_row_once_in_each_epoch_on_any_number_of_ranks(n
     counts = Counter(row for step in steps for micro in step for row in micro)
     assert counts.pop(-1, 0) == 8 * len(steps) - 3 * num_rows
     assert counts == dict.fromkeys(range(num_rows), 3)
-    # Nor is any row there again before all have been: a step in which two epochs meet has what is left of the one.
+    # No row comes again before all have come: a step in which two epochs meet has the remaining rows of the first.
     seen = Counter(dict.fromkeys(range(num_rows), 0))
     for step in steps:
         seen.update(row for micro in step for row in micro if row >= 0)
@@ -199,7 +199,7 @@ def test_grouped_by_length_starting_later_is_the_same_order():
 
 
 def test_batches_are_grouped_and_shuffled_within_a_window():
-    """Rows stay in their window, so an epoch is still mixed; the batches of a window cut its lengths into pieces."""
+    """Rows stay in their window, so an epoch is still mixed; a window's batches divide its range of lengths."""
     args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, num_train_epochs=2)
     num = 2 * LENGTH_WINDOW + 10  # whole batches in an epoch
     lengths = np.random.default_rng(0).permutation(4 * num + 3)
@@ -209,7 +209,7 @@ def test_batches_are_grouped_and_shuffled_within_a_window():
         return np.array(steps_of(lambda *some: order_class(lengths, *some), args, 2 * num + 1)).reshape(-1, 4)
 
     grouped, plain = steps(LengthOrder, lengths), steps(StepOrder, len(lengths))
-    for epoch in (0, num + 1):  # between the two lies the batch with the last 3 rows of the one
+    for epoch in (0, num + 1):  # between them is the batch with the last 3 rows of the first epoch
         for start in range(0, num, LENGTH_WINDOW):
             window = slice(epoch + start, epoch + min(start + LENGTH_WINDOW, num))
             assert sorted(grouped[window].ravel()) == sorted(plain[window].ravel())

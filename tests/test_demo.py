@@ -1,4 +1,4 @@
-"""What the demos promise, with the commands that they run."""
+"""Tests of what the demos promise, with the commands that they run."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ from helpers import ROOT, environment, read_metrics
 
 
 def run_target(target: str, tmp_path: Path, *args: object) -> subprocess.CompletedProcess:
-    """What the Makefile does for a target, with its output in `tmp_path / "out"`."""
+    """Run the Makefile's commands for a target, with the output in `tmp_path / "out"`."""
     makefile = (ROOT / "Makefile").read_text()
     command = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
     command = command.replace("$(BIN)", ".venv/bin").replace("$(ARGS)", "").replace("\\\n", " ").split()
@@ -22,7 +22,7 @@ def run_target(target: str, tmp_path: Path, *args: object) -> subprocess.Complet
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_reaches_what_it_says(tmp_path):
-    """Held-out legal moves from about 0 to over 60 %, moves as played over 18 % and over the baseline."""
+    """Held-out legal moves rise from about 0 to over 60 %, moves as played to over 18 % and above the baseline."""
     done = run_target("demo", tmp_path, "--data_cache_dir", tmp_path / "cache")
     before, *_, after = (record for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     assert before["eval_legal_move_rate"] < 0.03
@@ -36,7 +36,7 @@ def test_demo_reaches_what_it_says(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_c4_reaches_what_it_says(tmp_path):
-    """Bits per byte of the validation pages from about 3.9 to under 2.2, and under gzip's."""
+    """Bits per byte of the validation pages fall from about 3.9 to under 2.2, and below gzip's."""
     done = run_target("demo-c4", tmp_path)
     before, *_, after = (
         record["eval_bits_per_byte"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record
@@ -48,7 +48,7 @@ def test_demo_c4_reaches_what_it_says(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_t5_reaches_what_it_says(tmp_path):
-    """chrF of held-out pairs at least 5 points above copying the source."""
+    """chrF of held-out pairs ends at least 5 points above copying the source."""
     done = run_target("demo-t5", tmp_path, "--data_cache_dir", tmp_path / "cache")
     before, *_, after = (record["eval_chrf"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     copied = float(re.search(r"chrf: .*source copied ([\d.]+)", done.stdout)[1])

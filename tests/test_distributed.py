@@ -1,4 +1,4 @@
-"""The choice of a strategy: what is refused by name, what is warned of, and what upstream still needs."""
+"""Tests of strategies: what is refused by name, what gets a warning, and which workarounds upstream still needs."""
 
 import os
 import subprocess
@@ -151,7 +151,7 @@ def test_idle_gpus_and_crowded_cores_are_named():
 
 
 def run_python(code: str, **env: str) -> str:
-    """In a process of its own, as the only rank of a launch with FSDP."""
+    """Run code in a new process, as the only rank of a launch with FSDP."""
     launched = {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": "",
@@ -200,7 +200,7 @@ OFFLOAD = FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2", "LOCAL_WORL
     ids=["CPU", "CPU, 2 processes", "GPUs", "offload", "offload, threads chosen", "FSDP on GPUs"],
 )
 def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, env, threads):
-    """The launcher's one thread a process is undone, on a machine with GPUs too if the optimizer steps on the CPU."""
+    """The launcher's limit of one thread a process is undone, also with GPUs if the optimizer steps on the CPU."""
     found = []
     for name, value in ({"OMP_NUM_THREADS": "1"} | env).items():
         monkeypatch.setenv(name, value)
@@ -211,7 +211,7 @@ def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, en
     monkeypatch.setattr(distributed, "make_fsdp_plugin", lambda *_, **__: None)
 
     def start(**_):
-        raise InterruptedError  # the other processes are not there
+        raise InterruptedError  # the other processes do not exist
 
     monkeypatch.setattr(distributed, "Accelerator", start)
     with pytest.raises(InterruptedError):
@@ -250,7 +250,7 @@ T5_UNDER_FSDP2 = """
 
 
 def test_upstream_still_divides_a_tied_embedding():
-    """When this fails, torch or transformers made one of a T5's: models.share_embedding can leave out its last line."""
+    """When this fails, a T5's embedding is one module upstream: models.share_embedding can leave out its last line."""
     assert "is shared with a parameter already managed by another FSDP group" in run_python(
         T5_UNDER_FSDP2.replace("SHARE", "").replace("CALL", "model(input_ids=ids, decoder_input_ids=ids)")
     )
@@ -286,7 +286,7 @@ BERT_UNDER_FSDP2 = """
 
 
 def test_upstream_still_wraps_an_embedding_twice():
-    """When this fails, Accelerate does not: remove distributed.leave_embedding_to_accelerate."""
+    """When this fails, Accelerate wraps an embedding once: remove distributed.leave_embedding_to_accelerate."""
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
     layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", alone), **layers) != "fine"
@@ -295,7 +295,7 @@ def test_upstream_still_wraps_an_embedding_twice():
 
 
 def test_copies_are_an_error():
-    """What every rank of an FSDP launch on a CPU would get from Accelerate alone."""
+    """Copies on every rank, as Accelerate alone would make them for an FSDP launch on a CPU, are an error."""
     code = """
         import torch.distributed
         from accelerate_recipes import distributed
@@ -313,7 +313,7 @@ def test_copies_are_an_error():
 
 
 def test_vector_math_is_resolved_before_anything_computes(monkeypatch):
-    """Each function in fp32 and fp64, on one number: of more, several threads would take parts."""
+    """Each function is called in fp32 and fp64 on one number; several threads would share more numbers."""
     called = []
     for name in distributed.VECTOR_MATH:
         monkeypatch.setattr(torch, name, lambda tensor, name=name: called.append((name, tensor.dtype, tensor.numel())))
@@ -329,7 +329,7 @@ def test_vector_math_is_resolved_before_anything_computes(monkeypatch):
 
 
 def test_upstream_still_chooses_kernels_of_vector_math_in_the_first_call():
-    """As MKL does before 2025 (pytorch #188792); one process in a hundred meets it, which no test can wait for."""
+    """MKL before 2025 does this (pytorch #188792); the error hits one process in a hundred, too few for a test."""
     if "Math Kernel Library" not in torch.__config__.show():
         pytest.skip("this torch is built without MKL")
     assert "Math Kernel Library Version 2024." in torch.__config__.show()

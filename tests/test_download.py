@@ -1,4 +1,4 @@
-"""Download beforehand, verify, list, and runs that need no network, against a Hub on the loopback interface."""
+"""Tests of download, verify, list, and of runs that need no network, with a Hub on the loopback interface."""
 
 import io
 import json
@@ -51,7 +51,7 @@ configs:
 
 
 def tiny_model(folder: Path) -> dict[str, bytes]:
-    """Files as a repository has them: weights in two files, the same in other formats, and a tokenizer."""
+    """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
     tokenizer = new_word_tokenizer(all_uci_moves())
     model = new_llama(
         "sdpa", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
@@ -101,7 +101,7 @@ def server(tmp_path_factory):
 
 
 class Commands:
-    """`python -m accelerate_recipes ...` at this Hub; see tests/children/command_server.py."""
+    """Server that runs `python -m accelerate_recipes ...` with this Hub; see tests/children/command_server.py."""
 
     def __init__(self, url: str, tmp_path: Path):
         env = environment(tmp_path) | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1"}
@@ -112,14 +112,14 @@ class Commands:
         )  # fmt: skip
 
     def start(self, cache: Path, *argv: object, **env: str) -> int:
-        """Returns its process id; `end` must follow."""
+        """Start a command and return its process id; call `end` afterwards."""
         self.log.unlink(missing_ok=True)
         job = {"argv": [str(word) for word in argv], "cache": str(cache), "log": str(self.log), "env": env}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline())
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output."""
+        """Wait for the command; return exit code and output."""
         return int(self.process.stdout.readline()), self.log.read_text()
 
     def run(self, cache: Path, *argv: object, **env: str) -> tuple[int, str]:
@@ -145,7 +145,7 @@ def commands(server, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def home(server, commands, tmp_path_factory):
-    """What both recipes need, downloaded once. Tests that change it take a copy."""
+    """Cache with what both recipes need, downloaded once. Tests that change it use a copy."""
     home = tmp_path_factory.mktemp("home")
     server.sent.clear()
     commands.ok(home / "hf/hub", "download", *CHESS)
@@ -187,7 +187,7 @@ def test_fetches_what_the_run_reads(server, commands, home):
 
 
 def test_runs_without_network(server, home, monkeypatch):
-    """Both recipes, with the Hub's address set, of which nothing is asked; and another model after an `--update`."""
+    """Both recipes run without a request to the Hub, whose address is set; after `--update` they use another model."""
     forks = ForkServer(home)
     asked = len(server.requests)
     try:
@@ -205,7 +205,7 @@ def test_runs_without_network(server, home, monkeypatch):
         assert len(server.requests) == asked
         assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()
 
-        # Missing: said before there is a process group, by each rank, with the command.
+        # Each rank reports missing files before there is a process group, with the command.
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
         lost = folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
         link = os.readlink(lost)
@@ -221,7 +221,7 @@ def test_runs_without_network(server, home, monkeypatch):
 
 
 def test_stays_at_its_commit(server, commands, cache):
-    """Though the branch moves on, and more is asked for; until --update."""
+    """A repository stays at its commit until --update, even if the branch moves and more is requested."""
     games = server.repositories["datasets/tiny/games"]
     before, first = games.main, next(iter(games.commits.values()))
     after = games.push({name: data[::-1] for name, data in first.items()})
@@ -327,7 +327,7 @@ def test_too_little_space(monkeypatch, tmp_path):
 
 
 def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatch):
-    """As when a download of all of C4 was given up: the run reads, and needs, what was asked for last."""
+    """The run needs and reads only the last request, for example after a download of all of C4 was given up."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     need = HubDataset("allenai/c4", files="en/c4-train.*.json.gz")
     manifest = cache / "datasets--allenai--c4" / MANIFEST
@@ -353,7 +353,7 @@ def test_a_cache_is_carried_with_tar(cache, commands, tmp_path):
 
 
 def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
-    """As a recipe for pairs needs them: splits of one configuration, under an old name; then read offline."""
+    """Splits of one configuration, under an old name, are downloaded as a recipe for pairs needs them, then read offline."""
     script = tmp_path / "pairs.py"
     script.write_text(
         "from accelerate_recipes.args import TrainArgs as Args\n"
@@ -390,7 +390,7 @@ def test_configurations_of_datasets(server, commands, tmp_path, monkeypatch):
 
 
 def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
-    """As its presets do: files of one branch, a validation split of another dataset, weights that are no safetensors."""
+    """T5's presets need files of one branch, a validation split of another dataset, and weights without safetensors."""
     old = server.repositories["datasets/wmt/wmt14"].main
     server.push("datasets/wmt/wmt14", {"README.md": b"Moved on."})
     model = server.repositories["models/tiny/llama"]
@@ -417,7 +417,7 @@ def test_t5_by_revision_and_pattern(server, commands, tmp_path, monkeypatch):
 
 
 def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
-    """As `hf download` lays it out, with no manifest: it will do if it holds what no model is without."""
+    """A cache from `hf download`, without a manifest, is accepted if it has the files that every model needs."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--tiny--llama"
     for name, data in next(iter(server.repositories["models/tiny/llama"].commits.values())).items():
@@ -437,7 +437,7 @@ def test_what_others_put_into_the_cache(server, tmp_path, monkeypatch):
 
 
 def test_an_online_run_downloads_first(monkeypatch, tmp_path):
-    """The first process of a machine does; another waits until all is here. What is streamed is left alone."""
+    """The first process of a machine downloads; another waits until everything is here. Streamed data are not downloaded."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     here, fetched = [], []
@@ -450,13 +450,13 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     here.clear()
     needed.datasets.append(HubDataset(str(tmp_path), files="*.gz", streamed=True))
     monkeypatch.setattr(time, "sleep", lambda seconds: here.append(HubModel("a/b")))
-    with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # as `hub.lacking` is replaced
+    with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # because `lacking` is replaced here
         recipe.provide(needed)
     assert here == fetched == [HubModel("a/b")]
 
 
 def test_preflight_says_what_is_not_here(commands, tmp_path):
-    """Online a warning, since the run would download it; offline it is an error."""
+    """A missing file is a warning online, since the run would download it, and an error offline."""
     argv = ["preflight", CONFIGS / "fsdp_full.yaml", *CHESS, "--output_dir", tmp_path / "out"]
     output = commands.ok(tmp_path / "hub", *argv)
     assert "warning: model 'tiny/llama' is not in" in output
@@ -464,7 +464,7 @@ def test_preflight_says_what_is_not_here(commands, tmp_path):
 
 
 def test_commands_of_the_pages(commands, tmp_path):
-    """Downloads and checks that the README and docs/offline.md show, with what this Hub has under those names."""
+    """Run the downloads and checks of the README and docs/offline.md with what this Hub has under those names."""
     pages = (ROOT / "README.md").read_text() + (ROOT / "docs/offline.md").read_text()
     blocks = re.findall(r"```bash\n# (?:where|on) .*?```", pages, re.DOTALL)
     commands_shown = ("python -m accelerate_recipes download", "python -m accelerate_recipes preflight")

@@ -1,4 +1,4 @@
-"""The step's arithmetic against transformers.Trainer, what is logged of it, and what happens when it is not finite."""
+"""Tests of a step: arithmetic compared with transformers.Trainer, log, and what happens to values that are not finite."""
 
 import itertools
 import re
@@ -73,7 +73,7 @@ def our_losses() -> list[float]:
 
 
 def trainer_losses(tmp_path) -> list[float]:
-    """The same rows in the same order, two micro-batches a step."""
+    """Return the Trainer's losses on the same rows in the same order, with two micro-batches a step."""
     rows = make_rows()
     order = [row for micro, _ in zip(StepOrder(len(rows), ARGS, 0, 1), range(10), strict=False) for row in micro]
     found = []
@@ -103,7 +103,7 @@ def test_five_losses_are_those_of_trainer(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Trains for 5 steps with a checkpointer that saves nothing; returns what is logged of steps, and what was due when."""
+    """Train for 5 steps with a checkpointer that saves nothing; return the log of the steps, and what was due when."""
     monkeypatch.setattr(stop, "listen", lambda output_dir: None)
 
     def train_with(resumed_at: int = 0, **changes) -> tuple[list[dict], list[tuple]]:
@@ -134,7 +134,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_what_is_due_at_a_step(run):
-    """Evaluations before the first step, every so many, and behind the last; a save behind the evaluation."""
+    """Evaluations come before the first step, every `eval_steps` and after the last step; a save follows its evaluation."""
     records, done = run(logging_steps=3, eval_steps=2, save_steps=4)
     assert [record["step"] for record in records] == [3, 5]
     assert done == [("evaluate", 0), ("evaluate", 2), ("evaluate", 4), ("save", 4), ("evaluate", 5), ("save", 5)]
@@ -150,14 +150,14 @@ def test_what_is_due_at_a_step(run):
 
 
 def test_what_the_watch_expects(run, monkeypatch):
-    """The first step may take --ddp_timeout, the others what the first has shown; waiting for data is patient with retries."""
+    """The first step may take --ddp_timeout, others as much as the first suggests; waiting for data allows retries."""
     expected = []
     monkeypatch.setattr(
         watch, "expect", lambda what, seconds, progress=None: expected.append((what, seconds, progress))
     )
     monkeypatch.setattr(StepLoader, "counts", lambda self: {"retries": 7})
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
-    run(ddp_timeout=300, step_timeout=300)  # equal: that the first is over is not read off the limits
+    run(ddp_timeout=300, step_timeout=300)  # equal limits: they do not tell whether the first step is over
     waits = [(what, progress()) for what, _, progress in expected if progress is not None]
     assert waits == [(f"the data of step {step}", 7) for step in range(1, 6)]
     run(ddp_timeout=1800, step_timeout=100)
@@ -181,7 +181,7 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
 
 
 def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
-    """Steps with unequal numbers of targets: mean loss, tokens/s and MFU of one step, and of several."""
+    """Mean loss, tokens/s and MFU are right for one step and for several with unequal numbers of targets."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
     batches = itertools.islice(make_train_loader(make_rows(), ARGS, 0, 1), 2 * ARGS.max_steps)
     micro = [count_next_tokens(batch).item() for batch in batches]
@@ -261,7 +261,7 @@ def test_tensors_of_a_batch_go_to_the_device():
 
 @pytest.mark.parametrize("limit", [float("nan"), -1.0, float("inf")])
 def test_a_limit_of_the_norm_that_is_none_changes_no_weight(limit):
-    """Loss and norm before clipping would be finite, and what it made of the gradients in the weights."""
+    """A limit that is NaN, negative or infinite is refused: loss and norm would be finite, clipped gradients might not be."""
     run = make_run(replace(ARGS, max_grad_norm=limit))
     before = [parameter.clone() for parameter in run.model.parameters()]
     micro = [next(iter(make_train_loader(make_rows(), ARGS, 0, 1)))]

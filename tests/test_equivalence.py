@@ -1,6 +1,6 @@
-"""The arithmetic does not depend on the strategy: one trajectory for all.
+"""Tests that the arithmetic does not depend on the strategy: one trajectory for all.
 
-Through `accelerate launch` for one of each kind; the others get from it what it would set for them, and are forked.
+One strategy of each kind runs through `accelerate launch`; the others are forked, with the variables that it would set.
 """
 
 import functools
@@ -10,7 +10,7 @@ import pytest
 from helpers import CHILDREN, launch_ok
 
 # Name: config, processes, sequences per forward pass, launch flags, number of FSDP units, share of the parameters
-# that a rank holds. FSDP2's units: 3 layers (unwrapped: one, the root), the embedding, norm and output layer together.
+# that a rank holds. FSDP2's units are 3 layers, the embedding, and norm with output layer (without wrapping only the root).
 STRATEGIES = {
     "one process": ("single", 1, 8, (), 0, 1),
     "accumulation": ("single", 1, 2, (), 0, 1),
@@ -33,7 +33,7 @@ LAUNCHED = {"one process", "ddp", "fsdp1"}  # and FSDP2 by tests/test_chess.py
 
 @pytest.fixture(scope="module")
 def run_steps(forks, tmp_path_factory):
-    """Result of tests/children/steps.py under a strategy, run once for all tests that look at it."""
+    """Run tests/children/steps.py under a strategy, once for all tests that use its result."""
     done: dict[tuple, dict] = {}
 
     def result(name: str, *args: object) -> dict:
@@ -55,7 +55,7 @@ def run_steps(forks, tmp_path_factory):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_trajectory(run_steps, name):
-    """Losses and gradient norms of 4 steps to 1e-5; and it is the strategy that its name says, not N copies."""
+    """Losses and gradient norms of 4 steps agree to 1e-5, and the strategy is the named one, not N copies."""
     reference, found = run_steps("one process"), run_steps(name)
     _, world_size, _, _, units, share = STRATEGIES[name]
     assert found["world_size"] == world_size
@@ -68,13 +68,13 @@ def test_one_trajectory(run_steps, name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_same_start(run_steps, name):
-    """Every parameter and buffer of the new model, bit for bit, however it is sharded."""
+    """Every parameter and buffer of a new model is the same bit for bit under any sharding."""
     assert run_steps(name)["start"] == run_steps("one process")["start"]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoint_restores_everything(run_steps, name):
-    """Steps 3 and 4 again, from the checkpoint of step 2, bit for bit."""
+    """Steps 3 and 4 are repeated from the checkpoint of step 2, bit for bit."""
     found = run_steps(name)
     assert found["resumed"] == found["trajectory"][2:]
 
@@ -113,7 +113,7 @@ BY_DOCUMENTS = ["fsdp2", "activation checkpointing", "fsdp1"]
     "name", [pytest.param(name, marks=[] if name in BY_DOCUMENTS else pytest.mark.slow) for name in STRATEGIES]
 )
 def test_attention_by_documents(run_steps, name):
-    """The trajectory of sdpa with a mask, also after a resume; generation, which pads, goes back to sdpa."""
+    """The trajectory is that of sdpa with a mask, also after a resume; generation, which pads, uses sdpa."""
     found, wanted = run_steps(name, "--attn_implementation", "documents"), run_steps("one process")
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
         assert step == pytest.approx(reference, rel=1e-5)
@@ -122,14 +122,14 @@ def test_attention_by_documents(run_steps, name):
 
 
 IN_BF16 = {"one process", "ddp", "fsdp2", "fsdp1"}
-# Half of a bf16 number's last place is a 512th of it. Losses of two runs that round in other places differ by less than
-# twice that, also after AdamW, which makes small differences of a gradient large where the gradient is small.
+# Half of the last place of a bf16 number is 1/512 of it. Losses of two runs that round at different places differ by less than
+# twice that, even after AdamW, which enlarges small differences of a small gradient.
 BF16 = 2**-8
 
 
 @pytest.fixture(scope="module")
 def run_bf16(forks, tmp_path_factory):
-    """Result of tests/children/precision.py under a strategy in bf16, run once for all tests that look at it."""
+    """Run tests/children/precision.py under a strategy in bf16, once for all tests that use its result."""
 
     @functools.cache
     def result(name: str) -> dict:
@@ -150,10 +150,10 @@ def run_bf16(forks, tmp_path_factory):
     "name", [pytest.param(name, marks=[] if name in IN_BF16 else pytest.mark.slow) for name in STRATEGIES]
 )
 def test_bf16(run_bf16, name):
-    """Also on rows of 4,096 tokens, where frequencies in bf16 would be whole radians off; buffers stay fp32, bit for bit.
+    """Losses agree also on rows of 4,096 tokens, where frequencies in bf16 would be radians off; buffers stay fp32.
 
-    FSDP computes in bf16 between the layers too, autocast in fp32. What rounds in the same places gives the same losses
-    until the weights change: with buffers in bf16, FSDP1's first is 1.6e-4 off.
+    Between the layers FSDP computes in bf16, autocast in fp32. Strategies that round at the same places give the same losses
+    until the weights change; with buffers in bf16, FSDP1's first loss would be 1.6e-4 off.
     """
     found, single = run_bf16(name), run_bf16("one process")
     alike = run_bf16("fsdp2") if STRATEGIES[name][0].startswith("fsdp") else single
@@ -173,7 +173,7 @@ def test_bf16(run_bf16, name):
     ],
 )
 def test_compiled(run_steps, name, monkeypatch):
-    """Layers compiled by inductor change the kernels, not the losses; generation and resume go on."""
+    """Layers compiled by inductor change the kernels, not the losses; generation and resume still work."""
     config, world_size, size, flags, units, share = STRATEGIES[name]
     flags = (*flags, "--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
     monkeypatch.setitem(STRATEGIES, f"{name}, compiled", (config, world_size, size, flags, units, share))

@@ -1,4 +1,4 @@
-"""SIGKILL at every kind of point: the next run goes on from the newest complete checkpoint, as if nothing had been.
+"""Tests of SIGKILL at every kind of point: the next run continues from the newest complete checkpoint, as if undisturbed.
 
 The toy recipe takes 10 steps on 2 ranks and saves after 3, 6, 9 and 10. Each fault strikes inside the real code, see
 tests/children/faults.py.
@@ -15,14 +15,14 @@ from helpers import CHILDREN, ROOT, environment, launch_command, losses
 
 from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defect, step_of
 
-DROPOUT = ("--dropout", 0.1)  # so that a random generator that is not restored shows
+DROPOUT = ("--dropout", 0.1)  # reveals a random generator that is not restored
 STEPS = 10
 SCRIPT = CHILDREN / "toy.py"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks, tmp_path_factory) -> dict[int, float]:
-    """Losses of a whole run."""
+    """Losses of a whole undisturbed run."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     assert forks.run(out, *DROPOUT) == 0, out.with_suffix(".log").read_text()[-3000:]
     assert [step_of(path) for path in candidates(out)] == [9, 10]
@@ -63,7 +63,7 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Of these, with one rank killed, not only in the slow tests.
+# Points that the fast tests also try, with one rank killed.
 ONE_RANK = [
     "in a step",
     "before the first file of the other rank",
@@ -79,7 +79,7 @@ def fault(point: str, everyone: bool) -> dict[str, str]:
 
 
 def newest_complete(out: Path, point: str) -> int:
-    """The step of the newest complete checkpoint that a killed run left; 0 if none. Each complete one is undamaged."""
+    """Return the step of the newest complete checkpoint that a killed run left, or 0; check that each is undamaged."""
     complete = [path for path in candidates(out) if defect(path) is None]
     assert [damage(path) for path in complete] == [None] * len(complete)
     newest = step_of(complete[-1]) if complete else 0
@@ -89,7 +89,7 @@ def newest_complete(out: Path, point: str) -> int:
 
 
 def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, float]) -> None:
-    """From that checkpoint, and to the same losses bit for bit."""
+    """Assert that the next run continues from that checkpoint, with the same losses bit for bit."""
     resumed = re.findall(r"Resumed .*checkpoint-\d+ \(step (\d+)", log)
     assert resumed == ([str(newest)] if newest else [])
     assert losses(out) == undisturbed
@@ -106,7 +106,7 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
     ],
 )
 def test_killed(forks, undisturbed, tmp_path, point, everyone):
-    """A rank that is left alone ends by itself, and says which other is gone."""
+    """A surviving rank ends by itself, and says which other rank is gone."""
     out, log = tmp_path / "out", tmp_path / "out.log"
     code = forks.run(out, *DROPOUT, **fault(point, everyone))
     assert code == (-9 if everyone else 128 + 9), f"the fault did not strike: {log.read_text()[-3000:]}"
@@ -124,7 +124,7 @@ def test_killed(forks, undisturbed, tmp_path, point, everyone):
     "point", ["in a step between two saves", "before the marker", "between renaming and retention"]
 )
 def test_killed_under_the_launcher(forks, undisturbed, tmp_path, point, everyone):
-    """The same through `accelerate launch`, which ends the rank that is left."""
+    """The same holds under `accelerate launch`, which ends the surviving rank."""
     out = tmp_path / "out"
     command = launch_command("fsdp_full", CHILDREN / "toy.py", "--output_dir", out, *DROPOUT)
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 200, "start_new_session": True}
@@ -196,7 +196,7 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
 
 @pytest.mark.parametrize("step", [0, 5])
 def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
-    """Rank 1 alone finds them, before training or in step 5: that is no crash, which would be tried again."""
+    """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""
     out, log = tmp_path / "out", tmp_path / "out.log"
     assert forks.run(out, TOY_BAD_DATA=step) == 2
     status = json.loads((out / "status.json").read_text())
@@ -205,7 +205,7 @@ def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     assert not (out / "lock.json").exists()
 
 
-# To each process of the run: both ranks, and the workers that load their data. The shell that does it is one of them.
+# The signal goes to each process of the run: both ranks and their data workers. The shell that sends it is one of them.
 SIGTERM_TO_ALL = {
     "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
     "command": "trap '' TERM; for rank in $(pgrep -P $(ps -o ppid= -p $PPID)); do pkill -TERM -P $rank; kill -TERM $rank; done",
@@ -213,7 +213,7 @@ SIGTERM_TO_ALL = {
 
 
 def test_sigterm_to_all_processes_saves(forks, undisturbed, tmp_path):
-    """As scancel, a preemption or the end of a pod: the workers go on until the ranks have saved."""
+    """After SIGTERM by scancel, a preemption or the end of a pod, the workers continue until the ranks have saved."""
     out, log = tmp_path / "out", tmp_path / "out.log"
     args = (*DROPOUT, "--dataloader_num_workers", 2, "--full_determinism")
     assert forks.run(out, *args, TOY_FAULT=json.dumps(SIGTERM_TO_ALL)) == 0, log.read_text()[-3000:]
@@ -232,7 +232,7 @@ def test_a_metric_that_the_evaluation_does_not_give(forks, tmp_path):
 
 
 def test_activations_are_kept_on_the_cpu(forks, undisturbed, tmp_path):
-    """`fsdp_activation_checkpointing_offload` of the YAML: it is in force, and the losses are the same."""
+    """The YAML's `fsdp_activation_checkpointing_offload` is in force, and the losses are the same."""
     names = ("FSDP_ACTIVATION_CHECKPOINTING", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
     assert forks.run(tmp_path / "out", *DROPOUT, **dict.fromkeys(names, "true")) == 0
     assert "activations of 3 of 3 layers recomputed from inputs kept on the CPU" in (tmp_path / "out.log").read_text()
@@ -240,7 +240,7 @@ def test_activations_are_kept_on_the_cpu(forks, undisturbed, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
-    """Row 17 is poisoned: the run ends before the weights change, and says where to look."""
+    """With poisoned row 17 the run ends before the weights change, and says where to look."""
     out, log = tmp_path / "out", tmp_path / "out.log"
     assert forks.run(out, "--per_device_train_batch_size", 2, TOY_POISON="17") == 2
     found = json.loads((out / "non_finite.json").read_text())
@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(forks, tmp_path):
-    """Written before there was `run.Run`, by two ranks of fsdp_full; the losses are those of the run that wrote it."""
+    """A checkpoint of two ranks of fsdp_full, older than `run.Run`, continues with the losses of the run that wrote it."""
     out = tmp_path / "out"
     with tarfile.open(Path(__file__).parent / "data/checkpoint-3.tar.gz") as archive:
         archive.extractall(out, filter="data")

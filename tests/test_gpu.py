@@ -1,4 +1,4 @@
-"""On a GPU, the same arithmetic as on a CPU. One process: what needs several GPUs is not tested.
+"""Tests that a GPU has the same arithmetic as a CPU, in one process; nothing that needs several GPUs is tested.
 
     python -m pytest tests/test_gpu.py
 
@@ -44,7 +44,7 @@ BY_LAYER = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """A GPU draws other weights than a CPU for a new model: what the two do is compared from a saved one."""
+    """Saved model from which both begin, because a GPU draws other weights for a new model than a CPU."""
     return make_base(tmp_path_factory.mktemp("base") / "base", seed=1)
 
 
@@ -58,7 +58,7 @@ def steps(tmp_path, base: Path, config: str, *flags: str, gpu: bool) -> dict:
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full", "fsdp_offload", "fsdp1_full"])
 def test_one_trajectory(tmp_path, base, config):
-    """fp32, sharded or not, offloaded and clipped; and bit-exact resume."""
+    """The trajectory in fp32 is the same, sharded or not, offloaded and clipped; a resume is bit-exact."""
     wanted, found = steps(tmp_path, base, "single", gpu=False), steps(tmp_path, base, config, gpu=True)
     assert found["start"] == wanted["start"]
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
@@ -68,7 +68,7 @@ def test_one_trajectory(tmp_path, base, config):
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full"])
 def test_4_bits(tmp_path, base, config):
-    """QLoRA through the launcher: it learns, and a weight has half a byte."""
+    """QLoRA under the launcher learns, and a weight has half a byte."""
     pytest.importorskip("bitsandbytes")
     args = (
         "--model_name_or_path",
@@ -111,7 +111,7 @@ def test_less_than_fp32(tmp_path, base, config, flags):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_by_documents(name):
-    """The kernel for GPUs, in bf16: nearer to fp32 with a mask than sdpa in bf16 is, within a half; gradients are finite."""
+    """In bf16 the kernel for GPUs is at most 1.5 times as far from fp32 with a mask as sdpa is; gradients are finite."""
     config = copy.deepcopy(CONFIGS[name])
     if config.model_type == "gpt2":
         config.n_embd = 64  # heads of 16
@@ -129,7 +129,7 @@ def test_attention_by_documents(name):
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
 def test_upstream_still_gives_nan_where_attention_has_a_mask():
-    """When the last line fails, cuDNN is sound with a mask, and attention.keep_cudnn_from_masks is for generation only."""
+    """When the last line fails, cuDNN is correct with a mask; keep_cudnn_from_masks is then for generation only."""
     length, width = 192, 64
     torch.manual_seed(0)
     query, key, value, output = torch.randn(4, 1, 1, length, width, device="cuda", dtype=torch.bfloat16).unbind()

@@ -1,4 +1,4 @@
-"""The container image: requirements.lock agrees with requirements.txt, and the Dockerfile builds what runs."""
+"""Tests of the container image: requirements.lock agrees with requirements.txt, and the built image works."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SECRET = "hf_not_a_token_but_looks_like_one"
 
 
 def locked(lock: str = LOCK) -> dict[str, str]:
-    """Version by name."""
+    """Return the locked versions by package name."""
     return dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==(\S+)", lock, re.MULTILINE))
 
 
@@ -33,7 +33,7 @@ def pinned() -> list[Requirement]:
 
 
 def wanted_by(name: str, extras: frozenset[str]) -> list[Requirement]:
-    """What an installed package requires on Linux; nothing where another version than the locked one is installed."""
+    """Return what an installed package requires on Linux; nothing if its version is not the locked one."""
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -51,14 +51,14 @@ def test_lock_holds_what_is_pinned():
         assert version and requirement.specifier.contains(version), (
             f"{requirement}, locked is {version}; run: make lock"
         )
-    # Each with at least one hash, and from no index that is named.
+    # Each package has at least one hash, and no index is named.
     entries = re.split(r"^(?=[a-z0-9])", LOCK, flags=re.MULTILINE)[1:]
     form = re.compile(r"[a-z0-9.-]+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n")
     assert len(entries) == len(locked()) and not [entry for entry in entries if not form.fullmatch(entry)]
 
 
 def test_lock_is_closed():
-    """All that a locked package requires is locked, in a version that it takes: `pip install --no-deps` lacks nothing."""
+    """Everything that a locked package requires is locked in a version that it accepts, so `--no-deps` lacks nothing."""
     todo = [(canonicalize_name(r.name), frozenset(r.extras)) for r in pinned()]
     done = set()
     while todo:
@@ -87,7 +87,7 @@ def test_lock_for_a_base_with_its_own_torch(tmp_path):
 
 
 class Buildah:
-    """Images and layers in a store of their own, which stays: what does not change is built once."""
+    """Buildah with its own store of images and layers, which stays: what does not change is built once."""
 
     store = ROOT / ".cache/image"
 
@@ -95,7 +95,7 @@ class Buildah:
         self.options = ["--root", str(self.store), "--runroot", str(runroot)]
 
     def run(self, *args: object, timeout: int = 120, **env: str) -> subprocess.CompletedProcess:
-        """chroot: a build within a container has no right to more."""
+        """Run buildah with chroot isolation: a build inside a container may not do more."""
         return subprocess.run(
             ["buildah", *self.options, *map(str, args)],
             env={**os.environ, "BUILDAH_ISOLATION": "chroot"} | env,
@@ -108,7 +108,7 @@ class Buildah:
         return done.stdout.strip()
 
     def base(self, tmp_path: Path) -> str:
-        """Debian with its Python, made from its packages; and the certificates that this machine trusts."""
+        """Base image: Debian with its Python, made from its packages, with the certificates that this machine trusts."""
         if self.run("inspect", "localhost/base").returncode:
             root = tmp_path / "debian"
             packages = "--include=python3,python3-venv,python3-dev,gcc,libc6-dev,ca-certificates"
@@ -128,7 +128,7 @@ class Buildah:
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """What git tracks, readable by its owner alone; and what must not get into an image."""
+    """Checkout with the files that git tracks, readable only by the owner, and files that must not get into an image."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     intruders = (".env", "token", ".git/config", "outputs/demo/export/model.safetensors", "recipes/.env")
     intruders += ("src/accelerate_recipes/__pycache__/engine.pyc", "src/old.egg-info/PKG-INFO")
@@ -145,7 +145,7 @@ def checkout(tmp_path) -> Path:
 @pytest.mark.image
 @pytest.mark.timeout(3000)
 def test_build_and_run(tmp_path, checkout):
-    """The Dockerfile, as it is, on a base made here; then in it, as its user, preflight and three steps of training."""
+    """Build the Dockerfile unchanged on a base made here; in it, as its user, run preflight and three training steps."""
     buildah = Buildah(tmp_path / "run")
     digest = buildah.base(tmp_path)
     build = ("build", "--layers", "--build-arg", "BASE=localhost/base", "--tag", "localhost/accelerate-recipes")
@@ -171,7 +171,7 @@ def test_build_and_run(tmp_path, checkout):
         ).split()
         assert sorted(files) == sorted(tracked)
         assert bash("id -u; test -w . || test -w src || echo closed").split() == ["1000", "closed"]
-        # All of it installed and no conflict: of what is locked, too, that has no metadata where there is no GPU.
+        # Everything is installed without conflicts, also locked packages that are not installed on a machine without a GPU.
         assert bash("pip check") == "No broken requirements found."
         torch = bash("python -c 'import torch; print(torch.__version__)' && command -v gcc").splitlines()
         assert torch[0].startswith(f"{locked()['torch']}+cu") and torch[1:] == ["/usr/bin/gcc"]

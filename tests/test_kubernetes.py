@@ -1,4 +1,4 @@
-"""Kubernetes jobs: what is rendered, what is refused. The commands in them run in test_kubernetes_runs.py."""
+"""Tests of Kubernetes jobs: what is rendered, and what is refused. test_kubernetes_runs.py runs their commands."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ FULL = "accelerate_configs/fsdp_full.yaml"
 LAPTOP = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
 TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_size", "2"]
 PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
-# What else a preset needs on 32 processes.
+# Further arguments that a preset needs on 32 processes.
 FLAGS = {
     "c4": ["--num_streams", "32"],
     "t5": ["--per_device_train_batch_size", "4"],
@@ -54,7 +54,7 @@ def the_pod(documents: list[dict]) -> dict:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_preset(preset):
-    """Both kinds are what a cluster takes, and the pods get the arguments that the command line says."""
+    """A cluster accepts both kinds of job, and the pods get the arguments of the command line."""
     script = f"recipes/{preset.parent.name}.py"
     run = ["--config", str(preset.relative_to(ROOT)), *FLAGS.get(preset.parent.name, []), *FLAGS.get(preset.stem, [])]
     for kind in KINDS:
@@ -66,7 +66,7 @@ def test_every_preset(preset):
 
 
 def test_pods_get_the_resolved_arguments(tmp_path):
-    """The file in the ConfigMap says what preset and flags say; what is written goes to the volume."""
+    """The file in the ConfigMap agrees with preset and flags; runs write to the volume."""
     run = [*LAPTOP, "--learning_rate", "1e-4", "--no_document_mask"]
     data = of_kind(documents("trainjob", *CPUS, FULL, *run), "ConfigMap")["data"]
     args_class = recipe.load(run[0]).Args
@@ -84,7 +84,7 @@ def test_the_same_input_gives_the_same_output(kind):
 
 
 def test_files_of_another_content_have_another_name():
-    """So pods that restart keep the files that they were rendered with."""
+    """Restarted pods keep their files, because files with other content have another name."""
     one, same, other = (
         of_kind(documents("pytorchjob", *CPUS, FULL, *LAPTOP, "--seed", seed), "ConfigMap") for seed in ("1", "1", "2")
     )
@@ -142,7 +142,7 @@ def test_refused(case):
 
 @pytest.mark.parametrize("kind, room", [("pytorchjob", 54), ("trainjob", 48)])
 def test_longest_names(kind, room):
-    """Of a job on two nodes: `-worker-0` or `-node-0-1-abcde` are appended."""
+    """Names leave room for `-worker-0` or `-node-0-1-abcde`, which a job on two nodes appends."""
     found = documents(kind, *CPUS, "--name", "x" * room, FULL, *LAPTOP)
     assert problems(found) == []
     with pytest.raises(ConfigError, match=f"has {room + 1} characters; there is room for {room}"):
@@ -154,7 +154,7 @@ def test_longest_names(kind, room):
 
 
 def change(document: dict, path: str, value: object) -> None:
-    """The value at a path of keys and indices, or what a function makes of what is around it; None removes it."""
+    """Set the value at a path of keys and indices, or call a function with its container; None removes the value."""
     *keys, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in keys:
         document = document[key]
@@ -214,7 +214,7 @@ def rendered() -> dict[str, list[dict]]:
 
 @pytest.mark.parametrize("kind, path", [(kind, path) for kind, paths in BROKEN.items() for path in paths])
 def test_broken_manifests_are_found(rendered, kind, path):
-    """The checks that all that is rendered passes see each of these, and name the field."""
+    """The checks that rendered jobs pass find each of these faults, and name the field."""
     value, expected = BROKEN[kind][path]
     manifest = copy.deepcopy(rendered["pytorchjob" if kind == "PyTorchJob" else "trainjob"])
     change(of_kind(manifest, kind), path, value)
@@ -271,13 +271,13 @@ def test_all_flags():
         assert manifest.count("karpenter.sh/do-not-disrupt: 'true'") == (3 if kind == "pytorchjob" else 2)
         assert "Not checked: whether model 'google/flan-t5-base', dataset 'a/b' (en-fr) is on" in said
     assert of_kind(found, "TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
-    # Each restart of the run is one of each of the 4 pods; the operator adds them up.
+    # A restart of the run restarts each of the 4 pods; the operator sums these restarts.
     job = of_kind(documents("pytorchjob", *job, FULL, *LAPTOP, *FLAGS["laptop"]), "PyTorchJob")
     assert job["spec"]["runPolicy"]["backoffLimit"] == 13
 
 
 def test_flags_in_a_file(tmp_path):
-    """A site's own; and a flag wins over it."""
+    """A site can keep its flags in a file; a flag on the command line overrides it."""
     file = tmp_path / "site.yaml"
     file.write_text(f"image: {IMAGE}\ncheckpoints_pvc: fsx-claim\nnodes: 4\ngpus_per_node: 8\ntoleration: [a, b=c]\n")
     run = [FULL, *LAPTOP, *FLAGS["laptop"]]
@@ -290,7 +290,7 @@ def test_flags_in_a_file(tmp_path):
 
 
 def test_grace_period(monkeypatch, tmp_path):
-    """Where the volume can be seen, time for two saves as long as the longest, and two minutes."""
+    """If the volume is visible, the grace period is twice the longest save plus two minutes."""
     monkeypatch.setattr(kubernetes, "CHECKPOINTS", str(tmp_path))
 
     def grace() -> tuple[int, str]:
@@ -305,7 +305,7 @@ def test_grace_period(monkeypatch, tmp_path):
 
 
 def test_what_only_the_cluster_knows_is_left_to_the_run():
-    """A checkpoint to go on from, models of the Hub, files on the volumes; a file of the image must be here."""
+    """The checkpoint to resume, models of the Hub and files on volumes are not checked; a file of the image must be here."""
     run = ["recipes/chess.py", "--total_batch_size", "32", "--resume_from_checkpoint", "/checkpoints/old/checkpoint-7"]
     render(
         "pytorchjob",
@@ -318,7 +318,7 @@ def test_what_only_the_cluster_knows_is_left_to_the_run():
 
 
 def test_no_token_in_the_output(tmp_path):
-    """On the command line: the manifest alone on stdout, what is said on stderr, and the token in neither."""
+    """The command prints only the manifest on stdout and messages on stderr; the token is in neither."""
     token = "hf_" + "secret" * 5
     command = [sys.executable, "-m", "accelerate_recipes", "k8s", "trainjob", *GPUS, "--token-secret", "hf-token", FULL]
     done = subprocess.run(
@@ -340,7 +340,7 @@ def test_no_token_in_the_output(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden(kind):
-    """The jobs as text, in tests/golden/: whoever changes one sees all of it. The resolved arguments are tested above."""
+    """The jobs equal the texts in tests/golden/, so that a change shows in full. Resolved arguments are tested above."""
     job = [*GPUS, "--instance-type", "p4d.24xlarge", "--token-secret", "hf-token", "--queue", "gpus"]
     manifest, _ = render(kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", *LAPTOP, *FLAGS["laptop"]])
     text = re.sub(r"chess-[0-9a-f]{10}", "chess-0123456789", manifest.partition("---\n")[2])

@@ -1,4 +1,4 @@
-"""The command of a rendered job, run as the operators would: two pods of two processes, deleted, restarted, resumed."""
+"""Tests that run a rendered job as the operators would: two pods of two processes, deleted, restarted, resumed."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def at_the_root(monkeypatch):
 
 @pytest.fixture(scope="module")
 def toy_losses(forks, tmp_path_factory) -> dict[int, float]:
-    """Of four processes on one machine, undisturbed and without Kubernetes."""
+    """Losses of the toy on four processes of one machine, undisturbed and without Kubernetes."""
     out = tmp_path_factory.mktemp("toy") / "out"
     assert forks.run(out, *TOY[1:], num_processes=4) == 0, out.with_suffix(".log").read_text()[-3000:]
     return losses(out)
@@ -38,7 +38,7 @@ def last_step(out: Path) -> int:
 
 
 def assert_undisturbed(pods: Pods, expected: dict[int, float]) -> None:
-    """Every step once, with the losses of a run that nothing happened to."""
+    """Assert that every step comes once, with the losses of an undisturbed run."""
     steps = [record["step"] for record in read_metrics(pods.out) if "loss" in record]
     assert steps == sorted(set(steps)) == sorted(expected), pods.tail()
     assert losses(pods.out) == pytest.approx(expected, rel=1e-5, abs=0)
@@ -56,7 +56,7 @@ def status(pods: Pods) -> dict:
 
 @pytest.mark.parametrize("command, code", [("kill -TERM $PPID", 75), ("touch {out}/stop", 0)], ids=["signal", "file"])
 def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
-    """Kubernetes starts it again, unless a person stopped it."""
+    """A stopped run ends with a code after which Kubernetes restarts it, unless a person stopped it."""
     out = tmp_path / "out"
     fault = {"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "command": command.format(out=out)}
     assert forks.run(out, TOY_FAULT=json.dumps(fault), STOPPED_EXIT_CODE="75") == code
@@ -66,7 +66,7 @@ def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):
-    """All pods save, and end as failed, so that they are restarted; they go on from that step."""
+    """All pods save and end as failed, so that they are restarted; they continue from that step."""
     with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 4)
         assert pods.delete(node) < pods.grace
@@ -81,7 +81,7 @@ def test_a_pod_is_deleted(toy_losses, tmp_path, node):
 
 @pytest.fixture(scope="module")
 def chess_losses(tmp_path_factory) -> dict[int, float]:
-    """Of four processes on one machine, without Kubernetes."""
+    """Losses of the chess recipe on four processes of one machine, without Kubernetes."""
     tmp_path = tmp_path_factory.mktemp("chess")
     args = [*CHESS[1:], "--output_dir", tmp_path / "out", "--data_cache_dir", tmp_path / "cache"]
     launch_ok(tmp_path, "fsdp_full", ROOT / CHESS[0], *args, flags=("--num_processes", "4"))
@@ -100,8 +100,8 @@ def test_chess(chess_losses, tmp_path, kind):
 
 
 def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
-    """The first save at this step takes so much longer, just before it is complete. A file says that it has come to that."""
-    # The launcher signals all that its processes have started too.
+    """Delay the first save at this step by some seconds, just before it is complete; a file says when this begins."""
+    # The launcher also signals everything that its processes have started.
     command = f"[ -e {tmp_path}/saving ] || {{ trap '' TERM; touch {tmp_path}/saving; exec sleep {seconds}; }}"
     fault = {"rank": 0, "event": "open", "path": f"checkpoint-{step}.partial/complete.json", "count": 1}
     return {"TOY_FAULT": json.dumps(fault | {"command": command})}
@@ -109,7 +109,7 @@ def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
-    """Longer than the 30 s that the launcher would leave its processes by itself: the grace period is what counts."""
+    """The save takes longer than the launcher's default of 30 s, but the grace period counts."""
     job = [*JOB, "--grace-seconds", "75"]
     with Pods("trainjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 3, 40)) as pods:
         pods.wait_until((tmp_path / "saving").exists)
@@ -123,7 +123,7 @@ def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
 
 @pytest.mark.slow
 def test_the_grace_period_is_too_short(toy_losses, tmp_path):
-    """For the second save: the first is used. The pod that is left notices that the others are gone."""
+    """If the time is too short for the second save, the first one is used; the other pod notices the loss."""
     job = [*JOB, "--grace-seconds", "30"]
     with Pods("pytorchjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 6, 25)) as pods:
         pods.wait_until((tmp_path / "saving").exists)
@@ -138,7 +138,7 @@ def test_the_grace_period_is_too_short(toy_losses, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_is_lost(toy_losses, tmp_path, node):
-    """Without a signal: the pod that is left ends by itself, and both go on from the newest checkpoint."""
+    """Without a signal the surviving pod ends by itself, and both continue from the newest checkpoint."""
     with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 5)
         pods.kill(node)
@@ -151,7 +151,7 @@ def test_a_node_is_lost(toy_losses, tmp_path, node):
 
 @pytest.mark.slow
 def test_a_person_stops_it(tmp_path):
-    """A file `stop` ends the job: nothing is restarted."""
+    """A file `stop` ends the job, and nothing is restarted."""
     with Pods("trainjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 4)
         (pods.out / "stop").touch()

@@ -1,4 +1,4 @@
-"""Who may import whom, and what a recipe is."""
+"""Tests of the layout: which module may import which, and what a recipe is."""
 
 import ast
 import graphlib
@@ -17,7 +17,7 @@ from accelerate_recipes import recipe
 PACKAGE = ROOT / "src/accelerate_recipes"
 LIBRARY = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-# What a folder, or a module beside them, may import of ours. A module that is not here may import any.
+# Our modules and folders that a folder, or a flat module, may import. A module that is not listed may import any.
 MAY_IMPORT = {
     "args": set(),
     "disk": set(),
@@ -46,12 +46,12 @@ def dotted(path) -> str:
 
 
 def room(module: str) -> str:
-    """The folder of a module, or the module itself where it lies beside the folders."""
+    """Return the folder of a module, or the module itself if it is flat."""
     return module.split(".")[0]
 
 
 def imports(path) -> set[str]:
-    """Modules of ours that a file imports, also inside a function, such as `data.rows`; and `recipes`."""
+    """List our modules that a file imports, such as `data.rows`, also inside functions; and `recipes`."""
     modules, found = {dotted(path) for path in LIBRARY}, set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accelerate_recipes":
@@ -73,7 +73,7 @@ def test_library(path):
 
 
 def test_no_circles():
-    """Neither among modules nor among folders."""
+    """There are no import cycles, neither among modules nor among folders."""
     modules = {dotted(path): imports(path) for path in LIBRARY}
     rooms = {room(name): set() for name in modules}
     for name, imported in modules.items():
@@ -97,7 +97,7 @@ def test_every_module_has_its_place_on_the_page():
 
 @pytest.mark.parametrize("path", [*LIBRARY, *RECIPES], ids=lambda path: path.stem)
 def test_no_import_is_shadowed(path):
-    """No parameter or variable has the name of something of ours that the file imports."""
+    """No parameter or variable has the name of something that the file imports from our library."""
     tree = ast.parse(path.read_text())
     ours = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and room(n.module or "") == "accelerate_recipes"]
     imported = {alias.asname or alias.name for node in ours for alias in node.names}
@@ -110,7 +110,7 @@ def test_no_import_is_shadowed(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe(path):
-    """Does nothing at import, defines what a recipe defines, and imports no other."""
+    """A recipe does nothing at import, defines what a recipe must define, and imports no other recipe."""
     module = recipe.load(path)
     assert issubclass(module.Args, recipe.TrainArgs)
     assert isinstance(module.requirements(module.Args()), recipe.Requirements)
@@ -119,7 +119,7 @@ def test_recipe(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
-    """Before anything else it agrees on the checkpoint, which verifies it and makes the output directory its own."""
+    """A recipe begins with `start`, which agrees on the checkpoint, verifies it, and takes the output directory."""
     main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
     assert ast.unparse(main.body[0]) == "run = start(args)"
 
@@ -129,7 +129,7 @@ MOST_LINES = {"template": 60, "t5": 200, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:
-    """Numbers of the lines that are neither blank nor of comments or docstrings."""
+    """Return the numbers of the lines that are neither blank nor part of comments or docstrings."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
     strings = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
@@ -150,7 +150,7 @@ def test_sizes(path):
 
 
 # Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.
-# Of c4, data may change place: what was read is compared by content.
+# The data of c4 may move: they are compared by content.
 MAY_CHANGE = {
     "attn_implementation", "data_cache_dir", "dropout_rate", "whole_logits", "pretokenize",
     "dataset_name", "dataset_revision", "dataset_files", "train_files",
@@ -177,7 +177,7 @@ def test_what_a_resumed_run_may_change(path):
 
 
 def test_another_default_leaves_an_argument_fixed():
-    """In a class that derives from a recipe's arguments."""
+    """A class that derives from a recipe's arguments may change a default, but the argument stays fixed."""
 
     @dataclass
     class Games(recipe.load(ROOT / "recipes/chess.py").Args):
@@ -189,7 +189,7 @@ def test_another_default_leaves_an_argument_fixed():
 
 
 def test_python_chess_is_found_beside_a_recipe_of_its_name():
-    """As when recipes/chess.py is the script: its folder comes first on the path."""
+    """python-chess is found even when recipes/chess.py is the script, whose folder comes first on the path."""
     code = "from accelerate_recipes.games import rules; print(rules.chess.Board().fen())"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); {code}"],
@@ -199,7 +199,7 @@ def test_python_chess_is_found_beside_a_recipe_of_its_name():
 
 
 def test_presets_are_valid():
-    """Every preset parses, and says first with which command."""
+    """Every preset parses, and its first line is its command."""
     from accelerate_recipes.args import parse
 
     for path in sorted((ROOT / "recipes/configs").glob("*/*.yaml")):
@@ -209,7 +209,7 @@ def test_presets_are_valid():
         assert first.startswith("# accelerate launch") and first.endswith(str(path.relative_to(ROOT)))
 
 
-# A text that begins so continues a name that the reader does not see in --help, in a hover, or in grep.
+# A text that begins with one of these continues a name that the reader does not see in --help, in a hover, or in grep.
 FRAGMENT = re.compile(
     "(As|Before|By|For|How|In|Instead|Its|Of|That|The same|Their|Those|To|What|Where|Whether|Which|Why)[ ,:]"
 )
@@ -217,7 +217,7 @@ FRAGMENT = re.compile(
 
 @pytest.mark.parametrize("path", [*LIBRARY, *RECIPES], ids=lambda path: path.stem)
 def test_docstrings_stand_alone(path):
-    """Each begins with a verb or a noun phrase."""
+    """Each docstring begins with a verb or a noun phrase."""
     documented = ast.FunctionDef | ast.ClassDef | ast.Module
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented)]
     found = [text for node in nodes if (text := ast.get_docstring(node)) and FRAGMENT.match(text)]
@@ -226,7 +226,7 @@ def test_docstrings_stand_alone(path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_help_texts_stand_alone(path):
-    """Those of our own fields; trl's are trl's."""
+    """The help texts of our own fields stand alone; those of trl's fields are not ours."""
     ours = [c for c in recipe.load(path).Args.__mro__ if c.__module__.startswith(("accelerate_recipes", "recipe_"))]
     texts = {
         name: field.metadata.get("help", "")

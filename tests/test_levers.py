@@ -1,4 +1,4 @@
-"""Each lever does what it says, and nothing to the arithmetic that it does not say. Two ranks, forked."""
+"""Tests that each lever does what it says, and changes nothing else in the arithmetic. Two forked ranks."""
 
 import json
 import shutil
@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 KAHAN = ("--optim", "adamw_bf16_kahan")
-# Of losses where something is kept in 8 bits: the last bits of a gradient, in which ranks differ, change how it is
-# rounded, by a 256th; an update's share of the loss is far smaller.
+# Tolerance of losses where something is kept in 8 bits: ranks differ in the last bits of a gradient, which changes its
+# rounding by 1/256; the effect of an update on the loss is far smaller.
 BF16 = 1e-3
 SCRIPT = CHILDREN / "toy.py"
 
 
 @pytest.fixture(scope="module")
 def levers(forks, tmp_path_factory):
-    """What tests/children/levers.py found, and its log; each run once."""
+    """Results and logs of tests/children/levers.py; each command runs once."""
     done = {}
 
     def result(*args: object, config: str = "fsdp_full", **env: str) -> tuple[dict, str]:
@@ -39,7 +39,7 @@ def levers(forks, tmp_path_factory):
 @pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
 @pytest.mark.parametrize("n, calls", [(1, [2, 2, 2]), (2, [2, 1, 2])])
 def test_each_nth_layer_is_recomputed(levers, config, n, calls):
-    """A layer that is recomputed is called twice a step. Losses are those of a run that recomputes nothing, bit for bit."""
+    """A recomputed layer is called twice a step; losses are those of a run without recomputation, bit for bit."""
     plain, log = levers(config=config)
     assert plain["calls"] == [1, 1, 1] and "recomputed" not in log
     found, log = levers("--checkpoint_every_n_layers", n, config=config, **RECOMPUTED)
@@ -59,7 +59,7 @@ def test_where_inputs_are_kept_on_the_cpu_the_other_layers_keep_theirs(levers):
 @pytest.mark.parametrize("dtype, name", [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
 @pytest.mark.parametrize("precision", ["no", "bf16", "pure bf16"])
 def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, config, dtype, name, precision):
-    """Whatever the layers compute in, and without touching the precision in which weights are kept."""
+    """The requested precision holds whatever the layers compute in, and does not change the precision of kept weights."""
     args = KAHAN if precision == "pure bf16" else ()
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if precision == "bf16" else {}
     found, log = levers("--reduce_dtype", dtype, *args, config=config, **env)
@@ -71,7 +71,7 @@ def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, 
 
 @pytest.fixture(scope="module")
 def whole_runs(forks, tmp_path_factory):
-    """Output directory of a whole run of the toy recipe with an optimizer: 10 steps, with all checkpoints."""
+    """Output directories of whole runs of the toy recipe with each optimizer: 10 steps, with all checkpoints."""
     done = {}
 
     def result(optim: str, config: str = "fsdp_full", num_processes: int = 2):
@@ -89,7 +89,7 @@ def run_toy(forks, out, optim: str, config: str, num_processes: int) -> None:
     flags = ["--optim", optim, "--save_total_limit", 0]
     if optim == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="not among the requirements")
-        flags += ["--hidden_size", 64]  # smaller parameters it leaves in 32 bits
+        flags += ["--hidden_size", 64]  # it leaves smaller parameters in 32 bits
     if config == "ddp" and optim == "adamw_bf16_kahan":
         flags += ["--reduce_dtype", "bf16"]
     code = forks.run(out, *flags, config=config, num_processes=num_processes)
@@ -125,7 +125,7 @@ def test_an_export_has_the_precision_that_was_trained(whole_runs, optim, dtype):
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adafactor", "adamw_8bit"])
 @pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (2, 1)])
 def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, after):
-    """From the checkpoint of step 3 in a new process: bit for bit, and on another number of ranks within rounding."""
+    """A new process resumes step 3 bit for bit, and on another number of ranks within rounding."""
     config = {1: "single", 2: "ddp" if optim == "adamw_8bit" else "fsdp_full"}
     whole, out = whole_runs(optim, config[before], before), tmp_path / "out"
     out.mkdir()

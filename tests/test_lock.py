@@ -1,4 +1,4 @@
-"""One owner of an output directory: a living one is respected, a dead one followed."""
+"""Tests of the lock of an output directory: a living owner is respected, a dead one is replaced."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def owner_of(folder) -> dict:
 
 
 def test_a_second_living_run_is_an_error(tmp_path):
-    """The first is a process of its own, with the real heartbeat."""
+    """The first run is a separate process, with the real heartbeat."""
     code = f"from accelerate_recipes.life import lock; from pathlib import Path; lock.take(Path({str(tmp_path)!r})); print(1, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         first.stdout.readline()
@@ -97,14 +97,14 @@ def test_a_run_that_left_nothing_leaves_no_folder(tmp_path):
 
 
 def dead() -> dict:
-    """An owner on this host whose process is gone."""
+    """Owner on this host whose process is gone."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
     return OTHER | {"host": socket.gethostname(), "process": process.pid}
 
 
 def test_one_of_several_takes_a_dead_owners_place(tmp_path):
-    """Forked processes, which begin each of 40 trials together."""
+    """Exactly one of several forked processes succeeds, in 40 trials that they begin together."""
     folders, takers = [tmp_path / str(i) for i in range(40)], 4
     for folder in folders:
         folder.mkdir()
@@ -132,7 +132,7 @@ def test_one_of_several_takes_a_dead_owners_place(tmp_path):
 
 @pytest.mark.parametrize("content", [json.dumps(OTHER), ""], ids=["whole", "not yet written"])
 def test_who_looked_too_early_does_not_remove_a_newer_lock(tmp_path, monkeypatch, content):
-    """Between the look of one taker and its removal of the dead owner's lock, another takes it."""
+    """Another process takes the lock after this one has looked, but before it removes the dead owner's lock."""
     file, faster = tmp_path / "lock.json", OTHER | {"host": "faster", "run": "faster"}
     file.write_text(content)
     os.utime(file, (0, 0))

@@ -1,4 +1,4 @@
-"""The loss without logits is the loss: on one process, sharded, in bf16, compiled. And prefetching changes none."""
+"""Tests that the loss without logits equals the loss: on one process, sharded, in bf16, compiled; also with prefetching."""
 
 import json
 
@@ -45,7 +45,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.fixture(params=["of torch", "of our own"])
 def implementation(request, monkeypatch):
-    """The chunked loss that torch has since 2.13, and the one for a torch without."""
+    """Both chunked losses: torch's own, since 2.13, and ours for an older torch."""
     if request.param == "of our own":
         monkeypatch.delattr(F, "linear_cross_entropy")
     return request.param
@@ -64,7 +64,7 @@ def test_loss_and_gradients(implementation, tied):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_bf16(implementation, autocast):
-    """As near to fp32 as the logits are. torch's own sum over the tokens would be 1 % off."""
+    """The loss in bf16 is as near to fp32 as the logits are; torch's own sum over the tokens would be 1 % off."""
     wanted, wanted_gradients = loss_and_gradients(next_token_loss, make_model())
     model = make_model() if autocast else make_model().bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -78,7 +78,7 @@ def test_in_bf16(implementation, autocast):
 
 
 def test_no_logits_are_made(implementation, monkeypatch):
-    """Of all tokens at once; and afterwards the model gives logits again, also after an error."""
+    """Logits of all tokens never exist at once; afterwards the model gives logits again, even after an error."""
     model, batch = make_model(), make_batch()
     largest = 0
 
@@ -101,7 +101,7 @@ def test_no_logits_are_made(implementation, monkeypatch):
 
 @pytest.mark.parametrize("loss_fn", [next_token_loss, next_token_loss_without_logits])
 def test_experts_are_balanced_as_transformers_does_it(loss_fn):
-    """While training; the loss of an evaluation is the text's alone."""
+    """Experts are balanced only in training; the loss of an evaluation is that of the text alone."""
     config = MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5, initializer_range=0.2,
@@ -126,7 +126,7 @@ SCRIPT = CHILDREN / "losses.py"
 
 @pytest.fixture(scope="module")
 def run_child(forks, tmp_path_factory):
-    """Result of tests/children/losses.py, run once for all tests that look at it."""
+    """Run tests/children/losses.py once for all tests that use its result."""
     done: dict[tuple, dict] = {}
 
     def result(config: str, *flags: str) -> dict:
@@ -134,7 +134,7 @@ def run_child(forks, tmp_path_factory):
             tmp_path = tmp_path_factory.mktemp("losses")
             out = tmp_path / "out"
             sequences = ("--per_device_train_batch_size", 4 if config == "single" else 2)
-            if "inductor" in flags:  # whose workers do not outlive a fork
+            if "inductor" in flags:  # inductor's workers do not survive a fork
                 launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *sequences, flags=flags)
             else:
                 code = forks.run(out, *sequences, config=config, flags=flags)
@@ -150,7 +150,7 @@ SHARDED = ("fsdp_full", "--fsdp_activation_checkpointing", "true")
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral"])
 def test_sharded(run_child, name):
-    """Where FSDP2 gathers the output layer: loss, gradients, three steps, and then text, as on one process."""
+    """With FSDP2, loss, gradients, three steps and generated text are those of one process."""
     alone, found = run_child("single")["models"][name], run_child(*SHARDED)["models"][name]
     assert run_child(*SHARDED)["world_size"] == 2
     for result in (alone, found):
@@ -163,7 +163,7 @@ def test_sharded(run_child, name):
 
 
 def test_prefetching(run_child):
-    """Two layers ahead, in the order in which they are needed, and to the same losses, bit for bit."""
+    """Two layers are gathered ahead, in the order of their use, with the same losses bit for bit."""
     for name, found in run_child(*SHARDED)["models"].items():
         first = 1  # of the four layers; before them the embedding, and tied also the output layer
         layers = range(first, first + 4)
@@ -184,7 +184,7 @@ def test_sharded_in_bf16(run_child):
 
 @pytest.mark.long
 def test_compiled(run_child):
-    """Layer by layer, as the YAML's dynamo_config has it."""
+    """Compiled layer by layer, as by the YAML's dynamo_config, the loss is the same."""
     flags = ("--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
     wanted = run_child("single")["models"]
     for name, found in run_child("fsdp_full", *flags)["models"].items():

@@ -1,4 +1,4 @@
-"""Formulas and the log line, by hand."""
+"""Tests of formulas and of the log line, against values worked out by hand."""
 
 import json
 import re
@@ -19,7 +19,7 @@ LLAMA_7B = LlamaConfig(
 
 
 def test_flops_per_token():
-    """6 N + 12 L H Q T: of 6,738,415,616 parameters 131,072,000 are the input embedding."""
+    """The formula is 6 N + 12 L H Q T; of 6,738,415,616 parameters 131,072,000 are the input embedding."""
     found = metrics.decoder_flops(LLAMA_7B, 6_738_415_616, attended_length=4096)
     assert found == 6 * (6_738_415_616 - 131_072_000) + 12 * 32 * 4096 * 4096
     tied = LlamaConfig(**(LLAMA_7B.to_dict() | {"tie_word_embeddings": True}))
@@ -68,7 +68,7 @@ def test_peak_memory_of_a_cpu(monkeypatch):
 
 
 def test_log_line_and_record(tmp_path, capsys, monkeypatch):
-    """The line's beginning is what job controllers look for; the file has the same values."""
+    """Job controllers look for the line's beginning; the file has the same values."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e9)
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4))
     log.restore(None)
@@ -101,7 +101,7 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
 
 
 def test_a_step_has_its_evaluation_or_not(tmp_path):
-    """By which a run that was stopped between the two knows what is left to do."""
+    """The log knows whether a step has its evaluation, so a run stopped between the two knows what is left to do."""
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops=None)
     window = metrics.Window()
     window.add(torch.tensor(2.0), torch.tensor(1), samples=1, seconds=1, data_seconds=0)

@@ -1,4 +1,4 @@
-"""The metrics of recipes/metrics that compare texts, against values worked out by hand."""
+"""Tests of the metrics in recipes/metrics that compare texts, against values worked out by hand."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_exact_match():
 
 
 def test_rouge():
-    """rouge1: 3 of 4 words, of 5: F1 = 2 x 3 / 9. rouge2: "a b" alone, of 3 and 4. rougeL: a b d."""
+    """rouge1: 3 words match of 4 and of 5, F1 = 2 x 3 / 9. rouge2: only "a b" matches, of 3 and of 4. rougeL: a b d."""
     found = compute("rouge", predictions=["a b d x"], references=[["a b c d e"]])
     assert found["rouge1"] == pytest.approx(100 * 6 / 9)
     assert found["rouge2"] == pytest.approx(100 * 2 / 7)
@@ -41,7 +41,7 @@ def test_rouge():
 
 
 def test_bleu():
-    """6 words against 7: of 6, 5, 4, 3 n-grams 6, 4, 2, 1 are right; the penalty is exp(1 - 7/6)."""
+    """For 6 words against 7, of 6, 5, 4, 3 n-grams 6, 4, 2, 1 are right; the penalty is exp(1 - 7/6)."""
     found = compute("bleu", predictions=["a b c d f g"], references=[["a b c d e f g"]])
     precision = (6 / 6 * 4 / 5 * 2 / 4 * 1 / 3) ** 0.25
     assert found["bleu"] == pytest.approx(100 * math.exp(1 - 7 / 6) * precision)
@@ -53,7 +53,7 @@ def test_bleu():
 
 
 def test_chrf():
-    """abc against abd: 2 of 3 letters, 1 of 2 pairs, 0 of 1 triple; longer ones do not exist. F2 of equals is them."""
+    """abc against abd has 2 of 3 letters, 1 of 2 pairs, 0 of 1 triple, and nothing longer; F2 of equal values is that value."""
     found = compute("chrf", predictions=["abc"], references=[["abd"]])
     assert found["chrf"] == pytest.approx(100 * (2 / 3 + 1 / 2 + 0) / 3)
     # Recall counts twice: ab against abab has precision 1, 1 and recall 2/4, 1/3.
@@ -63,7 +63,7 @@ def test_chrf():
 
 
 def test_gleu():
-    """What of the source should have gone and stayed counts against the prediction."""
+    """Words of the source that should have been removed, but stayed, count against the prediction."""
     # Copied, with "e" for "f": of 5, 4, 3, 2 n-grams 4, 3, 2, 1 are right, and one of each order should have gone.
     copied = compute("gleu", predictions=["a b c d e"], references=[["a b c d f"]], sources=["a b c d e"])
     assert copied["gleu"] == 0  # 3, 2, 1, 0
@@ -72,7 +72,7 @@ def test_gleu():
     columns = {"references": [[reference]], "sources": [source]}
     precision = ((11 - 1) / 12 * (9 - 2) / 11 * (7 - 3) / 10 * (5 - 4) / 9) ** 0.25
     assert compute("gleu", predictions=[source], **columns)["gleu"] == pytest.approx(100 * precision)
-    # Another word that is wrong as well, but not the source's, is only not right: no penalty.
+    # Another wrong word that is not in the source has no extra penalty.
     precision = (11 / 12 * 9 / 11 * 7 / 10 * 5 / 9) ** 0.25
     found = compute("gleu", predictions=["a b c d x g h i j k l m"], **columns)
     assert found["gleu"] == pytest.approx(100 * precision)

@@ -1,4 +1,4 @@
-"""New models: their sizes, and what no model can be made of."""
+"""Tests of new models: their sizes, and sizes from which no model can be made."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from accelerate_recipes.models import (
 )
 
 PRESETS = ROOT / "recipes/configs/c4"
-# As published with the models' weights.
+# Numbers of parameters as published with the models' weights.
 PARAMETERS = {
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
@@ -47,7 +47,7 @@ def test_published_models(name):
 
 
 def test_llama3_stretches_its_rotary_waves():
-    """Long ones by the factor, short ones not at all. Source: the config.json of Llama 3.1 and 3.2."""
+    """Long waves are stretched by the factor, short ones not at all. Source: the config.json of Llama 3.1 and 3.2."""
     for name, factor in (("llama3_1_8b", 8.0), ("llama3_2_1b", 32.0)):
         assert new_config(parsed("--config", str(PRESETS / f"{name}.yaml"))).rope_parameters == {
             "rope_type": "llama3",
@@ -97,7 +97,7 @@ def test_a_vocabulary_that_does_not_fit():
 
 
 def test_a_new_t5_depends_on_the_seed_alone():
-    """Not on what was drawn since it was set, which ranks may differ in."""
+    """A new T5 does not depend on numbers drawn since the seed was set, in which ranks may differ."""
     sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     torch.manual_seed(3)
     first = new_t5("sdpa", torch.float32, **sizes)

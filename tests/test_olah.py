@@ -1,6 +1,6 @@
-"""The same download against a Hub server that others wrote: olah, from PyPI, in an environment of its own.
+"""Tests of a download from a Hub server that others wrote: olah, from PyPI, in its own environment.
 
-`make test-hub` installs it and runs this; elsewhere it is skipped.
+`make test-hub` installs olah and runs this; otherwise the test is skipped.
 """
 
 import socket
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def url(tmp_path):
-    """Of a server of plain git repositories."""
+    """URL of a server of plain git repositories."""
     repositories = {
         "models/tiny/llama": tiny_model(tmp_path / "model"),
         "datasets/tiny/games": {"data/chess_game_0001.parquet": (ROOT / "data/chess/games_20k.parquet").read_bytes()},

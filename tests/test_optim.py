@@ -1,4 +1,4 @@
-"""Optimizers in one process, where each has a reference; and the schedule. On several ranks: tests/test_levers.py."""
+"""Tests of optimizers against references, in one process, and of the schedule. tests/test_levers.py uses several ranks."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def build(model: nn.Module, optim: str, **values) -> torch.optim.Optimizer:
 
 
 def follow(optimizer: torch.optim.Optimizer, model: nn.Module, gradients: list[list[torch.Tensor]]) -> None:
-    """One step with each of the lists of gradients, one gradient a parameter."""
+    """Take one step with each list of gradients, which has one gradient for each parameter."""
     for step in gradients:
         for parameter, gradient in zip(model.parameters(), step, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
@@ -31,7 +31,7 @@ def follow(optimizer: torch.optim.Optimizer, model: nn.Module, gradients: list[l
 
 
 def test_kahan_keeps_what_bf16_loses():
-    """400 steps of 1e-4 from 1: alone, each is less than half of the distance to the next number in bf16."""
+    """Each of 400 steps of 1e-4 from 1 is less than half of the distance to the next number in bf16."""
     moved = {}
     for name, optim in (("fp32", "adamw_torch_fused"), ("plain", "adamw_torch_fused"), ("kahan", "adamw_bf16_kahan")):
         model = nn.ParameterList([torch.ones(3)])
@@ -44,7 +44,7 @@ def test_kahan_keeps_what_bf16_loses():
 
 
 def test_kahan_is_adamw():
-    """With weight decay, on gradients of which most is noise: the way from the start differs by less than 2 %."""
+    """With weight decay and mostly noisy gradients, the distance from the start differs by less than 2 %."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(50, 40, generator=generator).bfloat16().float() / 16
     trend = torch.randn(50, 40, generator=generator)
@@ -60,12 +60,12 @@ def test_kahan_is_adamw():
 
 
 def test_adafactor_is_that_of_transformers():
-    """As `TrainingArguments(optim="adafactor")` sets it up; vectors, matrices and stacks of matrices."""
+    """Results equal transformers' with `TrainingArguments(optim="adafactor")`: vectors, matrices, stacks of matrices."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(7,), (5, 3), (2, 5, 3)]
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) * 10**i for shape in shapes] for i in (0, -3, 1, 0, -6)]
-    gradients[0][1][1] = gradients[2][1][0] = 0.0  # as of a word that no batch had
+    gradients[0][1][1] = gradients[2][1][0] = 0.0  # like that of a word which was in no batch
     ours, theirs = (nn.ParameterList([p.clone() for p in start]) for _ in range(2))
     follow(build(ours, "adafactor", learning_rate=1e-2, weight_decay=0.5), ours, gradients)
     groups = [{"params": theirs[1:], "weight_decay": 0.5}, {"params": theirs[:1]}]
@@ -87,7 +87,7 @@ def test_norms_and_biases_do_not_decay(optim):
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_bytes_of_a_parameter_are_those_of_the_page(optim):
-    """Weight, gradient and state of a matrix, as docs/levers.md has them."""
+    """Weight, gradient and state of a matrix have the bytes that docs/levers.md states."""
     if optim == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="not among the requirements")
     model = nn.ParameterList([torch.randn(256, 256)])
@@ -106,7 +106,7 @@ def test_8_bit_needs_a_package(monkeypatch):
 
 
 def rates(**values) -> list[float]:
-    """Learning rate of each step, and of those after the last."""
+    """Return the learning rate of each step, and of steps after the last."""
     args = TrainArgs(learning_rate=0.5, **values)
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)]}], lr=args.learning_rate)
     scheduler = make_scheduler(optimizer, args, STEPS)
@@ -137,7 +137,7 @@ def test_linear_to_a_minimum():
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant_with_warmup"])
 @pytest.mark.parametrize("warmup_steps", [0, 3, 0.5])
 def test_the_schedules_are_those_of_transformers(shape, warmup_steps):
-    """To the last bit, as far as they are defined: behind the last step its cosine rises again."""
+    """The schedules agree to the last bit where both are defined: after the last step, transformers' cosine rises again."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     warmup = num_warmup_steps(TrainArgs(warmup_steps=warmup_steps), STEPS)
     (reference,) = get_scheduler(shape, optimizer, warmup, STEPS).lr_lambdas

@@ -1,4 +1,4 @@
-"""No process outlives the one that it works for."""
+"""Tests that no process outlives the one that it works for."""
 
 import contextlib
 import itertools
@@ -17,12 +17,12 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import StepOrder, make_train_loader
 from accelerate_recipes.life import parent
 
-# Starts the command of its arguments, as a launcher does, in a session of its own or not.
+# Starts the command in its arguments, as a launcher does, in a new session or not.
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, "-u", *sys.argv[2:]], start_new_session=sys.argv[1] == "torch").wait()
 """
-# Says its id, imports until told to go on, then waits at a rendezvous, and forks; or trains, and saves when told to end.
+# Prints its id and imports until told to continue; then it waits at a rendezvous, and forks; or trains, and saves when told.
 PROCESS = """
 import os, signal, sys, time
 from accelerate_recipes.life import parent
@@ -70,7 +70,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("launcher", MARKS)
 @pytest.mark.parametrize("phase", ["importing", "rendezvous", "training"])
 def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
-    """Before this process asked for the signal, after, and when there is something to save."""
+    """The launcher is killed before the process asked for the signal, after, and when there is something to save."""
     go_on = tmp_path / "go_on"
     command = [sys.executable, "-c", LAUNCHER, launcher, script, phase, go_on]
     env = os.environ | MARKS[launcher]
@@ -95,7 +95,7 @@ def test_the_launcher_is_killed(script, tmp_path, launcher, phase):
 
 OTHER_STARTS = {
     "by hand": ([], {}),
-    # The run's own command line is in the environment, so that bash's does not end with it.
+    # The environment holds the run's command line, so that bash's own command line does not end with it.
     "by a scheduler, with a precision exported": (["bash", "-c", "setsid $RUN; exit"], {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     "by a program that is no launcher": ([sys.executable, "-c", LAUNCHER, "alike"], {}),
     "by a launcher with another command line": (
@@ -111,7 +111,7 @@ OTHER_STARTS = {
 
 @pytest.mark.parametrize("command, env", OTHER_STARTS.values(), ids=OTHER_STARTS)
 def test_others_are_left_alone(script, command, env):
-    """Who was not started by a launcher, or not by one whose command line is known, is no orphan."""
+    """A process without a launcher, or with one whose command line is unknown, is not treated as an orphan."""
     if "Popen(sys.argv[1:]" in str(command):
         command = [*command, sys.executable]
     arguments = [script] if env == MARKS["torch"] else [script, "rendezvous", "x"]
@@ -128,8 +128,8 @@ def test_others_are_left_alone(script, command, env):
 
 
 def test_a_process_that_is_forked_while_its_own_dies(monkeypatch):
-    """Too late for the kernel's signal: it sees that another process has adopted it."""
-    monkeypatch.setattr(parent, "_process", 1)  # which did not fork this one
+    """It is too late for the kernel's signal, but the process sees that another one has adopted it."""
+    monkeypatch.setattr(parent, "_process", 1)  # process 1 did not fork this one
     monkeypatch.setattr(parent, "ask_kernel", lambda number: None)
     monkeypatch.setattr(os, "getppid", lambda: 4711)
     with pytest.raises(ZeroDivisionError):
@@ -138,7 +138,7 @@ def test_a_process_that_is_forked_while_its_own_dies(monkeypatch):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Each worker's fourth takes for ever."""
+    """Rows of which each worker's fourth takes for ever."""
 
     seen = 0
 
@@ -156,10 +156,10 @@ ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
 
 
 def first_rows(connection) -> None:
-    """In a process of its own: sends its workers' ids, and its rows, the last four after SIGTERM to all workers."""
+    """Send, from a new process, the ids of its workers, and its rows, the last four after SIGTERM to all workers."""
     parent.follow_launcher()
     batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
-    rows = [next(batches).item() for _ in range(2)]  # from both workers: no signal meets one that has just started
+    rows = [next(batches).item() for _ in range(2)]  # one from each worker, so that both have started before the signal
     workers = [process.pid for process in multiprocessing.active_children()]
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
@@ -170,7 +170,7 @@ def first_rows(connection) -> None:
 
 
 def test_workers_live_as_long_as_their_process():
-    """SIGTERM, which a scheduler sends to every process, does not end them; the end of their process does, at once."""
+    """SIGTERM, which a scheduler sends to every process, does not end workers; the end of their process does, at once."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=first_rows, args=(there,))

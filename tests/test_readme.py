@@ -1,8 +1,7 @@
-"""Every command of the READMEs, docs/offline.md and docs/kubernetes.md: run, shortened; or, where it needs GPUs, Slurm or
-Kubernetes, checked as far as can be.
+"""Tests of every command in the READMEs, docs/offline.md and docs/kubernetes.md.
 
-Downloads are run in tests/test_download.py, against a Hub of the tests; sbatch's own flags are checked in
-tests/test_slurm.py.
+A command is shortened and run; if it needs GPUs, Slurm or Kubernetes, it is checked as far as possible. Downloads are run in
+tests/test_download.py, with a Hub of the tests; sbatch's own flags are checked in tests/test_slurm.py.
 """
 
 import json
@@ -39,7 +38,7 @@ SHORT = {
 
 
 def commands(elsewhere: bool) -> list[str]:
-    """Lines of the blocks that say they need another machine (`# on ...`, `# where ...`), or of the others."""
+    """List the lines of blocks that need another machine (they begin with `# on ...`, `# where ...`), or of the others."""
     chosen = [block for block in BLOCKS if block.startswith(("# on ", "# where ")) == elsewhere]
     return [line for block in chosen for line in block.splitlines() if line and not line.startswith("#")]
 
@@ -56,7 +55,7 @@ DEMOS = re.sub(r"\\\n\t+|\$\(BIN\)/| \$\(ARGS\)", "", (ROOT / "Makefile").read_t
 
 @pytest.fixture
 def shortened(games_file, cache, tmp_path):
-    """Words of a launch of a recipe, for two steps of a small model, on a few games, with its output in `tmp_path`."""
+    """Function that shortens a launch to two steps of a small model, on a few games, with its output in `tmp_path`."""
 
     def shorten(command: str) -> list[str]:
         words = shlex.split(command)
@@ -76,7 +75,7 @@ def cache(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("command", LAUNCHES)
 def test_launch_runs(command, fork_server, shortened, tmp_path):
-    """With the environment that the launcher gives to its processes, which are forked."""
+    """Each launch runs in forked processes, with the environment that the launcher would give them."""
     words = shortened(command)
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     flags, arguments = words[2:script], words[script + 1 :]
@@ -143,7 +142,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch):
 
 
 def test_table_of_sizes():
-    """What slurm/README.md says of a preset stands in the preset."""
+    """The numbers of slurm/README.md stand in the presets."""
     rows = re.findall(r"^\| `(\w+)` \| (\d.*) \|$", SLURM, re.MULTILINE)
     presets = {path.stem for path in (ROOT / "recipes/configs/c4").glob("*.yaml")}
     assert {name for name, _ in rows} == {
@@ -157,7 +156,7 @@ def test_table_of_sizes():
 
 
 def test_python_example(tmp_path):
-    """On a small model in the demo's place."""
+    """The example works with a small model instead of the demo's."""
     from accelerate_recipes.games.rules import all_uci_moves
     from accelerate_recipes.models import new_llama, new_word_tokenizer
     from accelerate_recipes.weights import initialize
@@ -185,12 +184,12 @@ def test_python_example(tmp_path):
 
 
 def test_every_lever_exists_and_has_its_line():
-    """In docs/levers.md: flags, keys of the accelerate YAML, shipped configs; and no optimizer is forgotten."""
+    """Flags, keys of the accelerate YAML and configs in docs/levers.md exist; every optimizer and lever has a line."""
     page = (ROOT / "docs/levers.md").read_text()
     keys = {action.dest for action in launch_command_parser()._actions} | {"fsdp_config", "dynamo_config"}
     assert set(re.findall(r"\b(?:fsdp|dynamo|parallelism_config)_\w+(?!\w|\.yaml)", page)) <= keys
     assert set(re.findall(r"`(\w+)\.yaml`", page)) <= CONFIG_NAMES
-    own = {"attn_implementation"}  # of the recipes whose rows are packed
+    own = {"attn_implementation"}  # argument of recipes with packed rows
     assert set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", page)) <= set(TrainArgs.__dataclass_fields__) | own
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(OPTIMIZERS)
     for lever in (

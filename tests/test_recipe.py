@@ -1,4 +1,4 @@
-"""How a recipe ends: by its exit code and status.json, and without the interpreter's teardown."""
+"""Tests of how a recipe ends: its exit code and status.json, without the interpreter's teardown."""
 
 import errno
 import json
@@ -13,12 +13,12 @@ from accelerate_recipes.life.stop import Stopped
 
 
 class Left(BaseException):
-    """With an exit code."""
+    """Raised in place of leaving the process with an exit code."""
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs a `main` in this process; returns the exit code and status.json."""
+    """Run a `main` in this process; return the exit code and status.json."""
 
     def leave(code: int):
         raise Left(code)
@@ -62,7 +62,7 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
 
 
 def test_bad_data_before_training_end_a_job(run, monkeypatch):
-    """Whose script asks status.json. Others are told by the message alone: a run that never began leaves nothing."""
+    """A job's script reads status.json; outside of a job only the message says it, and no file is left."""
     assert run(DataError("row 17"), takes_lock=False) == (2, {})
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     code, status = run(DataError("row 17"), takes_lock=False)

@@ -1,4 +1,4 @@
-"""When a job goes back into the queue, when it does not, and when its processes stop by themselves."""
+"""Tests of when a job goes back into the queue, when it does not, and when its processes stop by themselves."""
 
 import json
 import os
@@ -15,7 +15,7 @@ DONE, FAIL, REQUEUE = 0, 1, os.EX_TEMPFAIL
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
-    """Ends an attempt of a job in a state, and asks what to do."""
+    """End an attempt of a job in a state, and ask what to do next."""
 
     def end(job: str, restarts: int, signalled: bool = False, max_restarts: int = 100, **status: object):
         monkeypatch.setenv("SLURM_JOB_ID", job)
@@ -50,9 +50,9 @@ def test_three_attempts_without_progress(attempt, tmp_path):
     assert [attempt("5", restarts, **crashed)[0] for restarts in (0, 1)] == [REQUEUE, REQUEUE]
     code, why = attempt("5", 2, **crashed)
     assert code == FAIL and "at step 10: rank 1: gone; so ended 3 attempts without a newer checkpoint" in why
-    # Submitted again, it is another job, and is given three.
+    # If submitted again, it is another job, with three attempts of its own.
     assert [attempt("6", restarts, **crashed)[0] for restarts in (0, 1, 2)] == [REQUEUE, REQUEUE, FAIL]
-    # A newer checkpoint counts anew.
+    # After a newer checkpoint, counting begins anew.
     assert [attempt("7", 0, **crashed)[0], attempt("7", 1, **crashed)[0]] == [REQUEUE, REQUEUE]
     assert attempt("7", 2, **crashed | {"step": 11})[0] == REQUEUE
     lines = [json.loads(line) for line in (tmp_path / "attempts.jsonl").read_text().splitlines()]
@@ -60,7 +60,7 @@ def test_three_attempts_without_progress(attempt, tmp_path):
 
 
 def test_a_checkpoint_that_the_status_does_not_know(attempt, tmp_path):
-    """Killed between its name and the status: it counts all the same; one without its name does not."""
+    """A checkpoint counts if the run was killed before it updated the status; one that is not renamed yet does not."""
     for name in ("checkpoint-12", "checkpoint-15.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "complete.json").touch()
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_the_status_does_not_know(attempt, tmp_path):
 
 
 def test_a_status_of_an_earlier_attempt_is_not_taken_for_this_ones(attempt):
-    """Which did not come as far as to write it: the nodes did not find each other, or Python was not there."""
+    """If this attempt ended before it wrote a status (nodes did not meet, no Python), an earlier status does not count."""
     attempt("5", 0, state="failed", reason="a bad row", step=10)
     assert attempt("6", 0) == (REQUEUE, "crashed at step 10: before training")
     assert attempt("6", 1)[0] == REQUEUE
@@ -85,7 +85,7 @@ def test_restarts_are_bounded(attempt):
 
 
 def test_the_jobs_end(tmp_path, monkeypatch):
-    """Asked to stop when less is left than two steps and two saves take, with those of earlier parts of the run; for good."""
+    """The run stops, for good, when the time left is less than two steps and two saves, earlier parts included."""
     for name in ("_file", "_asked_by", "_job_ends", "_last_step", "_longest_save"):
         monkeypatch.setattr(stop, name, getattr(stop, name))
     monkeypatch.setattr(stop.signal, "signal", lambda *_: None)

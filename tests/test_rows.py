@@ -1,4 +1,4 @@
-"""Files of rows that are not what they should be: one message with file and line or row, whatever is in them."""
+"""Tests of wrong files of rows: one message with file and line or row, whatever the content."""
 
 import json
 import time
@@ -73,7 +73,7 @@ def test_parquet_without_rows_damaged_or_not_of_text(tmp_path):
 
 @pytest.fixture
 def prepare(tmp_path):
-    """What preparing games says of a file, and positions of the same."""
+    """Prepare games and positions from a file, and return their messages."""
     tokenizer = new_word_tokenizer(rules.all_uci_moves())
 
     def run(name: str, content: bytes, skip_bad_games: bool = False) -> list[str]:
@@ -112,7 +112,7 @@ VALUES = [
 @pytest.mark.parametrize("value, shown", VALUES)
 @pytest.mark.parametrize("alone", [False, True])
 def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
-    """Whether the whole column is of that type, or one row of it."""
+    """The message is the same if the whole column, or only one row, has another type."""
     bad = b'{"Moves": %s}\n' % value.encode()
     said = prepare("a.jsonl", bad * 3 if alone else GAME + bad)
     row = 0 if alone else 1
@@ -122,7 +122,7 @@ def test_moves_that_are_no_list_of_texts(value, shown, alone, prepare):
 
 
 def games_of_two_moves() -> bytes:
-    """Enough for both sides of the split."""
+    """Make enough games for both sides of the split."""
     moves = [("e2e4", second) for second in ("e7e5", "c7c5", "e7e6", "c7c6", "d7d5", "g8f6", "g7g6", "b8c6")]
     return b"".join(b'{"Moves": %s}\n' % json.dumps(game).encode() for game in moves)
 
@@ -163,7 +163,7 @@ def test_pgn_games_that_are_not_whole_or_not_normal_chess(case, prepare, capfd, 
 
 
 def test_pgn_of_normal_chess(tmp_path):
-    """With what lichess and chess.com write into it, a mark of bytes at its start, and lines that end as in DOS."""
+    """PGN with the tags of lichess and chess.com, a byte order mark, and DOS line ends is read."""
     start = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
     headers = ['[Variant "Standard"]', f'[Variant "From Position"]\n[SetUp "1"]\n[FEN "{start}"]', '[SetUp "0"]']
     games = [f'[Event "?"]\n{header}\n\n1. f3 {{ [%clk 0:03:00] }} e5 2. g4 $4 Qh4# 0-1\n\n' for header in headers]
@@ -173,7 +173,7 @@ def test_pgn_of_normal_chess(tmp_path):
 
 
 def test_pairs_of_mixed_types(tmp_path):
-    """Each with its row, and the good ones as they are."""
+    """Each bad pair is reported with its row; good pairs are unchanged."""
     rows = [
         {"s": "a", "t": "b"},
         {"s": 5, "t": "b"},
@@ -219,7 +219,7 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
 
 
 def test_what_a_rank_cannot_read_ends_all(monkeypatch):
-    """The first of a machine tells the others, which have not begun."""
+    """The first process of a machine tells the others, which have not begun."""
     read = []
 
     def on_rank(local_rank: int, others: list) -> None:
@@ -238,10 +238,10 @@ def test_what_a_rank_cannot_read_ends_all(monkeypatch):
         on_rank(0, [None])
 
 
-# Whatever is in a file.
+# Tests with arbitrary content.
 
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-FEW = settings(MANY, max_examples=10)  # datasets takes some 50 ms for a file
+FEW = settings(MANY, max_examples=10)  # datasets takes about 50 ms for a file
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["e2e4", "\ud800"]),
     lambda inner: (

@@ -1,4 +1,4 @@
-"""slurm/submit.sh under a real Slurm: two nodes, started here. `make test-slurm` installs it and runs this."""
+"""Tests of slurm/submit.sh under a real Slurm of two nodes, started here. `make test-slurm` installs Slurm and runs this."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 CHESS = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", *SMALL_CHESS]
 TOY = [CHILDREN / "toy.py", "--max_steps", 10]
 FIRST_ATTEMPT = "[ ${SLURM_RESTART_COUNT:-0} = 0 ] && "
-# What Slurm itself does at the time limit and at a preemption, for jobs with --signal=B:USR1
+# These send the signal that Slurm itself sends at the time limit and at a preemption to jobs with --signal=B:USR1.
 SIGNAL = "scancel --batch --signal=USR1 $SLURM_JOB_ID; sleep 3"
 
 
 class Jobs:
-    """Submits with the real sbatch, and waits."""
+    """Jobs submitted with the real sbatch."""
 
     def __init__(self, cluster: Cluster, folder: Path):
         self.cluster, self.folder = cluster, folder
@@ -57,7 +57,7 @@ class Jobs:
     def submit(
         self, out: Path, run: list, *flags: str, direct: bool = False, fault: dict | None = None, **env: str
     ) -> int:
-        """Returns the job's id."""
+        """Submit a job and return its id."""
         if fault is not None:
             env["TOY_FAULT"] = json.dumps({"rank": 0, "count": 1} | fault)
         done = self.try_submit(out, run, *flags, direct=direct, **env)
@@ -65,7 +65,7 @@ class Jobs:
         return int(re.search(r"Submitted batch job (\d+)", done.stdout)[1])
 
     def show(self, job: int) -> dict[str, str]:
-        """What Slurm knows of a job: JobState, Restarts, ExitCode, ..."""
+        """Return what Slurm knows about a job: JobState, Restarts, ExitCode, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.run("scontrol", "show", "job", job)))
 
     def end(self, job: int, seconds: float = 400) -> dict[str, str]:
@@ -95,7 +95,7 @@ def jobs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def toy_losses(tmp_path_factory) -> dict[int, float]:
-    """Of the toy on two processes, undisturbed and without Slurm."""
+    """Losses of the toy on two processes, undisturbed and without Slurm."""
     out = tmp_path_factory.mktemp("toy") / "out"
     launch_ok(out.parent, "fsdp_full", *TOY, "--output_dir", out)
     return losses(out)
@@ -103,7 +103,7 @@ def toy_losses(tmp_path_factory) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def chess_run(jobs, tmp_path_factory) -> tuple[Path, int]:
-    """One node, two processes, submitted directly: its output directory and job."""
+    """Output directory and job of a run on one node with two processes, submitted directly."""
     out = tmp_path_factory.mktemp("chess") / "out"
     job = jobs.submit(out, [*FP32, *CHESS, "--max_steps", 20, "--data_cache_dir", out.parent / "cache"], direct=True)
     jobs.completed(job, restarts=0)
@@ -115,7 +115,7 @@ def attempts(out: Path) -> list[dict]:
 
 
 def assert_undisturbed(out: Path, expected: dict[int, float], rel: float = 0.0) -> None:
-    """Every step once in the joined metrics.jsonl, with the losses of a run that nothing happened to."""
+    """Assert that the joined metrics.jsonl has every step once, with the losses of an undisturbed run."""
     steps = [record["step"] for record in read_metrics(out) if "loss" in record]
     assert steps == sorted(set(steps)) == sorted(expected)
     assert losses(out) == pytest.approx(expected, rel=rel, abs=0)
@@ -135,7 +135,7 @@ def test_one_node(jobs, chess_run):
 
 
 def test_time_limit(jobs, tmp_path):
-    """Two minutes for a run that needs more: saved, requeued, resumed, with the losses of a run that had the time."""
+    """A run that needs more than its two minutes is saved, requeued and resumed, with the losses of an undisturbed run."""
     out, run = tmp_path / "out", [*TOY, "--max_steps", 125, "--save_steps", 0]
     job = jobs.submit(out, [*FP32, *run], "--time=2", "--signal=B:USR1@30", TOY_PACE="0.4")
     launch_ok(tmp_path, "fsdp_full", *run, "--output_dir", tmp_path / "reference")
@@ -148,7 +148,7 @@ def test_time_limit(jobs, tmp_path):
 
 
 def test_two_nodes(jobs, chess_run, tmp_path):
-    """Two processes on each: the losses of four on one machine, without Slurm."""
+    """Two processes on each of two nodes have the losses of four on one machine without Slurm."""
     run = [*CHESS, "--max_steps", 12, "--logging_steps", 1, "--per_device_train_batch_size", 4]
     run += ["--data_cache_dir", chess_run[0].parent / "cache"]
     job = jobs.submit(tmp_path / "out", [*FP32, *run], "--nodes=2", direct=True)
@@ -162,7 +162,7 @@ def test_two_nodes(jobs, chess_run, tmp_path):
 
 
 def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
-    """Processes that no signal reaches look at the clock: one step takes nearly all of the two minutes that there are."""
+    """Processes that no signal reaches look at the clock; one step takes nearly all of the two minutes."""
     command = FIRST_ATTEMPT + "sleep $((JOB_END_TIME - $(date +%s) - 25))"
     fault = {"event": "toy.loss", "path": "step 5.", "command": command}
     job = jobs.submit(tmp_path / "out", [*FP32, *TOY], "--time=2", "--signal=B:CONT@1", fault=fault)
@@ -202,7 +202,7 @@ def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path, name):
         return
     (first,) = first
     state, steps = {
-        "signal during a save": ("stopped", range(4, 10)),  # training goes on meanwhile
+        "signal during a save": ("stopped", range(4, 10)),  # training continues meanwhile
         "signal during an evaluation": ("stopped", [0]),
         "signal to the processes": ("stopped", [6]),
         "one process killed": ("crashed", [3]),
@@ -211,7 +211,7 @@ def test_saved_requeued_and_resumed(jobs, toy_losses, tmp_path, name):
 
 
 def test_signal_during_import(jobs, toy_losses, tmp_path):
-    """It comes when nothing listens yet; the file tells of it."""
+    """The signal comes when nothing listens yet; the file reports it."""
     out = tmp_path / "out"
     job = jobs.submit(out, [*FP32, *TOY])
     wait_until(lambda: "on each node: " in jobs.log(job), 60, "the launch")
@@ -223,7 +223,7 @@ def test_signal_during_import(jobs, toy_losses, tmp_path):
 
 
 def test_preemption(jobs, tmp_path):
-    """Two nodes, replicas between them; a job of a higher partition takes both, and is served at once."""
+    """A job of a higher partition takes both nodes of a run with replicas between nodes, and starts at once."""
     out = tmp_path / "out"
     hybrid = [
         "accelerate_configs/fsdp_hybrid.yaml",
@@ -246,7 +246,7 @@ def test_preemption(jobs, tmp_path):
 
 
 def test_cancelled(jobs, tmp_path):
-    """It saves, since Slurm leaves it KillWait; and is not requeued."""
+    """A cancelled job saves, since Slurm leaves it KillWait, and is not requeued."""
     out = tmp_path / "out"
     fault = {"event": "toy.loss", "path": "step 5.", "command": "scancel $SLURM_JOB_ID; sleep 3"}
     job = jobs.submit(out, [*FP32, *TOY], fault=fault)
@@ -257,7 +257,7 @@ def test_cancelled(jobs, tmp_path):
 
 
 def test_a_node_is_lost(jobs, toy_losses, tmp_path):
-    """Its slurmd is gone, the job goes on elsewhere; the processes that live on without it give way."""
+    """When a node's slurmd is gone, the job continues elsewhere, and processes that live on without it end."""
     out = tmp_path / "out"
     fault = {
         "event": "toy.loss",
@@ -274,7 +274,7 @@ def test_a_node_is_lost(jobs, toy_losses, tmp_path):
         assert_undisturbed(out, toy_losses)
         assert attempts(out)[-1]["state"] == "finished"
     finally:
-        for orphan in (tmp_path / "orphans").read_text().split():  # which outlived slurmd
+        for orphan in (tmp_path / "orphans").read_text().split():  # these outlived slurmd
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(orphan), signal.SIGKILL)
         jobs.cluster.start_node(node)
@@ -291,7 +291,7 @@ def test_three_failures_at_one_step(jobs, tmp_path):
 
 
 def test_what_must_be_put_right_is_not_repeated(jobs, tmp_path):
-    """A row whose loss is not a number."""
+    """A loss that is not a number fails the job, which is not repeated."""
     job = jobs.submit(tmp_path / "out", [*FP32, *TOY], TOY_POISON="7")
     found = jobs.end(job)
     assert (found["JobState"], found["Restarts"]) == ("FAILED", "0")
@@ -308,7 +308,7 @@ def test_a_person_stops_it(jobs, tmp_path):
 
 
 def test_wrong_requests(jobs, tmp_path):
-    """One message with all that is wrong, of the run and of the request; nothing is queued."""
+    """One message lists everything that is wrong with the run and with the request; nothing is queued."""
     wrong = [
         "--total_batch_size",
         7,
@@ -336,7 +336,7 @@ def test_wrong_requests(jobs, tmp_path):
 
 
 def test_the_job_checks_first(jobs, tmp_path):
-    """Given to sbatch, a misspelt flag fails within seconds, before any process is launched, and is not requeued."""
+    """A misspelt flag given to sbatch fails the job within seconds, before any process is launched, without a requeue."""
     job = jobs.submit(tmp_path / "out", [*FP32, *TOY, "--lerning_rate", 1])
     found = jobs.end(job)
     assert (found["JobState"], found["Restarts"]) == ("FAILED", "0")
@@ -345,7 +345,7 @@ def test_the_job_checks_first(jobs, tmp_path):
 
 
 def test_flags_in_the_documentation(jobs):
-    """All that stand for sbatch in the READMEs are sbatch's."""
+    """All flags for sbatch in the READMEs are flags of sbatch."""
     text = (ROOT / "README.md").read_text() + (ROOT / "slurm/README.md").read_text()
     lines = re.findall(r"^slurm/submit.sh (.*?) --(?: |$)|^sbatch (.*?)slurm/submit.sh", text, re.MULTILINE)
     flags = {flag for line in lines for flag in re.findall(r"--[a-z-]+", "".join(line))}

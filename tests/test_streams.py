@@ -1,4 +1,4 @@
-"""Rows from streams: the same on any number of ranks and workers, exact after a resume, whatever the network does."""
+"""Tests of streams: the same rows on any number of ranks and workers, exact after a resume, whatever the network does."""
 
 import gzip
 import http.server
@@ -38,7 +38,7 @@ from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, pretoken
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_word_tokenizer
 
-OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # in a batch, besides where documents begin
+OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
 PAGES = ROOT / "data/c4_pydoc"
 NUM_STREAMS, MAX_LENGTH, BLOCK = 24, 16, 4
 QUICK = Retry(tries=4, wait=0.01, longest_wait=0.02, timeout=0.5)
@@ -57,7 +57,7 @@ def write_shard(file: Path, texts: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def corpus() -> list[str]:
-    """Pieces of the shipped pages, 1 to 40 words each, every word numbered: no token comes twice in the corpus."""
+    """Texts from the shipped pages, 1 to 40 words each, every word numbered, so that no token comes twice."""
     (shard,) = find_shards(str(PAGES), "en/c4-validation.*.json.gz", "validation")
     pages = [text_of(shard, *document, "text") for document in read_documents(shard, "text", 0, 1, QUICK, no_retry)]
     words = iter(" ".join(pages).split()[:3000])
@@ -88,7 +88,7 @@ def text_shards(split_into) -> TextShards:
 
 @pytest.fixture(scope="module", params=["3 shards", "29 shards", "29 shards, pretokenised"])
 def source(request, split_into, text_shards, tmp_path_factory):
-    """Fewer shards than streams, and more: five are left over once each stream has one of its own."""
+    """Source with fewer shards than streams, or with more: each stream has one of its own, and five are left over."""
     if request.param == "3 shards":
         return split_into(3)
     if request.param == "29 shards":
@@ -106,7 +106,7 @@ def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0
 
 
 class Ranks:
-    """Several ranks as threads of one process: stands for `on_all_ranks`, and for what the engine does between steps."""
+    """Several ranks as threads of one process; replaces `on_all_ranks`, and does what the engine does between steps."""
 
     def __init__(self, loaders: list[StreamLoader]):
         self.loaders = loaders
@@ -127,7 +127,7 @@ class Ranks:
         return values
 
     def run(self, num_steps: int) -> list[list[dict]]:
-        """The rows of each step, by epoch; leaves the loaders' workers ended."""
+        """Return the rows of each step, by epoch; ends the loaders' workers."""
 
         def steps_of(rank: int, batches) -> list[list[dict]]:
             self.own.rank, loader, steps = rank, self.loaders[rank], []
@@ -158,14 +158,15 @@ class Ranks:
 
 
 def run_steps(loaders: list[StreamLoader], num_steps: int) -> list[list[list[int]]]:
-    """The rows of the steps, sorted in each: which rank trains on which is not decided."""
+    """Return the rows of the steps, sorted within a step, because any rank may train on any of them."""
     steps = Ranks(loaders).run(num_steps)
     return [sorted(row["input_ids"].tolist() for row in step) for step in steps]
 
 
 def rows_in_order(source, num_rows: int, max_length: int = MAX_LENGTH, block: int = BLOCK) -> list[list[int]]:
-    """Epoch by epoch: the first row of each stream, the second of those that have one, and so on; then the rests, as
-    many together as fit.
+    """Compute the order, epoch by epoch: the first row of each stream, the second of each that has one, and so on.
+
+    Then come the remainders, as many in a row as fit.
     """
     order = Order(NUM_STREAMS, max_length, seed=5, shuffle_block=block)
     streams = [stream_rows(source, order, stream, StreamState(), no_retry) for stream in range(NUM_STREAMS)]
@@ -198,7 +199,7 @@ NUM_STEPS = 40  # 480 rows of 16 tokens: the corpus has about 170, so nearly thr
 
 @pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 2), (2, 0), (3, 2), (4, 0)])
 def test_ranks_divide_the_same_rows(source, world_size, num_workers):
-    """Across the ends of epochs; with 5 and 6 and 8 streams a rank, and an odd share for one of two workers."""
+    """Ranks divide the same rows, across ends of epochs, with 5, 6 and 8 streams a rank, and unequal shares of two workers."""
     loaders = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
     assert run_steps(loaders, NUM_STEPS) == expected_rows(source, NUM_STEPS)
     assert min(loader.consumed[stream].epoch for loader in loaders for stream in loader.consumed) >= 1
@@ -222,13 +223,13 @@ def test_every_document_once_in_each_epoch(source, corpus, tokenizer):
 
 
 class Numbered:
-    """Documents of random lengths, the tokens of each its number from 1 on, and what reading them costs."""
+    """Documents of random lengths, whose tokens are all the document's number (from 1); also counts reads."""
 
     def __init__(self, sizes: list[int], mean_length: int):
         self.shards = [f"{i}.json.gz" for i in range(len(sizes))]
         self.sizes, self.starts = sizes, np.cumsum([1, *sizes]).tolist()
         self.lengths = np.random.default_rng(0).integers(mean_length // 2, 2 * mean_length, size=sum(sizes)).tolist()
-        self.documents_read = [0] * len(sizes)  # decompressed: all before the one that is asked for, too
+        self.documents_read = [0] * len(sizes)  # decompressed documents, also those before the requested one
 
     def version(self):
         return {}
@@ -263,7 +264,7 @@ UNEQUAL = {
 @pytest.mark.parametrize("sizes, mean_length", UNEQUAL.values(), ids=UNEQUAL)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_document_once_in_an_epoch_of_the_whole(sizes, mean_length, world_size):
-    """Counted in the rows, which come epoch by epoch, whatever the sizes of the shards; nothing is read in vain."""
+    """Each document comes once in an epoch, whatever the sizes of the shards, and nothing is read in vain."""
     max_length = 128
     source = Numbered(sizes, mean_length)
     if len(sizes) == 30:
@@ -278,14 +279,14 @@ def test_each_document_once_in_an_epoch_of_the_whole(sizes, mean_length, world_s
     rows = list(itertools.chain(*ranks.run(num_steps)))
     epochs = [row["row"][0].item() for row in rows]
     assert epochs == sorted(epochs) and epochs[-1] > 0
-    for epoch in range(epochs[-1]):  # the last is not over
+    for epoch in range(epochs[-1]):  # the last epoch is not over
         tokens = torch.cat([row["input_ids"] for row in rows if row["row"][0] == epoch]).numpy()
         assert np.bincount(tokens, minlength=len(source.lengths) + 1)[1:].tolist() == source.lengths
         num_padded = len(tokens) // max_length - sum(source.lengths) // max_length
         assert num_padded <= max(NUM_STREAMS / 2, 0.02 * len(tokens) / max_length), f"{num_padded} rows are cut short"
     if len(sizes) in (2, 48) and len(rows) > 1000:
         assert epochs[-1] == 1
-        # As many decompress a shard as share it; the next epoch was begun.
+        # Each stream that shares a shard decompresses it; the next epoch has begun.
         sharers = 12 if len(sizes) == 2 else 1
         assert sum(source.documents_read) < 1.1 * sharers * sum(sizes)
     if len(set(sizes)) == 1 and len(sizes) == 24:
@@ -300,7 +301,7 @@ def test_shards_without_documents(tmp_path, tokenizer):
 
 
 def test_rows_run_through_the_documents(source):
-    """Nothing truncated: the rows of a stream, end to end, are its documents; the first of a piece is no target."""
+    """Nothing is truncated: a stream's rows, joined, are its documents. The first token of a piece is no target."""
     order = Order(NUM_STREAMS, MAX_LENGTH, seed=5, shuffle_block=BLOCK)
     documents = stream_documents(source, order, 0, StreamState(), no_retry)
     tokens = np.concatenate([tokens for _, tokens in documents])
@@ -322,8 +323,9 @@ def test_rows_run_through_the_documents(source):
     + [((2, 0), (3, 0), step) for step in range(11, 17)],
 )
 def test_resume_is_exact(source, before, after, step):
-    """(ranks, workers) before and after; 12 rows a step of 24 streams leave a round half consumed. Also from each of the
-    steps in which the first epoch ends.
+    """A resume with other (ranks, workers) is exact, also in the steps in which the first epoch ends.
+
+    With 12 rows a step and 24 streams, a step leaves half of a round.
     """
     world_size, num_workers = before
     first = [make_loader(source, rank, world_size, num_workers) for rank in range(world_size)]
@@ -352,7 +354,7 @@ def test_state_is_of_whole_steps(source):
         steps.append(loader.step)
     assert steps == [0] * 12 + [1] * 12 + [2]
     assert states[11] == states[0] and states[23] == states[12] != states[24]
-    next(batches)  # of a step that is not finished
+    next(batches)  # a micro-batch of an unfinished step
     assert run_steps([loader], 3) == expected_rows(source, 5)[2:]
 
 
@@ -372,7 +374,7 @@ def test_batches_join_rows_of_several_rounds(source):
 
 @pytest.mark.timeout(120)
 def test_workers_survive_what_is_set_for_the_main_process(text_shards, corpus, monkeypatch):
-    """Threads of the tokenizer, which do not survive a fork; and SIGTERM, which Slurm sends to every process of a job."""
+    """Workers survive the tokenizer's threads, which a fork does not have, and SIGTERM, which Slurm sends to all processes."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     text_shards.encode(corpus)
     loader = make_loader(text_shards, num_workers=2)
@@ -496,7 +498,7 @@ def test_columns_of_parquet(tmp_path, corpus):
 
 
 def test_parquet_that_is_damaged_or_holds_no_text(tmp_path, corpus, tokenizer):
-    """Each is told by its row; what lies before is read."""
+    """The error names the row; the rows before it are read."""
     file = tmp_path / "a.parquet"
     binary = pa.array([text.encode() for text in corpus], pa.binary())
     no_utf8 = pa.array([*map(str.encode, corpus[:9]), b"\xff", *map(str.encode, corpus[10:])], pa.binary())
@@ -554,7 +556,7 @@ def test_shards_named_one_by_one(tmp_path, monkeypatch):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Files on the loopback; each request takes the next of `faults`, and is logged with its range."""
+    """File server on the loopback; each request gets the next of `faults`, and is logged with its range."""
 
     daemon_threads = True
 
@@ -593,7 +595,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         part = body[start:]
         if fault == "damage":
             part = part[:40] + bytes(20) + part[60:]
-        # A third of what is left: the next request has to go on there.
+        # Send a third of what is left; the next request must continue there.
         self.wfile.write(part[: len(part) // 3] if fault in ("truncate", "stall") else part)
         self.wfile.flush()
         if fault == "stall":
@@ -622,7 +624,7 @@ def serve():
 
 @pytest.fixture
 def shard_server(serve, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "CHUNK", 64)  # bytes: else one read takes the whole of a small shard
+    monkeypatch.setattr(shards, "CHUNK", 64)  # bytes; else one read returns a whole small shard
     file = write_shard(tmp_path / "a.json.gz", corpus)
     return serve({"/a.json.gz": Path(file).read_bytes()})
 
@@ -667,7 +669,7 @@ def test_faults_that_stay_are_an_error(shard_server, fault, message, num_request
     shard_server.always = fault
     url = f"{shard_server.url}/a.json.gz"
     if fault == "stall":
-        shard_server.ignores_range = True  # so that it never gets further
+        shard_server.ignores_range = True  # so that no try gets further
     with pytest.raises(DataError, match=f"^{url} {message}"):
         list(read_documents(url, "text", 0, 1, QUICK, lambda: None))
     if num_requests:
@@ -709,7 +711,7 @@ def test_retries_are_counted_over_all_workers(serve, text_shards, num_workers):
 
 
 def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
-    """Found and read at HF_ENDPOINT, pinned to a commit; without a Hub, the error says how to go offline."""
+    """Shards are found and read at HF_ENDPOINT, pinned to a commit; without a Hub, the error says how to go offline."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     names = ["en/c4-train.00000-of-00002.json.gz", "en/c4-train.00001-of-00002.json.gz"]
     contents = [Path(write_shard(tmp_path / name, corpus[i::2])).read_bytes() for i, name in enumerate(names)]
@@ -758,7 +760,7 @@ def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
     with_bos.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", with_bos.bos_token_id)]
     )
-    with_bos(corpus[0], truncation=True, max_length=2)  # which the backend remembers
+    with_bos(corpus[0], truncation=True, max_length=2)  # the backend remembers these settings
     (tokens,) = TextShards([], with_bos).encode(corpus[:1])
     assert tokens.tolist() == [with_bos.bos_token_id, *range(4, 4 + len(words)), with_bos.eos_token_id]
     with_bos.eos_token = None
@@ -767,7 +769,7 @@ def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
 
 
 def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
-    """One after the other, as if killed in between; by two ranks; and then neither listed nor read."""
+    """Shards are made one after the other, as if killed in between, and by two ranks; later they are not listed or read."""
     from accelerate_recipes.data import token_shards
 
     shards_ = list(text_shards.shards)
@@ -816,7 +818,7 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     file.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"shard-00001.tokens is missing, or has not the"):
         TokenShards(folder)
-    # As the message says.
+    # Do what the message says.
     (folder / MANIFEST).unlink()
     file.with_suffix(".json").unlink()
     token_shards.checksum_once.cache_clear()

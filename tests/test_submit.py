@@ -1,4 +1,4 @@
-"""What slurm/submit.sh asks preflight, by the flags for sbatch. Under a real Slurm: test_slurm.py."""
+"""Tests of what slurm/submit.sh passes to preflight, for different sbatch flags. test_slurm.py uses a real Slurm."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from helpers import ROOT
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """The flags that preflight gets; it and sbatch are stand-ins."""
+    """Return the flags that preflight gets; preflight and sbatch are stand-ins."""
     folder = tmp_path_factory.mktemp("login")
     (folder / "slurm").mkdir()
     shutil.copy(ROOT / "slurm/submit.sh", folder / "slurm")

@@ -1,4 +1,4 @@
-"""The T5 recipe on a few real pairs: one trajectory, killed and resumed, generating under every sharding, exported."""
+"""Tests of the T5 recipe on a few real pairs: one trajectory, kill and resume, generation under every sharding, export."""
 
 import json
 import re
@@ -27,7 +27,7 @@ NUM_EVAL_PAIRS = 13  # uneven on 2 and on 3 ranks
 
 @pytest.fixture(scope="module")
 def pairs_file(tmp_path_factory) -> Path:
-    """The first 150 real pairs."""
+    """File with the first 150 real pairs."""
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
         file.write_text("".join(islice(lines, 150)))
@@ -36,7 +36,7 @@ def pairs_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def arguments(pairs_file, tmp_path_factory) -> tuple:
-    """Of a run of seconds. Without dropout, which differs with the number of ranks."""
+    """Return arguments of a run that takes seconds, without dropout, which differs with the number of ranks."""
     return (
         "--from_scratch", "--train_files", pairs_file, "--heldout_share", 0.2, "--num_eval_pairs", NUM_EVAL_PAIRS,
         "--vocab_size", 400, "--d_model", 32, "--d_kv", 8, "--d_ff", 64, "--num_layers", 2, "--num_heads", 4,
@@ -49,7 +49,7 @@ def arguments(pairs_file, tmp_path_factory) -> tuple:
 
 @pytest.fixture(scope="module")
 def run(forks, arguments, tmp_path_factory):
-    """Output of the recipe in forked ranks, run once for all tests that ask for the same."""
+    """Run the recipe in forked ranks, once for all tests that ask for the same; return its output."""
     done: dict[tuple, Path] = {}
 
     def output(*args: object, config: str = "fsdp_full", num_processes: int = 2) -> Path:
@@ -66,7 +66,7 @@ def run(forks, arguments, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(run) -> tuple[Path, str]:
-    """A whole run on 2 ranks, and what it printed."""
+    """Output of a whole run on 2 ranks, and what it printed."""
     out = run("--eval_steps", 3)
     return out, out.with_suffix(".log").read_text()
 
@@ -124,7 +124,7 @@ STRATEGIES = {
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_one_trajectory(run, name):
-    """Losses and gradient norms over pairs of ragged lengths, and the texts, to 1e-5; divided in whatever way."""
+    """Losses and gradient norms over pairs of ragged lengths agree to 1e-5, and texts too, under any division."""
     (config, num_processes, size), (reference, *_) = (
         STRATEGIES[name],
         (run("--per_device_train_batch_size", 12, config="single", num_processes=1),),
@@ -137,7 +137,7 @@ def test_one_trajectory(run, name):
 
 
 def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path):
-    """With another output directory it exports, and shows the same texts; with fewer steps it says that they are over."""
+    """A finished run in another output directory exports, and shows the same texts; with fewer steps it is refused."""
     whole, _ = undisturbed
     args = (*arguments, "--eval_steps", 3, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS}")
     out, log = tmp_path / "out", tmp_path / "out.log"
@@ -157,7 +157,7 @@ def test_activations_recomputed(forks, arguments, run, tmp_path):
 
 @pytest.mark.parametrize("num_processes, num_beams", [(2, 1), (3, 3)])
 def test_ranks_generate_what_one_process_generates_from_the_export(run, num_processes, num_beams):
-    """Row for row; 13 rows on 2 and on 3 ranks, each alone here and padded in batches there."""
+    """Texts agree row for row: 13 rows on 2 and on 3 ranks, padded in batches there, alone here."""
     search = ("--generation_num_beams", num_beams, "--generation_length_penalty", 1 + 0.5 * (num_beams - 1))
     out = run(*search, num_processes=num_processes)
     tokenizer = AutoTokenizer.from_pretrained(out / "export")
@@ -188,7 +188,7 @@ def test_export_gives_the_loss_of_the_last_evaluation(undisturbed):
 
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, run, tmp_path):
-    """By SIGKILL of both ranks when rank 0 would log step 5; dropout on, so that its generators count too."""
+    """Both ranks get SIGKILL when rank 0 would log step 5. Dropout is on, so that its generators count too."""
     dropout = ("--dropout_rate", 0.1)
     fault = {"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True}
     out = tmp_path / "out"
@@ -202,9 +202,9 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, run, tmp_
 
 @pytest.fixture(scope="module")
 def pretrained(run, tmp_path_factory) -> Path:
-    """A model as FLAN-T5 is published: its output layer is not its embedding; its tokenizer names a longest text.
+    """Model like the published FLAN-T5: its output layer is not its embedding; its tokenizer names a longest text.
 
-    And made to search with beams, which the tests do not ask for.
+    Its settings ask for beam search, which the tests do not use.
     """
     folder = tmp_path_factory.mktemp("pretrained") / "flan"
     shutil.copytree(run() / "export", folder)
@@ -222,7 +222,7 @@ def pretrained(run, tmp_path_factory) -> Path:
 
 
 def test_an_output_layer_of_its_own_stays_one(run, pretrained):
-    """Though transformers and Accelerate would tie it to the embedding; trained on 2 ranks, and exported."""
+    """The output layer stays separate on 2 ranks and in the export, though transformers and Accelerate would tie it."""
     args = ("--from_scratch", "false", "--model_name_or_path", pretrained)
     found, wanted = run(*args), run(*args, config="single", num_processes=1)
     assert trajectory(found) == [pytest.approx(step, rel=1e-5) for step in trajectory(wanted)]
@@ -234,7 +234,7 @@ def test_an_output_layer_of_its_own_stays_one(run, pretrained):
 
 
 def test_a_tied_output_layer_stays_one(run):
-    """Going on from an export, on 2 ranks of which one reads the weights: what the other run ended with."""
+    """A run that begins with an export, on 2 ranks of which one reads the weights, starts where the other run ended."""
     args = ("--from_scratch", "false", "--model_name_or_path", run() / "export", "--max_steps", 1)
     found = run(*args)
     last = [record["eval_loss"] for record in read_metrics(run()) if "eval_loss" in record][-1]
@@ -251,7 +251,7 @@ def test_best_checkpoint_by_a_metric(run):
         if record.get("eval_chrf") and record["step"]
     }
     best_step = max(scores, key=scores.get)
-    assert best_step != STEPS  # else the last one would be kept anyway
+    assert best_step != STEPS  # else it would be kept as the last one anyway
     assert {int(path.name.split("-")[1]) for path in out.glob("checkpoint-*")} == {STEPS, best_step}
 
 
@@ -278,7 +278,7 @@ def test_a_target_longer_than_the_models_maximum(forks, arguments, pretrained, t
 
 
 def test_all_problems_at_once(pairs_file):
-    """Of arguments that contradict each other, before anything is read."""
+    """All contradictions of arguments are reported at once, before anything is read."""
     wrong = [
         "--train_files", str(pairs_file), str(pairs_file.with_suffix(".txt")), "--eval_split", "test",
         "--heldout_share", "1.5", "--generation_length_penalty", "2", "--metrics", "chrf", "meteor",
@@ -302,7 +302,7 @@ def test_all_problems_at_once(pairs_file):
 
 
 def test_flops_are_what_a_counter_counts():
-    """Of forward and backward pass, with attention written out as matrix products, which is most of them here."""
+    """The FLOPs equal those counted in forward and backward pass, with attention as matrix products, most of them here."""
     sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 32, "d_ff": 32, "num_layers": 3, "num_heads": 4}
     model = new_t5("eager", torch.float32, **sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
     batch = {

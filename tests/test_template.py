@@ -1,4 +1,4 @@
-"""docs/your-recipe.md, followed by hand: the code of its blocks is recipes/template.py, which trains, stops and goes on."""
+"""Tests of docs/your-recipe.md: the code of its blocks is recipes/template.py, which trains, stops and resumes."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ def log_of(out: Path) -> str:
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
-    """The page's blocks in one file, in their order."""
+    """File with the page's code blocks, in their order."""
     recipe = tmp_path_factory.mktemp("typed") / "my_recipe.py"
     recipe.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
     return recipe
@@ -46,7 +46,7 @@ def arguments(tmp_path_factory):
         max_position_embeddings=16, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     BertForMaskedLM(config).save_pretrained(folder / "model")
-    # As the label says, of even or of odd words; more even ones.
+    # The label says whether the words are even or odd; there are more even ones.
     rows = [
         {
             "text": " ".join(WORDS[(7 * i * j + i % 3 % 2) % 40] for j in range(0, 10 + i % 9, 2)),
@@ -63,7 +63,7 @@ def arguments(tmp_path_factory):
 
 
 def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp_path):
-    """Sharded over two processes; after the kill, the steps of a run that nothing interrupted."""
+    """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert forks.run(whole, *arguments, script=typed) == 0, log_of(whole)[-3000:]
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
@@ -83,7 +83,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
 
 
 def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
-    """In a run that goes on."""
+    """A resumed run notices other data."""
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
     lines = Path(arguments[arguments.index("--train_files") + 1]).read_text().splitlines()
     texts.write_text("\n".join(lines) + "\n")
@@ -94,7 +94,7 @@ def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
 
 
 def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):
-    """An evaluation of nothing would be no number."""
+    """Too few texts are refused, because an evaluation of no rows would give no number."""
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "w1", "label": "odd"}) + "\n")
     assert forks.run(out, *arguments, "--train_files", texts, script=typed) == 2

@@ -1,4 +1,4 @@
-"""Pairs: read, split, cut and counted; padded without being trained on padding."""
+"""Tests of pairs: reading, splitting, cutting, counting; and padding, which has no loss."""
 
 import json
 
@@ -25,13 +25,13 @@ TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One that ends a text with its end token, as T5's does."""
+    """Tokenizer that ends a text with its end token, as T5's does."""
     return new_bpe_tokenizer(SHIPPED.read_text().splitlines()[:300], 400, "$A </s>")
 
 
 @pytest.fixture
 def prepare(tokenizer, tmp_path):
-    """The facts and both parts; by default of local files with columns `source` and `target`."""
+    """Return the facts and both parts, by default from local files with columns `source` and `target`."""
 
     def run(tokenizer=tokenizer, **settings):
         defaults = {
@@ -63,7 +63,7 @@ def texts_of(heldout: Dataset) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "nested jsonl", "parquet", "dataset"])
 def test_every_kind_of_source(kind, prepare, tokenizer, tmp_path):
-    """Texts arrive as they are, also those that look like missing values."""
+    """Texts arrive unchanged, even if they look like missing values."""
     rows = [{"source": source, "target": target} for source, target in TEXTS]
     more = {}
     file = tmp_path / f"pairs.{kind.split()[-1]}"
@@ -106,7 +106,7 @@ def test_prefix_and_truncation(prepare, tokenizer, tmp_path):
         assert not tokenizer.decode(row["target_ids"]).startswith("fix: ")
     assert [len(ids) for ids in train["source_ids"]][1:] == [20, 20]
     assert heldout["source"][0] == "short", "without the prefix"
-    # A length that is just reached cuts nothing.
+    # A text of exactly the longest length is not cut.
     exact = len(tokenizer(long)["input_ids"])
     facts, *_ = prepare(train_files=[file], eval_files=[file], max_target_length=exact)
     assert facts["train"]["truncated_targets"] == 0
@@ -114,7 +114,7 @@ def test_prefix_and_truncation(prepare, tokenizer, tmp_path):
 
 def test_split_is_by_source_whatever_the_order(prepare, tmp_path):
     pairs = [(f"Text {i % 100}", f"Texte {i}") for i in range(200)]
-    pairs += [(f"  text  {i}\n", "autre") for i in range(100)]  # the same sources but for case and white space
+    pairs += [(f"  text  {i}\n", "autre") for i in range(100)]  # the same sources, except for case and white space
     sides = []
     for name, some in {"a": pairs, "b": pairs[::-1]}.items():
         facts, _, heldout = prepare(train_files=[write_pairs(tmp_path / f"{name}.jsonl", some)], heldout_share=0.3)
@@ -125,7 +125,7 @@ def test_split_is_by_source_whatever_the_order(prepare, tmp_path):
         assert 15 < len(set(texts)) < 45
     assert sides[0] == sides[1]
     assert falls_under("x", 1) and not falls_under("x", 0)
-    for i in range(20):  # one way to write a letter and another
+    for i in range(20):  # two ways to write one letter
         assert falls_under(f"\ufb01le e\u0301 {i}", 0.5) == falls_under(f"File\u00a0\u00e9 {i}", 0.5)
 
 
@@ -223,7 +223,7 @@ def test_batches_are_padded_to_multiples_of_8():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loaders(world_size):
-    """What `engine.train` takes: rows of all ranks are each row once; resuming goes on where it stopped."""
+    """The ranks' loaders together give each row once, and continue where they stopped after a resume."""
     generator = np.random.default_rng(1)
     pairs = make_pairs(generator.integers(1, 40, (37, 2)).tolist())
     args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, per_device_eval_batch_size=3)
@@ -271,13 +271,13 @@ def test_loss_is_that_of_transformers(model):
     assert count_labels(batch).item() == 28
     wanted = model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")}).loss.item()
     assert sequence_to_sequence_loss(model, batch).item() / 28 == pytest.approx(wanted, rel=1e-6)
-    # And in bf16 the sum is in fp32: of 28 losses of 4 nats bf16 would keep 2 digits.
+    # In bf16 the sum is in fp32: for 28 losses of 4 nats, bf16 would keep 2 digits.
     with torch.autocast("cpu", torch.bfloat16):
         assert sequence_to_sequence_loss(model, batch).item() / 28 == pytest.approx(wanted, rel=3e-3)
 
 
 def test_padding_is_not_trained_on(model):
-    """Neither its amount nor, of the source, its side changes loss or gradients; nor what token it is."""
+    """Neither the amount nor the token of padding changes loss or gradients, nor, in the source, its side."""
     pairs = make_pairs([(3, 9), (8, 2), (12, 17)])
     batch = pairs.collate([pairs[i] for i in range(3)])
     wanted, wanted_gradients = loss_and_gradients(model, batch)
@@ -297,7 +297,7 @@ def test_padding_is_not_trained_on(model):
 
 
 def test_division_of_a_batch_leaves_loss_and_gradients_alone(model):
-    """Whatever the number of ranks and the size of micro-batches, and so the padding; the last step is not full."""
+    """Loss and gradients are the same for any number of ranks, size of micro-batches and padding; the last step is not full."""
     pairs = make_pairs(np.random.default_rng(2).integers(1, 40, (20, 2)).tolist())
 
     def steps(world_size: int, size: int) -> list[tuple[float, torch.Tensor]]:
@@ -327,7 +327,7 @@ def test_a_batch_without_targets_adds_nothing(model):
 
 
 def test_shipped_pairs(prepare, tokenizer):
-    """As data/README.md describes them; and grouping by length saves most of the padding."""
+    """The pairs are as data/README.md describes them, and grouping by length saves most of the padding."""
     facts, train, _ = prepare(
         train_files=[SHIPPED], source_column="translation.en", target_column="translation.fr", heldout_share=0.05
     )

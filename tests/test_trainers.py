@@ -1,4 +1,4 @@
-"""The recipes on trl's trainers: one trajectory under every sharding, killed and resumed, exported, as the others.
+"""Tests of the recipes on trl's trainers: one trajectory under every sharding, kill and resume, export, as for the others.
 
 The base is a Llama of two layers, with weights of a useful size; a run is 6 steps and saves after 3.
 """
@@ -39,18 +39,18 @@ DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
 ENGINE = CHILDREN / "chess_engine.py"
 STOCKFISH = shutil.which("stockfish", path=os.environ["PATH"] + ":/usr/games")
 STEPS = 6
-# What differs between two runs that are the same.
+# Values that differ between two equal runs.
 TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-# All ranks, by SIGKILL, when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
+# SIGKILL all ranks when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
 IN_STEP_5 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
 }
 
-# One rank and its worker get the signal when it would log step 3. The shell that does it is one of them.
+# One rank and its worker get the signal when the rank would log step 3. The shell that sends it is one of them.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
         {
@@ -82,7 +82,7 @@ def save_base(folder: Path, tokenizer, **config) -> Path:
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
-    """Translations as conversations; beside them, bases with dropout and without."""
+    """Folder with translations as conversations, and with bases with and without dropout."""
     folder = tmp_path_factory.mktemp("chats")
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
         pairs = [json.loads(line)["translation"] for line in islice(lines, 120)]
@@ -111,7 +111,7 @@ def arguments(chats) -> tuple:
     "name, config_class", [("sft", SFTConfig), ("chess_dpo", DPOConfig), ("chess_grpo", GRPOConfig)]
 )
 def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch):
-    """Of a machine with four: transformers would count them all, and trl refuses more than one."""
+    """One process trains on one of four GPUs; transformers would count them all, and trl refuses more than one."""
     args = recipe.load(ROOT / f"recipes/{name}.py").Args(model_name_or_path="x", output_dir=str(tmp_path / "out"))
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -124,7 +124,7 @@ def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch
 
 
 def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
-    """Also where the output layer is sharded, and read by a loss that does not call it."""
+    """SFT has one trajectory, even if the output layer is sharded, and a loss reads it without calling it."""
     found = {}
     for name, config, batch in (("one", "single", 2), ("ddp", "ddp", 4), ("fsdp2", "fsdp_full", 2)):
         out = tmp_path / name
@@ -132,7 +132,7 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
         assert forks.run(out, *arguments, *size, config=config) == 0, log_of(out)[-3000:]
         steps = [record for record in read_metrics(out) if "loss" in record]
         norms = [record["grad_norm"] for record in steps]
-        targets = [record["tokens_per_second"] / record["samples_per_second"] for record in steps]  # of a row
+        targets = [record["tokens_per_second"] / record["samples_per_second"] for record in steps]  # targets of a row
         assert all(5 < count < 64 for count in targets) and max(targets) > min(targets) + 1
         found[name] = [*losses(out).values(), *norms, *targets, *evaluations(out)]
     assert len(found["one"]) == 3 * STEPS + 2
@@ -157,7 +157,7 @@ def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
 
 @pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
 def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapters):
-    """By SIGKILL, or in good order; with dropout; bit for bit. What is exported gives the loss of the last evaluation."""
+    """After SIGKILL or an orderly stop, with dropout, a run continues bit for bit; its export has the last evaluation's loss."""
     args = (*arguments, "--per_device_train_batch_size", 2, "--model_name_or_path", chats / "base_with_dropout")
     args = (*args, *adapters)
     whole, out = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
@@ -200,7 +200,7 @@ def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapt
 
 @pytest.fixture(scope="module")
 def plain_base(chats) -> Path:
-    """Without a chat template, and with a token that may end a turn; beside it a tokenizer with one and more tokens."""
+    """Base without a chat template, with a token that may end a turn; and a tokenizer with a template and more tokens."""
     tokenizer = AutoTokenizer.from_pretrained(chats / "base")
     tokenizer.chat_template = None
     tokenizer.add_tokens(["<|end|>"])
@@ -215,7 +215,7 @@ def plain_base(chats) -> Path:
 
 @pytest.mark.parametrize("source", ["chat.jinja", "other"])
 def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_path, source):
-    """Template, end token and the rows that the embedding gets for new tokens: after a resume too, as they were trained."""
+    """Template, end token and the embedding's new rows are exported as they were trained, also after a resume."""
     args = (*arguments, "--model_name_or_path", plain_base, "--chat_template_path", chats / source)
     args += ("--per_device_train_batch_size", 2)
     if source == "chat.jinja":
@@ -232,7 +232,7 @@ def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_p
     assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
     assert model.config.use_cache and model.config.vocab_size == model.get_input_embeddings().num_embeddings
     assert loss_of(model, tokenizer, out) == pytest.approx(evaluations(out)[-1], rel=1e-5)
-    if source == "other":  # adapters would be of another model than the one they were trained in
+    if source == "other":  # adapters would belong to another model than they were trained in
         refused, said = (tmp_path / "lora", "--use_peft"), "error: --chat_template_path"
     else:
         (chats / source).write_text(TEMPLATE.replace("</s>", " <|end|>"))
@@ -242,7 +242,7 @@ def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_p
 
 
 def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path) -> float:
-    """Loss of a model in one process, in nats per token, on the rows that the run held out."""
+    """Compute a model's loss in one process, in nats per token, on the rows that the run held out."""
     module = recipe.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
     loss_sum, num_targets = 0.0, 0
@@ -255,7 +255,7 @@ def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Pat
 
 
 def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
-    """The loss of held-out rows is that of each by itself."""
+    """The loss of held-out rows is the same when each row is alone."""
     args = (*arguments, "--model_name_or_path", chats / "base", "--max_length", 1024, "--max_steps", 1)
     for name in ("false", "true"):
         code = forks.run(tmp_path / name, *args, "--packing", name, config="single")
@@ -266,7 +266,7 @@ def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
 
 @pytest.fixture(scope="module")
 def chess(tmp_path_factory) -> tuple:
-    """Arguments for both chess recipes: a few real games, and a model that knows the names of moves, no more."""
+    """Arguments for both chess recipes: a few real games, and a model that only knows the names of moves."""
     folder = tmp_path_factory.mktemp("chess")
     games = pq.read_table(ROOT / "data/chess/games_20k.parquet").slice(0, 60).to_pylist()
     (folder / "games.jsonl").write_text("".join(json.dumps({"Moves": game["Moves"]}) + "\n" for game in games))
@@ -280,7 +280,7 @@ def chess(tmp_path_factory) -> tuple:
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(forks, tmp_path_factory):
-    """A run, and one that was killed in step 5 and run again: their records are equal, bit for bit."""
+    """Compare a run with one that was killed in step 5 and run again: their records are equal bit for bit."""
 
     def run_both(script: Path, *args: object) -> tuple[Path, Path]:
         whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
@@ -313,7 +313,7 @@ def test_reward_by_an_engine():
 
 @pytest.mark.skipif(STOCKFISH is None, reason="Stockfish is not installed")
 def test_reward_by_stockfish():
-    """It sees the mate in one, every time the same, and a queen that is given away."""
+    """Stockfish sees a mate in one, always with the same result, and a lost queen."""
     prompts = ["f2f3 e7e5 g2g4", "f2f3 e7e5 g2g4", "e2e4 e7e5", "e2e4 e7e5 d1h5 g8f6"]
     completions = ["d8h4", "a7a6", "g1f3", "h5f7"]
     with stockfish_reward(STOCKFISH, nodes=10_000) as reward:
@@ -333,11 +333,11 @@ def test_which_moves_make_a_pair():
 def test_dpo(forks, killed_and_resumed, chess, tmp_path):
     args = (*chess, "--num_train_positions", 60, "--total_batch_size", 8, "--per_device_train_batch_size", 2)
     whole, out = killed_and_resumed(DPO, *args)
-    # Policy and reference are one model before the first step, on all ranks.
+    # Policy and reference are the same model before the first step, on all ranks.
     assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
     assert losses(out)[STEPS] < 0.66
 
-    # Killed while pairs are made, in the middle of a line: the same pairs.
+    # If a run is killed while it makes pairs, in the middle of a line, the pairs are the same.
     other = tmp_path / "out"
     (file,) = whole.glob("pairs-*.jsonl")
     partial = other / file.with_suffix(".partial").name
@@ -355,7 +355,7 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path):
     for pair in pairs:
         assert pair["chosen"] in tokenizer.get_vocab() and pair["chosen"] != pair["rejected"]
 
-    # What was exported prefers the chosen moves, after the begin token alone.
+    # The exported model prefers the chosen moves, after the begin token alone.
     base, exported = (AutoModelForCausalLM.from_pretrained(p) for p in (chess[1], whole / "export"))
     start = torch.tensor([[tokenizer.bos_token_id]])
     chosen, rejected = (
@@ -371,7 +371,7 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path):
 
 
 def test_dpo_of_adapters(forks, chess, tmp_path):
-    """Policy and reference are one model before the first step here too, and no reference stays in memory."""
+    """Policy and reference are the same model before the first step here too, and no reference stays in memory."""
     out = tmp_path / "out"
     args = ("--num_train_positions", 30, "--total_batch_size", 8, "--per_device_train_batch_size", 4)
     args = (*chess, *args, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--max_steps", 2, "--reject", "not_played")
@@ -430,7 +430,7 @@ def test_all_problems_at_once(monkeypatch):
 
 
 def test_held_out_by_hash(chats, tmp_path):
-    """Rows that begin alike lie on one side: in any order, whatever else there is; where a side is empty, that is said."""
+    """Rows that begin alike lie on one side, in any order and among any other rows; an empty side is an error."""
     module, tokenizer = recipe.load(SFT), AutoTokenizer.from_pretrained(chats / "base")
     formats = {
         "text": lambda i, copy: {"text": f"Text {i}".upper() if copy else f" Text  {i}\n"},
@@ -464,7 +464,7 @@ def test_held_out_by_hash(chats, tmp_path):
 
 
 def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
-    """What decides which rows a step trains on, and what is in them."""
+    """Arguments that decide which rows a step trains on, or their content, must not change on a resume."""
     for script, args, changes in (
         (DPO, chess, {"max_length": "20", "train_sampling_strategy": "sequential"}),
         (GRPO, chess, {"max_prompt_length": "20", "train_sampling_strategy": "sequential"}),

@@ -1,7 +1,7 @@
-"""What this project touches inside the pinned libraries: when a pin is raised, begin here.
+"""Table of the private names of pinned libraries that this project uses: when you raise a pin, begin here.
 
-Each row: the owner, the name, the module that uses it and what for, and the parameters that it must have. Where upstream's
-behaviour is worked around, a test beside the workaround tells when it is needed no more: `grep -r upstream tests`.
+Each row has the owner, the name, the module that uses it and for what, and the parameters that it must have. Where upstream's
+behaviour is worked around, another test tells when the workaround is no longer needed: `grep -r upstream tests`.
 """
 
 import ast
@@ -80,7 +80,7 @@ TOUCHED = [
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
 ]  # fmt: skip
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
-# Names of the standard library's, or public in spite of the underscore.
+# Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
     "_C",
     "_actions",
@@ -98,10 +98,10 @@ def test_it_is_still_there(owner, name, user, why, parameters):
     (path,) = (path for path in SOURCES if path.stem == user)
     assert name in path.read_text(), "this row may go"
     found = getattr(owner, name, None)
-    if found is None:  # given to each object when it is made
+    if found is None:  # set on each object when it is made
         assert name in inspect.getsource(owner), f"{user}: {why}"
     if parameters is not None:
-        function = getattr(found, "_init_fn", found)  # of an operator
+        function = getattr(found, "_init_fn", found)  # for an operator
         assert " ".join(inspect.signature(function).parameters) == parameters, f"{user}: {why}"
 
 
@@ -110,7 +110,7 @@ def is_private(name: str) -> bool:
 
 
 def test_the_table_is_complete():
-    """Each private name that a module uses of something else's is in the table, under that module."""
+    """Each private name that a module uses from another owner is in the table, under that module."""
     used = set()
     for path in SOURCES:
         nodes = list(ast.walk(ast.parse(path.read_text())))

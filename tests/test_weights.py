@@ -1,4 +1,4 @@
-"""First weights by the model's own rule. That they are the same under every strategy: tests/test_equivalence.py."""
+"""Tests of first weights by the model's own rule. tests/test_equivalence.py shows that every strategy has the same."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_as_transformers_does(name):
-    """The same distribution for each parameter, the same buffers, the same parameters tied."""
+    """Each parameter has transformers' distribution; buffers and tied parameters are the same."""
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
     model = initialize(new_model(CONFIGS[name], "sdpa"), 0, "cpu")
@@ -44,7 +44,7 @@ def test_as_transformers_does(name):
     reference = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
     for (key, found), (wanted_key, wanted) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert key == wanted_key and found.dtype == torch.float32
-        # Errors of a mean and of a standard deviation over n values: five of either.
+        # Allow five standard errors of a mean, and of a standard deviation, over n values.
         error = 5 * wanted.std().item() / wanted.numel() ** 0.5
         assert found.mean().item() == pytest.approx(wanted.mean().item(), abs=2 * error)
         assert found.std().item() == pytest.approx(wanted.std().item(), abs=2 * error)
@@ -57,7 +57,7 @@ def test_as_transformers_does(name):
 
 
 def test_a_value_depends_on_seed_and_name_only():
-    """Not on what else is in the model: a deeper one begins with the same layers."""
+    """A value does not depend on the rest of the model: a deeper model begins with the same layers."""
     deeper = LlamaConfig(**SIZES | {"num_hidden_layers": 3})
     one, other, another_seed = (
         dict(initialize(new_model(config, "sdpa"), seed, "cpu").named_parameters())
@@ -73,7 +73,7 @@ def test_a_value_depends_on_seed_and_name_only():
 
 @pytest.mark.slow
 def test_no_process_holds_the_model(tmp_path):
-    """Llama 3.2 1B on two: the benchmark ends with an error where a process holds more than its shard and a parameter."""
+    """The benchmark, with Llama 3.2 1B on two processes, fails if one holds more than its shard and a parameter."""
     command = [sys.executable, "benchmarks/init_memory.py", "--ways", "ours"]
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""A chess engine by UCI that has an opinion of three opening moves: the score of a search is that of its best one."""
+"""UCI chess engine that knows scores for three opening moves; a search scores as its best move."""
 
-CENTIPAWNS = {"e2e4": 50, "a2a3": -100, "f2f3": -1000}  # any other: 0
+CENTIPAWNS = {"e2e4": 50, "a2a3": -100, "f2f3": -1000}  # any other move: 0
 
 while (line := input()) != "quit":
     words = line.split()

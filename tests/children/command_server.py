@@ -1,6 +1,6 @@
-"""Runs `python -m accelerate_recipes ...` many times without importing the libraries again.
+"""Run `python -m accelerate_recipes ...` many times without importing the libraries again.
 
-Each line of standard input is {"argv", "cache", "log", "env"}; the answers are its process id, then its exit code.
+Each line of standard input is a command, {"argv", "cache", "log", "env"}; the answers are its process id, then its exit code.
 """
 
 import json

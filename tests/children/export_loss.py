@@ -1,4 +1,4 @@
-"""Mean loss of an exported model on packed rows, in a plain process: nothing of this project, one game at a time.
+"""Compute the mean loss of an exported model on packed rows, one game at a time, without using this project.
 
 python export_loss.py EXPORT ROWS
 """

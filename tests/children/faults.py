@@ -1,8 +1,8 @@
-"""A process that kills itself inside real code: at an audit event, which Python raises before a system call.
+"""Faults that strike inside real code: at an audit event, which Python raises before a system call.
 
-TOY_FAULT in the environment is JSON {"event", "path", "count", "rank"} and "everyone" or "command": the process of that
-rank kills itself, or the whole run, or runs a shell command, at the count-th event of that name whose first argument
-contains `path`. Python raises `open`, `os.rename`, `os.remove`, ... before it does so.
+TOY_FAULT in the environment is JSON with "event", "path", "count", "rank", and "everyone" or "command". At the count-th event
+of that name whose first argument contains `path`, the process of that rank kills itself, or the whole run, or runs a
+shell command. Events are `open`, `os.rename`, `os.remove`, ...
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import psutil
 
 
 def arm() -> None:
-    """If the environment asks for a fault in this rank."""
+    """Install the fault, if the environment asks for one in this rank."""
     if fault := os.environ.get("TOY_FAULT"):
         die_at(**json.loads(fault))
 
@@ -41,8 +41,7 @@ def die_at(event: str, path: str, count: int, rank: int, everyone: bool = False,
 
 
 def kill_run(launcher: psutil.Process) -> None:
-    """SIGKILL the launcher, then its ranks and their workers; each rank is a session of its own. A rank that does it
-    goes last."""
+    """Kill (SIGKILL) the launcher, then its ranks and their workers. Each rank has its own session; the calling rank goes last."""
     run = [launcher, *launcher.children(recursive=True)]
     is_mine = any(process.pid == os.getpid() for process in run)
     for process in run:

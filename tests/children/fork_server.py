@@ -1,10 +1,10 @@
-"""Runs recipes many times without importing the libraries again: a launch costs ten seconds, a fork none.
+"""Run recipes many times without importing the libraries again: a launch costs ten seconds, a fork nothing.
 
-Its arguments are the modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv",
-"log", "seconds"}. Its ranks are forked into a process group of their own, so that a fault may kill them all. As under a
-launcher, those left when one fails get SIGTERM, and what is not over after `seconds` is killed. The answer is a line with
-the exit code of the first that failed (128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that
-asks for anything beyond this machine ends with 99.
+The arguments are the modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv",
+"log", "seconds"}. The ranks are forked into their own process group, so that a fault may kill them all. As under a
+launcher, the other ranks get SIGTERM when one fails, and what still runs after `seconds` is killed. The answer is a line with
+the exit code of the first rank that failed (128 + n for signal n; -n if the signal killed the whole group), or 0. A rank
+that uses the network beyond this machine ends with 99.
 """
 
 import importlib
@@ -20,7 +20,7 @@ HERE = {None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()}
 
 
 def refuse_network(event: str, args: tuple) -> None:
-    """Audit hook."""
+    """Audit hook that ends a rank which uses the network beyond this machine."""
     host = None
     if event == "socket.connect" and isinstance(args[1], tuple):
         host = args[1][0]
@@ -45,9 +45,9 @@ def rank_process(rank: int, job: dict) -> int:
         from accelerate_recipes import recipe, strategy
 
         faults.arm()
-        if "FOUR_BITS_ON_CPU" in os.environ:  # which a recipe refuses, and bitsandbytes can do
+        if "FOUR_BITS_ON_CPU" in os.environ:  # a recipe refuses this, but bitsandbytes can do it
             strategy.lever_problems = lambda *_: []
-            # Repacks weights in place at evaluation, which FSDP then shards otherwise; GPUs have nothing like it.
+            # On a CPU bitsandbytes repacks weights in place at evaluation, which confuses FSDP's shards; on GPUs it does not.
             importlib.import_module("bitsandbytes.nn.modules").has_avx512bf16 = lambda: False
         module = recipe.load(job["script"])
         recipe.run_recipe(module.main, module.Args, module.requirements)

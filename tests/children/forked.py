@@ -1,4 +1,4 @@
-"""What a forked process does: run to its end, without going on as a copy of its parent."""
+"""Helper for forked processes: run to the end, without continuing as a copy of the parent."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def run_and_exit(run: Callable[[], None], log: str) -> NoReturn:
-    """With its output appended to `log`, and the exit code that a process of its own would have."""
+    """Run a function with its output appended to `log`, and exit with the code that a separate process would have."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

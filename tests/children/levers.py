@@ -1,6 +1,6 @@
-"""Three steps of the toy model, and what the levers did meanwhile; the result goes to a JSON file.
+"""Take three steps of the toy model, and record what the levers do meanwhile, in a JSON file.
 
-Run by tests/test_levers.py. It is a recipe like any other.
+tests/test_levers.py runs this recipe, which is like any other.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The loss without logits beside the plain one, and prefetching, on sharded models; the result goes to a JSON file.
+"""Compare the loss without logits with the plain one, and test prefetching, on sharded models; results go to a JSON file.
 
-Run by tests/test_losses.py. It is a recipe like any other.
+tests/test_losses.py runs this recipe, which is like any other.
 """
 
 import json
@@ -41,7 +41,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole, on every rank, as it came from the backward pass; and none left."""
+    """Return the whole gradients of the backward pass on every rank, and clear them."""
     found = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
@@ -66,7 +66,7 @@ def main(args: Args) -> None:
 
     def new(values: dict, prefetch: int = 0) -> Run:
         set_seed(args.seed)
-        # One model at a time; the plugin remembers the layer class of the first.
+        # Use one model at a time: the plugin remembers the layer class of the first model.
         accelerator.free_memory()
         if plugin:
             vars(plugin).update(settings)

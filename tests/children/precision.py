@@ -1,7 +1,7 @@
-"""Steps of a tiny Llama on rows of 32 and of 4,096 tokens, and its loss on the long ones; the result goes to a JSON file.
+"""Take steps of a tiny Llama on rows of 32 and of 4,096 tokens, and its loss on the long ones; results go to a JSON file.
 
-Run by tests/test_equivalence.py in bf16. Its weights are large: with those that a new model has, attention is nearly
-uniform, and no loss shows whether positions are right.
+tests/test_equivalence.py runs this in bf16. The weights are large: with the initial weights of a new model, attention is
+nearly uniform, and no loss shows whether positions are right.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A few optimizer steps of a tiny Llama on rows with uneven numbers of targets; the result goes to a JSON file.
+"""Take a few optimizer steps of a tiny Llama on rows with uneven numbers of targets; results go to a JSON file.
 
-Run by tests/test_equivalence.py under each accelerate config. It is a recipe like any other.
+tests/test_equivalence.py runs this recipe, which is like any other, under each accelerate config.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ STEPS = 4
 
 @dataclass
 class Args(toy.Args):
-    num_train_epochs: float = 1.5  # of 20 rows: the last of 4 batches is not full
+    num_train_epochs: float = 1.5  # 20 rows an epoch: the last of 4 batches is not full
     num_rows: int = 20
 
 
 def checksums(model: nn.Module) -> dict[str, list[float]]:
-    """Of each parameter and buffer, whole: sum, and sum weighted by position, so that order matters."""
+    """Return two sums over each whole parameter and buffer; the second is weighted by position, so that order matters."""
     found = {}
     with FSDP1.summon_full_params(model) if isinstance(model, FSDP1) else contextlib.nullcontext():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     trajectory = steps(0)
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
     texts = generate_texts(accelerator, model, tokenizer, prompts, 4, batch_size=2)
-    # Back to the middle: model, optimizer, schedule and random generators must come from the files, which were written
+    # Go back to the middle: model, optimizer, schedule and random generators must come from the files, which were written
     # while the later steps changed the weights.
     checkpointer.wait()
     checkpointer.resumed_from = checkpointer.newest

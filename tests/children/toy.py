@@ -1,8 +1,8 @@
-"""The smallest whole recipe: `engine.train` on a tiny Llama, a second or two a run. For tests that kill and resume.
+"""Train a tiny Llama by `engine.train`, in a second or two: a whole recipe for tests that kill and resume.
 
-Which rows each step trained on goes to <output_dir>/rows.jsonl. In the environment, TOY_FAULT is where it dies (see
-faults.py), TOY_FSIZE the size in bytes that no file may exceed, TOY_HANG a step in which rank 1 never ends, TOY_BAD_DATA
-one in which its data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_PACE the seconds that each batch takes longer.
+<output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
+faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which rank 1 hangs, TOY_BAD_DATA a step in which
+rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_PACE extra seconds for each batch.
 """
 
 import json
@@ -60,7 +60,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def make_rows(num_rows: int) -> Dataset:
-    """Rows of one to four documents, some nearly empty: a mean of means would differ from the mean."""
+    """Make rows of one to four documents, some nearly empty, so that a mean of means would differ from the mean."""
     generator = np.random.default_rng(0)
     lengths = [generator.integers(2, 9, size=generator.integers(1, 5)).tolist() for _ in range(num_rows)]
     return Dataset.from_dict(
