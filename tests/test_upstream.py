@@ -39,6 +39,8 @@ TOUCHED = [
     (checkpoint_wrapper, "CheckpointWrapper", "distributed", "recompute each n-th layer", "mod checkpoint_impl checkpoint_fn checkpoint_fn_kwargs"),
     (checkpoint_wrapper, "OffloadWrapper", "distributed", "activations on the CPU", "mod"),
     (checkpoint_wrapper.ActivationWrapper, "_checkpoint_wrapped_module", "distributed", "the layer inside", None),
+    (torch.nn.Module, "_compiled_call_impl", "distributed", "recomputed layers, compiled", None),
+    (torch.nn.Module, "_compiled_call_impl", "generation", "generation is not compiled", None),
     (FSDPModule, "_get_fsdp_state", "distributed", "prefetching", "self"),
     (FSDPState, "_fsdp_param_group", "distributed", "whether a unit has parameters", None),
     (FullyShardedDataParallel, "_fsdp_wrapped_module", "distributed", "class names of FSDP1's units", None),
@@ -54,6 +56,7 @@ TOUCHED = [
     # accelerate
     (PartialState, "_shared_state", "distributed", "DDP on a CPU in one process", None),
     (Accelerator, "_optimizers", "distributed", "the optimizer is made on the sharded model", None),
+    (Accelerator, "ao_recipe_handler", "distributed", "which layers compute in fp8", None),
     (launch, "_validate_launch_command", "preflight", "what the launcher would start", "args"),
     # transformers
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),

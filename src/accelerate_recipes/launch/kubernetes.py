@@ -2,7 +2,7 @@
 
     python -m accelerate_recipes k8s KIND [FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS]
 
-KIND is `pytorchjob` (Kubeflow's training operator, v1) or `trainjob` (Kubeflow Trainer, 2.2 and later). Prints YAML for
+KIND is `pytorchjob` (Kubeflow's training operator, v1) or `trainjob` (Kubeflow Trainer 2.3). Prints YAML for
 `kubectl apply -f -`: a ConfigMap with the accelerate YAML and the resolved arguments, and the job. The same input gives
 the same output. A run that cannot start is not rendered.
 
