@@ -156,3 +156,12 @@ def test_memory_is_in_segments_that_grow():
     variables = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     done = subprocess.run([sys.executable, "-c", settings], env=variables, capture_output=True, text=True, check=True)
     assert "'expandable_segments': True" in done.stdout
+
+
+@pytest.mark.parametrize("config", ["single", "fsdp_full"])
+def test_one_wait_in_a_step(tmp_path, config):
+    """The CPU waits for the GPU once a step, before the weights change, however many micro-batches it has."""
+    out = tmp_path / "out"
+    flags = ("--num_processes", "1", *BF16)
+    launch_ok(tmp_path, config, CHILDREN / "copies.py", "--output_dir", out, flags=flags, gpu=True)
+    assert json.loads((out / "result.json").read_text())["waits"] == 1

@@ -4,7 +4,9 @@ Run by tests/test_levers.py. A row is short, so that weights and gradients are w
 """
 
 import json
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from toy import requirements
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.engine import train_step
+from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama
 from accelerate_recipes.recipe import run_recipe
@@ -51,6 +53,18 @@ class Written(TorchDispatchMode):
         return result
 
 
+def count_waits(work: Callable[[], object]) -> int:
+    """Count how often the CPU waits for the GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
     run = Run(args, accelerator)
@@ -64,14 +78,16 @@ def main(args: Args) -> None:
         run.shard(new_llama("sdpa", args.param_dtype, **sizes))
     ids = torch.arange(8)[None] + 4
     batch = {"input_ids": ids, "position_ids": torch.arange(8)[None], "labels": ids}
+    batch = to_device(batch, accelerator.device)
     for _ in range(2):  # the first makes the moments
         with Written() as written:
             train_step(run, [batch], next_token_loss, count_next_tokens)
+    waits = count_waits(lambda: train_step(run, [batch, batch], next_token_loss, count_next_tokens))
     total = sum(parameter.numel() for parameter in run.model.parameters())
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
         per_parameter = {name: size / total for name, size in written.bytes.items()}
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(per_parameter))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(per_parameter | {"waits": waits}))
     accelerator.end_training()
 
 
