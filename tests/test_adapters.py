@@ -56,10 +56,7 @@ STRATEGIES = {
     "activation checkpointing": ("fsdp_full", 2, 4, CHECKPOINTING),
 }
 CHECKPOINTED = "activation checkpointing"
-SLOW = [
-    "fsdp2, accumulation", "gradients and optimizer, accumulation", "no wrap", "every process reads the base",
-    "activation checkpointing",
-]  # fmt: skip
+FAST = ("one process, accumulation", "ddp", "fsdp2")
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
 # A recipe refuses 4 bits without a GPU; tests/children/fork_server.py allows it.
 IN_4_BITS = ("--load_in_4bit",)
@@ -133,12 +130,10 @@ def loss_of(model: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize(
     "name, variant",
-    [pytest.param(name, (), id=name, marks=pytest.mark.slow if name in SLOW else []) for name in STRATEGIES]
-    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora")]
+    [pytest.param(name, (), id=name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
+    + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora", marks=pytest.mark.slow)]
     + [
-        pytest.param(
-            name, IN_4_BITS, id=f"{name}, 4 bits", marks=pytest.mark.slow if name not in ("ddp", "fsdp2") else []
-        )
+        pytest.param(name, IN_4_BITS, id=f"{name}, 4 bits", marks=[] if name == "fsdp2" else pytest.mark.slow)
         for name in islice(STRATEGIES, 1, None)
     ],
 )
@@ -198,6 +193,7 @@ def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
     assert trajectory(killed) == trajectory(out)
 
 
+@pytest.mark.slow
 def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
     """FSDP gathers 4-bit weights, which are packed in bf16, unchanged."""
     weights = dict(in_4_bits(base, torch.bfloat16).named_parameters())
@@ -287,6 +283,7 @@ def test_first_weights(forks, arguments, base, tmp_path):
             assert torch.equal(tensor, exported[f"base_model.model.{name.replace('.default', '')}"]), name
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_again_where_activations_are_recomputed(run):
     plain, recomputed = run("fsdp2", *DROPOUT), run("activation checkpointing", *DROPOUT)
     assert trajectory(recomputed) == trajectory(plain) != trajectory(run("fsdp2"))
@@ -302,7 +299,7 @@ def test_a_checkpoint_holds_the_adapters_alone(run, base):
     assert files.read_marker(out / f"checkpoint-{LAST}")["base_model"]["name"] == str(base)
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
     """A run killed by SIGKILL in step 8 resumes step 6; with dropout, on the same number of ranks, bit for bit."""
     args = DROPOUT if num_processes == 2 else ()
@@ -355,7 +352,9 @@ def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
         export(last, tmp_path / "merged", merge_adapter=True)
 
 
-@pytest.mark.parametrize("variant", [(), ("--use_dora", "--use_rslora")], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "variant", [(), pytest.param(("--use_dora", "--use_rslora"), marks=pytest.mark.slow)], ids=["lora", "dora"]
+)
 def test_export(run, base, variant):
     """PEFT loads the adapters, and transformers the merged model; both give the last evaluation's loss."""
     out = run("fsdp2", *variant, "--merge_adapter")
@@ -446,6 +445,7 @@ def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
     assert space_needed(replace(few, merge_adapter=True), full, adapter, False)[0] == 12_000_000 + 400_000_000
 
 
+@pytest.mark.slow
 def test_t5(forks, tmp_path):
     """Adapters in an encoder-decoder have one trajectory; both exports give the loss of the last evaluation."""
     with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
@@ -611,6 +611,7 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
         add_adapters(AutoModelForCausalLM.from_config(config), toy.Args(**args, lora_dropout=0.0))
 
 
+@pytest.mark.slow
 def test_continued_pretraining(forks, base, tmp_path):
     """Adapters train with the loss without logits, on a stream of packed text."""
     words = [f"w{i}" for i in range(96)]

@@ -234,6 +234,7 @@ def test_memory_of_the_mask(name, has_mask):
         assert (found.most >= length**2) == has_mask
 
 
+@pytest.mark.slow
 def test_compiled_once_for_all_documents():
     """Other boundaries change only the numbers in a tensor of the same length, so nothing is compiled again."""
     torch._dynamo.reset()

@@ -84,6 +84,7 @@ def gpu_environment(tmp_path: Path) -> dict[str, str]:
     return inherited | {"PYTHONPATH": f"{tmp_path}:{inherited.get('PYTHONPATH', '')}"}
 
 
+@pytest.mark.slow
 def test_gpu_needs_no_datasets(tmp_path):
     """Nor trl, chess, bitsandbytes and torchao: what gpu.py imports of the library."""
     code = "import sys, gpu, gpu_steps, gpu_report; assert not sys.modules.keys() & {'datasets', 'trl', 'chess'}"

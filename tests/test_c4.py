@@ -123,7 +123,9 @@ def test_a_damaged_tokenizer_is_not_used(forks, arguments, undisturbed, tmp_path
     assert (out / "export/tokenizer.json").read_bytes() == whole and losses(out) == losses(undisturbed[0])
 
 
-@pytest.mark.parametrize("before, after", [(2, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "before, after", [(2, 1), *(pytest.param(*n, marks=pytest.mark.slow) for n in [(2, 4), (4, 1)])]
+)
 def test_resumed_on_other_numbers_of_ranks(forks, arguments, killed, undisturbed, tmp_path, before, after):
     found = resumed(forks, arguments, killed(before), tmp_path / "out", after)
     assert found == pytest.approx(losses(undisturbed[0]), rel=1e-5)

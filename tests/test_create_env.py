@@ -35,6 +35,7 @@ def bash(folder: Path, command: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_from_wheels_and_twice(copy):
     done = bash(copy, "slurm/create_env.sh wheels && .venv/bin/python -c 'import tiny'")
     assert done.returncode == 0 and f"{copy}/.venv is ready" in done.stdout, done.stderr

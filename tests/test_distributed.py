@@ -249,6 +249,7 @@ T5_UNDER_FSDP2 = """
 """
 
 
+@pytest.mark.slow
 def test_upstream_still_divides_a_tied_embedding():
     """When this fails, a T5's embedding is one module upstream: models.share_embedding can leave out its last line."""
     assert "is shared with a parameter already managed by another FSDP group" in run_python(
@@ -256,6 +257,7 @@ def test_upstream_still_divides_a_tied_embedding():
     )
 
 
+@pytest.mark.slow
 def test_upstream_still_generates_beside_the_forward_pass():
     """When this fails, an encoder's call gathers the root: distributed.prepare need not register `generate`."""
     shared = T5_UNDER_FSDP2.replace("SHARE", "share_embedding(model)")
@@ -285,6 +287,7 @@ BERT_UNDER_FSDP2 = """
 """
 
 
+@pytest.mark.slow
 def test_upstream_still_wraps_an_embedding_twice():
     """When this fails, Accelerate wraps an embedding once: remove distributed.leave_embedding_to_accelerate."""
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"

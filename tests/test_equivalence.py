@@ -25,8 +25,16 @@ STRATEGIES = {
     "fsdp1": ("fsdp1_full", 2, 4, (), 4, 1 / 2),
     "fsdp1 by size": ("fsdp1_size_wrap", 2, 4, ("--fsdp_min_num_params", "5000"), 5, 1 / 2),
 }
-
-
+FAST = (
+    "one process",
+    "accumulation",
+    "ddp",
+    "fsdp2",
+    "hybrid 2 x 2, accumulation",
+    "activation checkpointing",
+    "fsdp1",
+)
+NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
 SCRIPT = CHILDREN / "steps.py"
 LAUNCHED = {"one process", "ddp", "fsdp1"}  # and FSDP2 by tests/test_chess.py
 
@@ -53,7 +61,7 @@ def run_steps(forks, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_trajectory(run_steps, name):
     """Losses and gradient norms of 4 steps agree to 1e-5, and the strategy is the named one, not N copies."""
     reference, found = run_steps("one process"), run_steps(name)
@@ -66,20 +74,20 @@ def test_one_trajectory(run_steps, name):
         assert step == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_same_start(run_steps, name):
     """Every parameter and buffer of a new model is the same bit for bit under any sharding."""
     assert run_steps(name)["start"] == run_steps("one process")["start"]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_checkpoint_restores_everything(run_steps, name):
     """Steps 3 and 4 are repeated from the checkpoint of step 2, bit for bit."""
     found = run_steps(name)
     assert found["resumed"] == found["trajectory"][2:]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_generation(run_steps, name):
     """5 prompts of uneven length, divided over the ranks, are continued as one process continues them."""
     assert run_steps(name)["texts"] == run_steps("one process")["texts"]

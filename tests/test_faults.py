@@ -63,7 +63,8 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests also try, with one rank killed.
+# Points that the fast tests try with all ranks killed, and with one. All others are in `make test-slow`.
+ALL_RANKS = ["in a step", "before a random state", "before the marker", "in the middle of the removal", "in the export"]
 ONE_RANK = [
     "in a step",
     "before the first file of the other rank",
@@ -99,7 +100,10 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
 
 @pytest.mark.parametrize(
     "point, everyone",
-    [pytest.param(point, True, id=f"all, {point}") for point in POINTS]
+    [
+        pytest.param(point, True, id=f"all, {point}", marks=[] if point in ALL_RANKS else pytest.mark.slow)
+        for point in POINTS
+    ]
     + [
         pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.slow)
         for point in POINTS

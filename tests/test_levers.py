@@ -55,7 +55,7 @@ def test_where_inputs_are_kept_on_the_cpu_the_other_layers_keep_theirs(levers):
     assert "activations of 2 of 3 layers recomputed from inputs kept on the CPU" in log
 
 
-@pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
+@pytest.mark.parametrize("config", ["fsdp_full", pytest.param("fsdp1_full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype, name", [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
 @pytest.mark.parametrize("precision", ["no", "bf16", "pure bf16"])
 def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, config, dtype, name, precision):
@@ -102,10 +102,10 @@ def tolerance(optim: str) -> float:
 
 EVERYWHERE = [
     ("adamw_bf16_kahan", "fsdp_full"),
-    ("adamw_bf16_kahan", "fsdp1_full"),
-    ("adamw_bf16_kahan", "ddp"),
+    pytest.param("adamw_bf16_kahan", "fsdp1_full", marks=pytest.mark.slow),
+    pytest.param("adamw_bf16_kahan", "ddp", marks=pytest.mark.slow),
     ("adafactor", "fsdp_full"),
-    ("adafactor", "ddp"),
+    pytest.param("adafactor", "ddp", marks=pytest.mark.slow),
     ("adamw_8bit", "ddp"),
 ]
 
@@ -123,7 +123,7 @@ def test_an_export_has_the_precision_that_was_trained(whole_runs, optim, dtype):
 
 
 @pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adafactor", "adamw_8bit"])
-@pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (2, 1)])
 def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, after):
     """A new process resumes step 3 bit for bit, and on another number of ranks within rounding."""
     config = {1: "single", 2: "ddp" if optim == "adamw_8bit" else "fsdp_full"}

@@ -174,6 +174,7 @@ def test_prefetching(run_child):
         assert found["trajectory with prefetching"] == found["trajectory"]
 
 
+@pytest.mark.slow
 def test_sharded_in_bf16(run_child):
     for name, found in run_child("fsdp_full", "--mixed_precision", "bf16")["models"].items():
         plain, without_logits = found["losses"]

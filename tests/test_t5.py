@@ -122,7 +122,10 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("accumulation", "fsdp2") else pytest.mark.slow) for name in STRATEGIES],
+)
 def test_one_trajectory(run, name):
     """Losses and gradient norms over pairs of ragged lengths agree to 1e-5, and texts too, under any division."""
     (config, num_processes, size), (reference, *_) = (
@@ -148,6 +151,7 @@ def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path
     assert "checkpoint-6 is further on than the 3 steps of this run" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_activations_recomputed(forks, arguments, run, tmp_path):
     out = tmp_path / "out"
     assert forks.run(out, *arguments, FSDP_ACTIVATION_CHECKPOINTING="true") == 0
@@ -155,7 +159,7 @@ def test_activations_recomputed(forks, arguments, run, tmp_path):
     assert trajectory(out) == [pytest.approx(step, rel=1e-5) for step in trajectory(run())]
 
 
-@pytest.mark.parametrize("num_processes, num_beams", [(2, 1), (3, 3)])
+@pytest.mark.parametrize("num_processes, num_beams", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_ranks_generate_what_one_process_generates_from_the_export(run, num_processes, num_beams):
     """Texts agree row for row: 13 rows on 2 and on 3 ranks, padded in batches there, alone here."""
     search = ("--generation_num_beams", num_beams, "--generation_length_penalty", 1 + 0.5 * (num_beams - 1))
@@ -233,6 +237,7 @@ def test_an_output_layer_of_its_own_stays_one(run, pretrained):
     assert not model.config.scale_decoder_outputs
 
 
+@pytest.mark.slow
 def test_a_tied_output_layer_stays_one(run):
     """A run that begins with an export, on 2 ranks of which one reads the weights, starts where the other run ended."""
     args = ("--from_scratch", "false", "--model_name_or_path", run() / "export", "--max_steps", 1)

@@ -155,7 +155,11 @@ def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
         assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
 
 
-@pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", 4, "--merge_adapter")], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapters",
+    [(), pytest.param(("--use_peft", "--lora_r", 4, "--merge_adapter"), marks=pytest.mark.slow)],
+    ids=["full", "lora"],
+)
 def test_sft_is_interrupted_and_resumed(forks, arguments, chats, tmp_path, adapters):
     """After SIGKILL or an orderly stop, with dropout, a run continues bit for bit; its export has the last evaluation's loss."""
     args = (*arguments, "--per_device_train_batch_size", 2, "--model_name_or_path", chats / "base_with_dropout")
@@ -370,6 +374,7 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path):
     assert margins[1] > margins[0] + 0.5
 
 
+@pytest.mark.slow
 def test_dpo_of_adapters(forks, chess, tmp_path):
     """Policy and reference are the same model before the first step here too, and no reference stays in memory."""
     out = tmp_path / "out"
