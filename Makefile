@@ -22,8 +22,11 @@ demo-t5: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml $(ARGS)
 
+# Two files at a time: the ranks of a run wait for each other half of the time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
 test: .venv/dev
-	$(BIN)/python -m pytest -m "not slow and not long and not hub and not slurm and not image"
+	$(PYTEST) -m "not slow and not long and not hub and not slurm and not image"
 
 # For the inner loop of an editor: the tests that start no runs.
 FAST := args attention changed_data checkpoint chess_rules configs data engine layout metrics metrics_of_texts models \
@@ -32,7 +35,7 @@ test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 
 test-slow: .venv/dev
-	$(BIN)/python -m pytest -m "slow and not long"
+	$(PYTEST) -m "slow and not long"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; and repetitions of
 # slow tests on another node or for another operator. Takes an hour.

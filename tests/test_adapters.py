@@ -57,6 +57,7 @@ STRATEGIES = {
 }
 CHECKPOINTED = "activation checkpointing"
 FAST = ("one process, accumulation", "ddp", "fsdp2")
+FOUR_BITS = {"fsdp2": (), "ddp": pytest.mark.slow, "activation checkpointing": pytest.mark.slow}
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
 # A recipe refuses 4 bits without a GPU; tests/children/fork_server.py allows it.
 IN_4_BITS = ("--load_in_4bit",)
@@ -133,7 +134,7 @@ def loss_of(model: torch.nn.Module) -> float:
     [pytest.param(name, (), id=name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
     + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora", marks=pytest.mark.slow)]
     + [
-        pytest.param(name, IN_4_BITS, id=f"{name}, 4 bits", marks=[] if name == "fsdp2" else pytest.mark.slow)
+        pytest.param(name, IN_4_BITS, id=f"{name}, 4 bits", marks=FOUR_BITS.get(name, pytest.mark.long))
         for name in islice(STRATEGIES, 1, None)
     ],
 )

@@ -32,7 +32,7 @@ COMMANDS = {
     "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
-LONG = {"adapter_memory", "against_trl"}
+LONG = set(COMMANDS) - {"data_throughput", "engine_overhead"}
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
@@ -96,7 +96,7 @@ def test_gpu_needs_no_datasets(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", GPU_CASES)
+@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_gpu(part, tmp_path):
     """What fails, fails for want of a GPU, and says so."""
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--part", str(part), "--out", str(tmp_path / "out")]

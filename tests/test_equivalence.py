@@ -114,11 +114,12 @@ def test_tied_embeddings(run_steps):
     assert found["resumed"] == found["trajectory"][2:]
 
 
-BY_DOCUMENTS = ["fsdp2", "activation checkpointing", "fsdp1"]
+BY_DOCUMENTS = {"fsdp2": (), "fsdp1": (), "activation checkpointing": (), "ddp": pytest.mark.slow}
+BY_DOCUMENTS |= {"hybrid 2 x 2, accumulation": pytest.mark.slow, "no wrap": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DOCUMENTS else pytest.mark.slow) for name in STRATEGIES]
+    "name", [pytest.param(name, marks=BY_DOCUMENTS.get(name, pytest.mark.long)) for name in STRATEGIES]
 )
 def test_attention_by_documents(run_steps, name):
     """The trajectory is that of sdpa with a mask, also after a resume; generation, which pads, uses sdpa."""

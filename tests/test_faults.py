@@ -63,7 +63,8 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests try with all ranks killed, and with one. All others are in `make test-slow`.
+# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others with all ranks killed,
+# and `make test-long` with one.
 ALL_RANKS = ["in a step", "before a random state", "before the marker", "in the middle of the removal", "in the export"]
 ONE_RANK = [
     "in a step",
@@ -105,7 +106,7 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
         for point in POINTS
     ]
     + [
-        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.slow)
+        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.long)
         for point in POINTS
     ],
 )
