@@ -269,8 +269,9 @@ def fp8_filter(model: PreTrainedModel) -> Callable[[nn.Module, str], bool]:
         )
 
     def is_fp8(module: nn.Module, name: str) -> bool:
-        is_linear = isinstance(module, nn.Linear) and module is not head and ".lora_" not in name
-        return is_linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        if not isinstance(module, nn.Linear) or module is head or ".lora_" in name:
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
     return is_fp8
 
@@ -449,6 +450,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
     else:  # clipping to infinity would multiply each gradient by 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert norm is not None  # as DeepSpeed's would be
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
