@@ -32,7 +32,7 @@ COMMANDS = {
     "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
-LONG = set(COMMANDS) - {"data_throughput", "engine_overhead"}
+LONG = set(COMMANDS) - {"data_throughput"}
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
