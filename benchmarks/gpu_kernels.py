@@ -142,7 +142,7 @@ class Inputs:
         return [self.query, self.key, self.value]
 
     def flops(self) -> float:
-        """Of forward and backward pass, 12 H Q T for a token, as `metrics.decoder_flops` counts them."""
+        """Count the FLOPs of forward and backward pass, 12 H Q T for a token, as `metrics.decoder_flops` counts them."""
         return 12 * self.query.shape[1] * self.query.shape[3] * self.length * self.query.shape[2]
 
     @functools.cached_property

@@ -47,7 +47,7 @@ SECONDS_TO_STOP = 15  # of its time that a case keeps while it looks for more
 
 @dataclass
 class Args(TrainArgs):
-    """Of a recipe with a pretrained model, for adapters."""
+    """Arguments of a recipe with a pretrained model, for adapters."""
 
     model_name_or_path: str = arg("", "A folder with weights.")
 

@@ -11,7 +11,7 @@ import torch
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems
+from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems, lever_warnings
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -139,6 +139,22 @@ def test_and_where_it_can_it_is_not(values, env):
 def test_fsdp1_is_not_refused_on_gpus_for_what_only_a_cpu_lacks():
     env = FSDP1 | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
     assert environment_problems(env, num_devices=4) == []
+
+
+@pytest.mark.parametrize(
+    "values, env, words",
+    [
+        ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, "computes in fp32; set `mixed_precision: bf16`"),
+        ({"optim": "adamw_bf16_kahan"}, {"ACCELERATE_MIXED_PRECISION": "no"}, ""),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, ""),
+        ({}, FP8, "fp8 without dynamo_backend"),
+        ({}, FP8 | COMPILED | BY_LAYER, ""),
+    ],
+)
+def test_what_makes_a_gpu_slow_is_warned_of(values, env, words):
+    found = lever_warnings(TrainArgs(**values), env, num_devices=1)
+    assert [words in warning for warning in found] == ([True] if words else [])
+    assert lever_warnings(TrainArgs(**values), env, num_devices=0) == []
 
 
 def test_idle_gpus_and_crowded_cores_are_named():

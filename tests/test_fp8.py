@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from helpers import CHILDREN, launch_ok, losses
+from helpers import CHILDREN, CONFIGS, ROOT, launch_ok, losses
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
-from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import strategy
 from accelerate_recipes.args import ConfigError, TrainArgs
-from accelerate_recipes.distributed import fp8_filter
+from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import new_model
+from accelerate_recipes.strategy import fp8_layers
+from accelerate_recipes.weights import initialize
 
 SCRIPT = CHILDREN / "toy.py"
 FP8 = ("--mixed_precision", "fp8")
@@ -21,12 +23,15 @@ SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "nu
 def test_layers():
     """Not the output layer, nor what a GPU does not multiply, nor adapters."""
     model = new_model(LlamaConfig(vocab_size=64, **SIZES), "sdpa")
-    is_fp8 = fp8_filter(model)
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if is_fp8(module, name)]
-    assert names == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert not is_fp8(nn.Linear(32, 16), "model.layers.0.self_attn.q_proj.lora_A.default")
+    wanted = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+    assert fp8_layers(model) == wanted
+    model = initialize(model, 0, "cpu")
+    inject_adapter_in_model(LoraConfig(r=16, target_modules=["q_proj"]), model)
+    assert fp8_layers(model) == wanted - {"model.layers.0.self_attn.q_proj"} | {
+        "model.layers.0.self_attn.q_proj.base_layer"
+    }
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
-        fp8_filter(new_model(MixtralConfig(num_local_experts=2, **SIZES), "sdpa"))
+        fp8_layers(new_model(MixtralConfig(num_local_experts=2, **SIZES), "sdpa"))
 
 
 def test_what_it_needs(monkeypatch):
@@ -95,8 +100,18 @@ def test_checkpoints_are_those_of_bf16(runs, forks, tmp_path):
 
 @pytest.mark.slow
 def test_launched_and_compiled_by_layer(runs, tmp_path):
-    """By the YAML as it is, but for kernels, which eager computes."""
+    """Launch the YAML as it is, but with the backend `eager`."""
     flags = (*FP8, "--dynamo_backend", "eager")
     launch_ok(tmp_path, "fsdp_fp8", SCRIPT, "--output_dir", tmp_path / "out", "--max_steps", 2, flags=flags)
     first = {step: loss for step, loss in losses(runs["fp8"]).items() if step <= 2}
     assert losses(tmp_path / "out") == pytest.approx(first, rel=1e-3)
+
+
+def test_preflight_refuses_experts(monkeypatch):
+    """A mixture is refused before the job is queued."""
+    monkeypatch.chdir(ROOT)
+    config, recipe = CONFIGS / "fsdp_fp8.yaml", ROOT / "recipes/c4.py"
+    preset = ("--config", str(ROOT / "recipes/configs/c4/laptop.yaml"))
+    assert "Ready" in preflight([str(config), str(recipe), *preset])[0]
+    with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
+        preflight([str(config), str(recipe), *preset, "--model_type", "mixtral"])

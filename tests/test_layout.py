@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "losses": {"args", "attention"},
     "metrics": {"disk"},
     "optim": {"args", "ranks", "weights"},
-    "strategy": {"args"},
+    "strategy": {"args", "weights"},
     "data": {"args", "attention", "disk", "hub", "life", "losses", "ranks"},
     "distributed": {"args", "attention", "optim", "ranks", "strategy", "weights"},
     "checkpoint": {"adapters", "args", "disk", "distributed", "life", "metrics", "models", "optim", "ranks", "weights"},

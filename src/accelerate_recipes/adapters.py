@@ -25,14 +25,13 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.weights import seed_of
+from accelerate_recipes.weights import linear_layers_and_experts, seed_of
 
 # PEFT is imported where it is used: if bitsandbytes is installed, PEFT imports it and torch's compiler, which take a quarter
 # of the time in which a process starts.
@@ -83,7 +82,7 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     Raises:
         ConfigError: for a name that is neither, and for settings that PEFT's adapters of experts do not support.
     """
-    layers, experts = candidates(model)
+    layers, experts = linear_layers_and_experts(model)
     kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
     if not layers:
         raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
@@ -106,18 +105,6 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
                 f"layers: --lora_target_modules {' '.join(kind for kind in kinds if kind not in of_experts)}"
             )
     return found
-
-
-def candidates(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Name the linear layers except the output layer, and the parameters that hold a matrix for each expert."""
-    head, layers, experts = model.get_output_embeddings(), [], []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            layers.append(name)
-        elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
-            parameters = module.named_parameters(recurse=False)
-            experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
-    return layers, experts
 
 
 def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -143,7 +130,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
     from peft.tuners.lora import LoraLayer
 
     chosen = targets(model, args)
-    layers, experts = candidates(model)
+    layers, experts = linear_layers_and_experts(model)
     wanted = {f"{name}.weight" for name in ending_with(chosen["target_modules"], layers)}
     wanted |= set(ending_with(chosen.get("target_parameters", ()), experts))
     config = LoraConfig(

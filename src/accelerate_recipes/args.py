@@ -43,9 +43,10 @@ ALL_LINEAR = "all-linear"
 
 
 def computes_in_bf16(precision: str | None = None) -> bool:
-    """Tell whether layers compute in bf16 beside fp32 weights, as the accelerate YAML's `mixed_precision` says.
+    """Tell whether layers compute in bf16 beside fp32 weights.
 
-    With fp8 that is what all but the linear layers compute in, and what these are handed.
+    `precision` is the accelerate YAML's `mixed_precision`; default: that of this launch. With fp8, the linear layers get
+    their inputs in bf16, and everything else computes in bf16.
     """
     return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")
 

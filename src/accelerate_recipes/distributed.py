@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, computes_in_
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank
-from accelerate_recipes.strategy import environment_warnings, launch_problems, num_accelerators
+from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_problems, launch_warnings, num_accelerators
 from accelerate_recipes.weights import initialize
 
 
@@ -54,10 +54,10 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         raise ConfigError(error_list("This launch cannot work", problems))
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if is_first_of_machine():
-        for warning in environment_warnings(os.environ, num_devices, num_cores):
+        for warning in launch_warnings(args, num_cores):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+    if is_compiled(os.environ):
         # Ranks compile the same code at the same time: each gets its own folder, so that none waits for locks.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
@@ -211,7 +211,8 @@ def prepare(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
     if accelerator.mixed_precision == "fp8":
-        accelerator.ao_recipe_handler.module_filter_func = fp8_filter(model)
+        layers = fp8_layers(model)
+        accelerator.ao_recipe_handler.module_filter_func = lambda module, name: name in layers
     # Parameters of a pretrained model may be meta too: those that its files lack, and all on ranks that did not read it.
     is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
@@ -250,30 +251,6 @@ def prepare(
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
     return model, make_optimizer(model), units[:2]
-
-
-def fp8_filter(model: PreTrainedModel) -> Callable[[nn.Module, str], bool]:
-    """Return a function that tells which modules compute in fp8.
-
-    These are the linear layers, except the output layer, adapters, and layers whose sizes are not multiples of 16, which a
-    GPU does not multiply in fp8.
-
-    Raises:
-        ConfigError: for a mixture of experts.
-    """
-    head = model.get_output_embeddings()
-    if experts := [name for name, parameter in model.named_parameters() if parameter.ndim == 3]:
-        raise ConfigError(
-            f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
-            f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
-        )
-
-    def is_fp8(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or module is head or ".lora_" in name:
-            return False
-        return module.in_features % 16 == 0 and module.out_features % 16 == 0
-
-    return is_fp8
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:

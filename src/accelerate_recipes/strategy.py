@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
+from transformers import PreTrainedModel
 
-from accelerate_recipes.args import DTYPES, TrainArgs
+from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs
+from accelerate_recipes.weights import linear_layers_and_experts
 
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
 
@@ -27,6 +29,10 @@ def is_on(env: Mapping[str, str], name: str) -> bool:
 
 def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
     return env.get(name, "").upper() in values
+
+
+def is_compiled(env: Mapping[str, str]) -> bool:
+    return env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
@@ -97,6 +103,23 @@ def fp8_problems(env: Mapping[str, str]) -> list[str]:
     return found
 
 
+def fp8_layers(model: PreTrainedModel) -> set[str]:
+    """Name the layers that compute in fp8: linear ones, but not the output layer, adapters, and sizes that are not multiples
+    of 16, which a GPU does not multiply in fp8.
+
+    Raises:
+        ConfigError: for a mixture of experts.
+    """
+    layers, experts = linear_layers_and_experts(model)
+    if experts:
+        raise ConfigError(
+            f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
+            f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
+        )
+    sizes = {name: model.get_submodule(name) for name in layers if ".lora_" not in name}
+    return {name for name, layer in sizes.items() if layer.in_features % 16 == 0 == layer.out_features % 16}
+
+
 def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
     """List what is wrong with the YAML's parallelism_config for `world` processes."""
     found = []
@@ -132,7 +155,7 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
             "fsdp_activation_checkpointing: true recomputes layer by layer, but fsdp_auto_wrap_policy: NO_WRAP names "
             "no layers; use TRANSFORMER_BASED_WRAP"
         )
-    if env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+    if is_compiled(env):
         by_layer = is_on(env, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
         if version == 1 and by_layer:
             found.append(
@@ -236,6 +259,28 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
     if not num_devices and local_world > num_cores:
         return [f"{local_world} processes share {num_cores} cores; launch with --num_processes {num_cores} at most"]
     return []
+
+
+def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
+    """List arguments that work under the strategy in `env`, but make a GPU slow, which is probably not intended."""
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    if num_devices and precision == "no" and args.param_dtype == torch.float32:
+        return [
+            f"mixed_precision: no with --optim {args.optim} computes in fp32; set `mixed_precision: bf16`, or --optim "
+            "adamw_bf16_kahan, for bf16"
+        ]
+    if num_devices and precision == "fp8" and not is_compiled(env):
+        return [
+            "mixed_precision: fp8 without dynamo_backend casts in kernels of its own, which takes what fp8 saves; take "
+            "dynamo_config from accelerate_configs/fsdp_fp8.yaml"
+        ]
+    return []
+
+
+def launch_warnings(args: TrainArgs, num_cores: int) -> list[str]:
+    """List what is probably not intended in this launch, on this machine of `num_cores`, with these arguments."""
+    num_devices = num_accelerators()
+    return environment_warnings(os.environ, num_devices, num_cores) + lever_warnings(args, os.environ, num_devices)
 
 
 def launch_problems(args: TrainArgs) -> list[str]:

@@ -84,3 +84,15 @@ def first_value(
     if value.sum().isnan():
         raise ValueError(f"{type(module).__name__}: the model's _init_weights gives {name_in_model} no value")
     return value
+
+
+def linear_layers_and_experts(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Name the linear layers except the output layer, and the parameters that hold a matrix for each expert."""
+    head, layers, experts = model.get_output_embeddings(), [], []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            layers.append(name)
+        elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
+            parameters = module.named_parameters(recurse=False)
+            experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
+    return layers, experts

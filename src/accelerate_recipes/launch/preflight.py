@@ -38,7 +38,13 @@ from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
-from accelerate_recipes.strategy import environment_problems, lever_problems, num_accelerators
+from accelerate_recipes.strategy import (
+    environment_problems,
+    fp8_layers,
+    lever_problems,
+    lever_warnings,
+    num_accelerators,
+)
 
 SECTIONS = {
     "fsdp_config": "fsdp_",
@@ -359,7 +365,9 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
 
     args, found = resolve(module.Args, request.command[1:], world_size, elsewhere=volumes)
     report.problems += found
-    report.problems += lever_problems(args, env, request.num_devices) if env else []
+    if env:
+        report.problems += lever_problems(args, env, request.num_devices)
+        report.warnings += lever_warnings(args, env, request.num_devices)
     if volumes:
         resumed_from, is_writable = None, check_volume(args, volumes[0], report)
     else:
@@ -481,6 +489,8 @@ def check_model_and_data(
     try:
         for model in models:
             add_adapters(model, args)
+            if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+                fp8_layers(model)
     except ConfigError as error:
         report.problems.append(str(error))
     return models
