@@ -116,8 +116,11 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
             f"mixed_precision: fp8 is for linear layers, but {type(model).__name__} keeps the experts of a layer in one "
             f"weight ({experts[0]}, ...); set `mixed_precision: bf16`"
         )
-    sizes = {name: model.get_submodule(name) for name in layers if ".lora_" not in name}
-    return {name for name, layer in sizes.items() if layer.in_features % 16 == 0 == layer.out_features % 16}
+    return {
+        name
+        for name, layer in layers.items()
+        if ".lora_" not in name and layer.in_features % 16 == layer.out_features % 16 == 0
+    }
 
 
 def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:

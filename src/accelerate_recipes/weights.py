@@ -86,12 +86,12 @@ def first_value(
     return value
 
 
-def linear_layers_and_experts(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Name the linear layers except the output layer, and the parameters that hold a matrix for each expert."""
-    head, layers, experts = model.get_output_embeddings(), [], []
+def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Find the linear layers except the output layer, by name, and the parameters that hold a matrix for each expert."""
+    head, layers, experts = model.get_output_embeddings(), {}, []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
-            layers.append(name)
+            layers[name] = module
         elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
             parameters = module.named_parameters(recurse=False)
             experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
