@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from accelerate_recipes import __main__ as cli
@@ -519,6 +520,22 @@ def test_a_strangers_checkpoint_runs_no_code(make_run, tmp_path, monkeypatch, pl
     if place == "metadata":
         with pytest.raises(ConfigError, match=r"state/\.metadata names \S+, which would run"):
             export(strange, tmp_path / "export")
+
+
+@pytest.mark.parametrize("attribute, is_known", [("TORCH_CONTIGUOUS_FORMAT", True), ("__init_subclass__", False)])
+def test_checkpoint_of_an_older_python(make_run, tmp_path, monkeypatch, attribute, is_known):
+    """Python 3.11.2, Debian's, writes a member of an enumeration as a call of getattr, which runs for that member only."""
+    checkpoint = save(make_run(), 10)
+    file = checkpoint / "state/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    owner = _MEM_FORMAT_ENCODING
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "__reduce_ex__", lambda self, _: (getattr, (owner, attribute)))
+        file.write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in file.read_bytes()
+    with contextlib.nullcontext() if is_known else pytest.raises(ConfigError, match=f"{attribute} of .*would run"):
+        export(checkpoint, tmp_path / "export")
+    assert (tmp_path / "export").exists() == is_known
 
 
 def test_pinned_memory_is_not_rounded_up(monkeypatch):

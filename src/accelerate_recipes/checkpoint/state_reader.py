@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate_recipes.args import ConfigError
@@ -37,6 +37,8 @@ class MetadataUnpickler(pickle.Unpickler):
     """Unpickler that raises ConfigError for a name that does not belong in a `.metadata`."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return memory_format  # Python 3.11.2, Debian's, pickles a member of an enumeration as a call of getattr
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in IN_METADATA:
             raise ConfigError(
@@ -44,6 +46,16 @@ class MetadataUnpickler(pickle.Unpickler):
                 "project; do not load it"
             )
         return super().find_class(module, name)
+
+
+def memory_format(owner: Any, name: str) -> Any:
+    """Return a member of torch's enumeration of memory formats: no other attribute belongs in a `.metadata`."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise ConfigError(
+            f"the checkpoint's state/.metadata names an attribute {name} of {owner}, which would run: that is no checkpoint "
+            "of this project; do not load it"
+        )
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class StatePlanner(dcp.DefaultLoadPlanner):
