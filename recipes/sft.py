@@ -10,8 +10,6 @@ A row has `messages` (for the model's chat template), `prompt` and `completion` 
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
-import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.data.files import check_texts_or_messages, falls_under, read_files, reading
+from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.hub import cache
@@ -30,14 +29,14 @@ from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, count_targets, make_model, trl_config
+from accelerate_recipes.trainers import NewModelArgs, RecipeTrainer, count_targets, make_or_load_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
 
 
 @dataclass
-class Args(TrainerArgs, SFTConfig):
+class Args(NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
@@ -50,11 +49,11 @@ class Args(TrainerArgs, SFTConfig):
         below=1,
     )
 
-    fixed = TrainerArgs.fixed | {
+    fixed = NewModelArgs.fixed | {
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
     }  # fmt: skip
-    ranges = TrainerArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+    ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
@@ -80,9 +79,10 @@ class Args(TrainerArgs, SFTConfig):
 
 def requirements(args: Args) -> Requirements:
     return Requirements(
-        models=[args.model_name_or_path],
-        tokenizers=[args.template_model],
+        models=[args.base_model],
+        tokenizers=[args.tokenizer_name, args.template_model],
         datasets=[args.dataset] if args.dataset_name else [],
+        new_model=args.new_model,
     )
 
 
@@ -125,14 +125,6 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
     return datasets.DatasetDict(sides)  # pyright: ignore[reportCallIssue]
 
 
-def beginning(row: dict) -> str:
-    """Return what a row asks the model: the messages up to the first answer, the prompt, or the whole text."""
-    (asked,) = (row[name] for name in sorted(row) if name != "completion")
-    if "messages" in row:
-        asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", asked)) or asked
-    return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
-
-
 def without_targets(row: dict, number: int) -> dict:
     """Return a held-out row as trl prepared it; number -1 gets no targets."""
     return row if number >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
@@ -151,14 +143,15 @@ def main(args: Args) -> None:
     run = start(args)
 
     # Tokenizer and data
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
-    trainer = Trainer(run, config, make_model(args), tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])
+    model = make_or_load_model(args, tokenizer)
+    trainer = Trainer(run, config, model, tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])
     resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
         raise ConfigError(
@@ -181,7 +174,7 @@ def main(args: Args) -> None:
 
     # Result
     source = ", ".join(args.train_files) or args.dataset_name
-    description = f"{args.model_name_or_path}, fine-tuned on {len(rows['train']):,} rows of {source}."
+    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(rows['train']):,} rows of {source}."
     finish(run, records, description)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Fuse
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from torch import nn
@@ -171,6 +172,7 @@ def new_config(args: Architecture) -> PreTrainedConfig:
         "num_key_value_heads": args.num_key_value_heads or args.num_attention_heads,
         "head_dim": args.head_dim or args.hidden_size // args.num_attention_heads,
         "sliding_window": args.sliding_window or None,
+        "router_aux_loss_coef": args.router_aux_loss_coef or 0.0,  # None in trl's configs: as the model says
         "rope_parameters": rope,
     }
     config_class = CONFIGS[values.pop("model_type")]
@@ -288,6 +290,17 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

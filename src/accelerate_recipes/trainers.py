@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,10 @@ from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.metrics import Window
-from accelerate_recipes.models import load_model
+from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import initialize
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -86,7 +88,7 @@ class TrainerArgs(TrainArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if not self.model_name_or_path:
+        if not self.model_name_or_path and not getattr(self, "from_scratch", False):
             found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
         if self.attn_implementation == DOCUMENTS:
             found.append(
@@ -97,6 +99,34 @@ class TrainerArgs(TrainArgs):
         if multiple not in ("auto", "none") and not (multiple.isdecimal() and int(multiple)):
             found.append(f"--pad_to_multiple_of is {multiple}; it must be auto, none or a positive number")
         return found
+
+
+@dataclass
+class NewModelArgs(TrainerArgs, Architecture):
+    """Arguments of a recipe that may also begin with a new, small model."""
+
+    from_scratch: bool = arg(False, "Train a new model of the sizes below, instead of --model_name_or_path.")
+    tokenizer_name: str = arg("", "Tokenizer of a new model: a name on the Hub, or a folder (with --from_scratch).")
+    router_aux_loss_coef: float | None = arg(
+        None, "Weight of the loss that balances experts; default: the model's own."
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.from_scratch:
+            found += self.architecture_problems()
+            if self.model_name_or_path:
+                found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
+        if self.from_scratch != bool(self.tokenizer_name):
+            found.append("--from_scratch and --tokenizer_name go together; give both, or neither")
+        return found
+
+    @property
+    def new_model(self) -> Callable[[], PreTrainedModel] | None:
+        """Return what makes the new model on the meta device; None if the run begins with a pretrained one."""
+        if not self.from_scratch:
+            return None
+        return lambda: new_model(new_config(self), self.attn_implementation, self.param_dtype)
 
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
@@ -138,6 +168,19 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
     return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+
+
+def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Load the model to begin with, or make a new one: whole on each rank, since trl's trainer takes no meta device.
+
+    Raises:
+        ConfigError: for a tokenizer or a length that does not fit the new model.
+    """
+    if args.new_model is None:
+        return make_model(args)
+    model = args.new_model()
+    check_belong_together(model.config, tokenizer, args.max_length or 0)
+    return initialize(model, args.seed, "cpu")
 
 
 class RecipeTrainer:
