@@ -117,6 +117,8 @@ def main(args: Args) -> None:
             args.num_validation_rows, args.max_length, tokenizer.pad_token_id, args.document_mask,
         )
     )  # fmt: skip
+    validation_loader = make_eval_loader(validation.rows, args, run.rank, run.world_size, collate_fn=collate)
+    run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": validation_loader})
 
     # Model
     model = make_model(args)
@@ -136,7 +138,6 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     loss_fn = next_token_loss if args.whole_logits else next_token_loss_without_logits
-    validation_loader = make_eval_loader(validation.rows, args, run.rank, run.world_size, collate_fn=collate)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)

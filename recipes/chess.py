@@ -105,6 +105,11 @@ def main(args: Args) -> None:
         PackedRows(Dataset.load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
         for name in ("train", "heldout")
     )
+    train_loader = make_train_loader(
+        train_rows, args, run.rank, run.world_size, collate_fn=collate, content=facts["content"]
+    )
+    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size, collate_fn=collate)
+    run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": heldout_loader}, train_rows.num_targets)
 
     # Model
     run.prepare(
@@ -121,20 +126,13 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size, collate_fn=collate)
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, heldout_loader, next_token_loss, count_next_tokens)
         return {"loss": loss} | next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    records = train(
-        run,
-        make_train_loader(train_rows, args, run.rank, run.world_size, collate_fn=collate, content=facts["content"]),
-        loss_fn=next_token_loss,
-        count_fn=count_next_tokens,
-        evaluate_fn=evaluate_fn,
-    )
+    records = train(run, train_loader, loss_fn=next_token_loss, count_fn=count_next_tokens, evaluate_fn=evaluate_fn)
 
     # Result
     game = next_moves.play(run.accelerator, run.model, 40)

@@ -29,7 +29,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.run import DataReady, Result, finish, start
 from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
@@ -124,6 +124,8 @@ def main(args: Args) -> None:
     positions = datasets.Dataset.load_from_disk(folder / "train")
     file = on_first_rank(lambda: pair_file(args, folder))
     if not file.exists():
+        if args.data_only:
+            raise DataReady  # the pairs are made by the model, when the run begins
         stop.listen(run.output_dir)
         run.shard(make_model(args))
         make_pairs(

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.data.files import check_texts_or_messages, falls_under, read_files, reading
-from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.data.conversations import NUM_COMPARED, select
+from accelerate_recipes.data.files import check_texts_or_messages, read_files, reading
+from accelerate_recipes.data.heldout import split
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.hub import cache
@@ -29,7 +29,8 @@ from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
-from accelerate_recipes.trainers import NewModelArgs, RecipeTrainer, count_targets, make_or_load_model, trl_config
+from accelerate_recipes.supervised import SupervisedTrainer
+from accelerate_recipes.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
 
 FORMATS = ({"messages"}, {"prompt", "completion"})
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
@@ -48,6 +49,12 @@ class Args(NewModelArgs, SFTConfig):
         above=0,
         below=1,
     )
+    new_tokens: list[str] = arg(
+        [], "Tokens to add to the vocabulary, such as a template's; they get rows in the embedding, which are trained."
+    )
+    accept_training_template: bool = arg(
+        False, "Train with trl's template for --assistant_only_loss although the exported one renders otherwise."
+    )
 
     fixed = NewModelArgs.fixed | {
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
@@ -62,6 +69,10 @@ class Args(NewModelArgs, SFTConfig):
         found += self.file_problems("train_files", cache.BUILDERS)
         if len({Path(file).suffix for file in self.train_files}) > 1:
             found.append("--train_files must all be of one kind")
+        if self.new_tokens and self.use_peft:
+            found.append(
+                "--new_tokens needs rows of the embedding, which --use_peft neither trains nor saves; give one"
+            )
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)
         return found
@@ -87,7 +98,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
-    """Load the rows to train on and to evaluate on, as `train` and `test`.
+    """Load the rows to train on and to evaluate on, as `train` and `test`; as `first` some of the former as written.
 
     Rows that begin alike (see `beginning`), apart from case and white space, lie on one side, in any order of the rows.
 
@@ -108,30 +119,20 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.Datase
             f"the rows have the columns {', '.join(rows.column_names)}; SFT needs messages, prompt and completion, or "
             f"{args.dataset_text_field} (--dataset_text_field)"
         )
-    if columns == {"messages"} and not (tokenizer.chat_template or args.chat_template_path):
-        raise ConfigError(f"{args.model_name_or_path} has no chat template for `messages`; give --chat_template_path")
+    are_chats = any(isinstance(rows.features[name], datasets.List) for name in columns)
+    if are_chats and not (tokenizer.chat_template or args.chat_template_path):
+        raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
     check_texts_or_messages(rows, columns, source)
-    rows = rows.select_columns(sorted(columns))
-    share = args.heldout_share
-    heldout = rows.map(lambda row: {"heldout": falls_under(beginning(row), share)}, remove_columns=rows.column_names)
-    heldout = np.array(heldout["heldout"][:])
-    sides = {name: rows.select(np.flatnonzero(chosen)) for name, chosen in (("train", ~heldout), ("test", heldout))}
-    for name, side in sides.items():
-        if not len(side):
-            raise ConfigError(
-                f"of {len(rows):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
-                f"begin alike lie on one side; change --heldout_share {share}, or give more rows"
-            )
-    return datasets.DatasetDict(sides)  # pyright: ignore[reportCallIssue]
+    read = select(rows, columns, source)
+    sides = split(read, args.heldout_share)
+    parts = {name: read.select(numbers) for name, numbers in sides.items()}
+    parts["first"] = rows.select(sides["train"][:NUM_COMPARED])
+    return datasets.DatasetDict(parts)  # pyright: ignore[reportCallIssue]
 
 
 def without_targets(row: dict, number: int) -> dict:
     """Return a held-out row as trl prepared it; number -1 gets no targets."""
     return row if number >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
-
-
-class Trainer(RecipeTrainer, SFTTrainer):
-    pass
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -144,6 +145,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
+    tokenizer.add_tokens(args.new_tokens, special_tokens=True)
     rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
@@ -151,7 +153,8 @@ def main(args: Args) -> None:
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
     model = make_or_load_model(args, tokenizer)
-    trainer = Trainer(run, config, model, tokenizer, train_dataset=rows["train"], eval_dataset=rows["test"])
+    sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": rows["first"].to_list()}
+    trainer = SupervisedTrainer(run, config, model, tokenizer, **sides)
     resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
         raise ConfigError(

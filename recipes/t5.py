@@ -114,6 +114,17 @@ def main(args: Args) -> None:
         tokenizer = make_or_resume(lambda: new_bpe_tokenizer(texts, args.vocab_size, "$A </s>"), run.resumed_from)
     facts, train_pairs, heldout = load_pairs(args, tokenizer)
     heldout_pairs = Pairs(heldout, tokenizer.pad_token_id)
+    place = (args, run.rank, run.world_size)
+    train_loader = make_train_loader(
+        train_pairs, *place, lengths=train_pairs.lengths, collate_fn=train_pairs.collate, content=facts["content"]
+    )
+    heldout_loader = make_eval_loader(
+        heldout_pairs, *place, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
+    )
+    cut = {f"cut {side}": facts["train"][f"truncated_{side}"] for side in ("sources", "targets")}
+    run.show_rows(
+        tokenizer, {"Training": train_loader, "Evaluation": heldout_loader}, train_pairs.num_tokens("target"), cut
+    )
 
     # Model
     model = make_model(
@@ -141,9 +152,6 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    heldout_loader = make_eval_loader(
-        heldout_pairs, args, run.rank, run.world_size, lengths=heldout_pairs.lengths, collate_fn=heldout_pairs.collate
-    )
     metrics = TextMetrics(METRICS, args.metrics)
     sources, references = heldout["source"][:], heldout["references"][:]
     prompts = heldout["source_ids"][:]
@@ -160,15 +168,7 @@ def main(args: Args) -> None:
 
     records = train(
         run,
-        make_train_loader(
-            train_pairs,
-            args,
-            run.rank,
-            run.world_size,
-            lengths=train_pairs.lengths,
-            collate_fn=train_pairs.collate,
-            content=facts["content"],
-        ),
+        train_loader,
         loss_fn=sequence_to_sequence_loss,
         count_fn=count_labels,
         evaluate_fn=evaluate_fn,

@@ -72,6 +72,10 @@ def main(args: Args) -> None:
 
     rows = Rows(table.filter(lambda item: not falls_under(item["text"], 0.05)), make_row)
     heldout_rows = Rows(table.filter(lambda item: falls_under(item["text"], 0.05)), make_row)
+    content = checksum_of_rows(table, table.column_names)
+    loader = make_train_loader(rows, args, run.rank, run.world_size, content=content)
+    heldout = make_eval_loader(heldout_rows, args, run.rank, run.world_size)
+    run.show_rows(tokenizer, {"Training": loader, "Evaluation": heldout})
 
     # Model
     settings = load_settings(args) | cache.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
@@ -79,14 +83,9 @@ def main(args: Args) -> None:
     run.prepare(model, tokenizer, total_steps=num_steps(args, len(rows)))
 
     # Training and evaluation
-    heldout = make_eval_loader(heldout_rows, args, run.rank, run.world_size)
-
     def evaluate_fn(step: int) -> dict[str, float]:
         return {fn.__name__: evaluate_loss(run.accelerator, run.model, heldout, fn, count) for fn in (loss, accuracy)}
 
-    loader = make_train_loader(
-        rows, args, run.rank, run.world_size, content=checksum_of_rows(table, table.column_names)
-    )
     records = train(run, loader, loss_fn=loss, count_fn=count, evaluate_fn=evaluate_fn)
 
     # Result

@@ -23,6 +23,7 @@ from accelerate_recipes.optim import make_scheduler, optimizer_fn
 OURS = {
     "total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout",
     "prefetch_layers", "checkpoint_every_n_layers", "reduce_dtype", "merge_adapter",
+    "data_only",
 }  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def test_names_are_those_of_training_arguments():
 DEFAULTS = {
     "output_dir": ("outputs/run", None),
     "resume_from_checkpoint": ("latest", None),
+    "data_only": (False, None),
     "seed": (42, "at least 0"),
     "full_determinism": (False, None),
     "num_train_epochs": (1.0, "at least 0, and at most 1000000.0"),

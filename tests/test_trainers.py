@@ -26,6 +26,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse, resolve
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 from accelerate_recipes.checkpoint.resume import check_arguments
+from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
@@ -455,7 +456,7 @@ def test_held_out_by_hash(chats, tmp_path):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         argv = ("--model_name_or_path", str(chats / "base"), "--train_files", str(file), "--heldout_share", "0.3")
         split = module.load_rows(parse(module.Args, argv, world_size=1), tokenizer)
-        return tuple([module.beginning(row) for row in split[side]] for side in ("train", "test"))
+        return tuple([beginning(row) for row in split[side]] for side in ("train", "test"))
 
     for name, row in formats.items():
         train, test = sides(name, [row(i, copy) for copy in range(3) for i in range(100)])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed._state_dict_utils as state_dict_utils
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint_wrapper
 import torch.distributed.checkpoint._nested_dict as nested_dict
+import torch.distributed.checkpoint.metadata as metadata
 import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator
 from accelerate.commands import launch
@@ -35,6 +36,7 @@ TOUCHED = [
     (nested_dict, "set_element", "state_reader", "flat keys back into a nested state", "root_dict path value"),
     (FileSystemReader, "_get_metadata_path", "state_reader", ".metadata is read before it is unpickled", "self rank"),
     (torch.optim.AdamW, "_init_group", "optim", "a group's moments, for the Kahan sum", "self group params_with_grad grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps"),
+    (metadata, "_MEM_FORMAT_ENCODING", "state_reader", "its members are allowed in .metadata", None),
     (torch.serialization, "_get_layout", "state_reader", "allowed in .metadata", "name"),
     (checkpoint_wrapper, "CheckpointWrapper", "distributed", "recompute each n-th layer", "mod checkpoint_impl checkpoint_fn checkpoint_fn_kwargs"),
     (checkpoint_wrapper, "OffloadWrapper", "distributed", "activations on the CPU", "mod"),
@@ -78,6 +80,9 @@ TOUCHED = [
     (Trainer, "create_accelerator_and_postprocess", "trainers", "our Accelerator", "self"),
     # trl, datasets
     (SFTTrainer, "_send_telemetry", "trainers", "a run tells nobody of itself", "self"),
+    (Trainer, "_move_model_to_device", "trainers", "no weights to move where only the data are wanted", "self model device"),
+    (SFTTrainer, "_prepare_dataset", "supervised", "rows between tokenising and cutting", "self dataset processing_class args packing formatting_func dataset_name"),
+    (GRPOTrainer, "_tokenize_prompts", "trainers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),

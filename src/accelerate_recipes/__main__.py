@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 
-def main() -> None:
+def command_parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
+    check.add_argument("--show-row", action="store_true", help="prepare the data too, and print the first rows")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
@@ -21,6 +23,10 @@ def main() -> None:
     fetch.add_argument("--max_shards", type=int, help="download only the first MAX_SHARDS files of a pattern")
     fetch.add_argument("--update", action="store_true", help="move to the newest commits; default: keep pinned ones")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
+    ready = commands.add_parser(
+        "prepare", help="prepare the data that a run will read, and show its first rows", add_help=False
+    )
+    ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="RECIPE [ARGS...]")
     ended = commands.add_parser(
         "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
     )
@@ -38,6 +44,15 @@ def main() -> None:
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
     out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
     out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
+    seen = commands.add_parser("check-export", help="load an export by transformers alone, and say what is seen")
+    seen.add_argument("export", type=Path)
+    seen.add_argument("--prompt", help="what the model shall answer to; default: the beginning of the first row")
+    seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
+    return parser
+
+
+def main() -> None:
+    parser = command_parser()
     args, rest = parser.parse_known_args()
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -55,7 +70,7 @@ def main() -> None:
 
     try:
         if args.command == "preflight":
-            from accelerate_recipes.launch.preflight import preflight
+            from accelerate_recipes.launch.preflight import preflight, read_request
 
             found, assignments = preflight(args.argv)
             if args.shell:
@@ -63,6 +78,12 @@ def main() -> None:
                 print(assignments)
             else:
                 print(found)
+            if args.show_row:
+                show_rows(read_request(args.argv).command)
+        elif args.command == "prepare":
+            if not args.argv:
+                parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")
+            show_rows(args.argv)
         elif args.command == "k8s":
             from accelerate_recipes.launch.kubernetes import render
 
@@ -80,6 +101,10 @@ def main() -> None:
             from accelerate_recipes.hub.download import listing, verify
 
             print(verify() if args.command == "verify" else listing())
+        elif args.command == "check-export":
+            from accelerate_recipes.checkpoint.check_export import check_export
+
+            print(check_export(args.export, args.prompt, args.max_new_tokens))
         elif args.command == "export":
             export_checkpoint(args)
         elif args.action == "verify":
@@ -89,6 +114,18 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def show_rows(command: list[str]) -> None:
+    """Prepare the data of a recipe with its arguments, and print the first rows."""
+    from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.data.shards import DataError
+    from accelerate_recipes.recipe import prepare
+
+    try:
+        prepare(command)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def verify_checkpoint(directory: Path) -> None:

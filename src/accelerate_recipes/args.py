@@ -123,6 +123,9 @@ class TrainArgs:
     resume_from_checkpoint: str = arg(
         "latest", "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`."
     )
+    data_only: bool = arg(
+        False, "Prepare the data, show the first rows, and end before the model is loaded; see `prepare`."
+    )
     seed: int = arg(42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0)
     full_determinism: bool = arg(False, "Use slower algorithms on GPUs, so that the same run gives the same bits.")
     num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)

@@ -37,6 +37,7 @@ from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
+from accelerate_recipes.run import DataReady
 from accelerate_recipes.strategy import launch_problems
 
 # Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
@@ -110,6 +111,24 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
     return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
 
 
+def prepare(command: Sequence[str]) -> None:
+    """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
+
+    `command` is the recipe with its arguments. What takes long, such as tokenising, is done here, and no rank waits for it.
+
+    Raises:
+        ConfigError: for arguments that are not valid, and what is not here.
+        DataError: for data that cannot be used.
+    """
+    module = load(command[0])
+    args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
+    if problems := write_problems(args):
+        raise ConfigError(error_list("The data cannot be prepared", problems))
+    provide(module.requirements(args))
+    with contextlib.suppress(DataReady), read_only_as_permission():
+        module.main(args)
+
+
 def run_recipe(
     main: Callable[[Args], None],
     args_class: type[Args],
@@ -131,6 +150,8 @@ def run_recipe(
             provide(requirements(args))
             main(args)
         end_with(args, state="finished")
+    except DataReady:
+        pass
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
         # A supervisor that restarts by exit codes takes 0 for the end of the run; only a person's `stop` file means that.

@@ -10,11 +10,13 @@
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -23,18 +25,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
 from accelerate_recipes.attention import choose
+from accelerate_recipes.checkpoint.check_export import compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
+from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, draw_run
+from accelerate_recipes.ranks import on_first_rank
 
 # The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
 # recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:
 # under DDP one run in eight hung this way (torch 2.13).
 _runs: list["Run"] = []
+
+
+class HasRows(Protocol):
+    """Source of batches that can show its first rows."""
+
+    def first_batch(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -79,6 +90,39 @@ class Run(Generic[Args]):
         """Print on rank 0."""
         if self.is_first:
             print(text, flush=True)
+
+    def show_rows(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        loaders: dict[str, HasRows],
+        num_targets: np.ndarray | None = None,
+        counts: dict[str, int] | None = None,
+    ) -> None:
+        """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
+
+        Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
+        for, such as "Training"; `num_targets` counts the targets of each training row, and `counts` what else there is to
+        say of them. A resumed run has written its rows before.
+
+        Raises:
+            ConfigError: if no row has a target.
+            DataReady: if data are all that is wanted (--data_only).
+        """
+
+        def show() -> str:
+            parts = [(name, shown.rows_of(loader.first_batch(), tokenizer)) for name, loader in loaders.items()]
+            shown.write_rows(self.output_dir, parts)
+            line = "" if num_targets is None else shown.count_line(num_targets, counts or {})
+            if line:
+                self.print(f"Rows to train on: {line}; the first are in {self.output_dir / 'rows.txt'}")
+            return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
+
+        if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):
+            return
+        text = on_first_rank(show)
+        if self.args.data_only:
+            self.print(text)
+            raise DataReady
 
     def shard(self, model: PreTrainedModel) -> None:
         """Put the adapters of --use_peft into a model, shard it as the strategy says, and make its optimizer."""
@@ -129,14 +173,22 @@ class Run(Generic[Args]):
         )
 
 
+class DataReady(Exception):
+    """Ends a run of which only the data were wanted."""
+
+
 def start(args: Args) -> Run[Args]:
     """Begin a run: start the process group, and agree on the checkpoint to resume.
+
+    With --data_only there is neither: such a run only reads data, in one process, beside any other run.
 
     A run that cannot be continued is refused before any work. From here on the output directory belongs to this run.
 
     Raises:
         ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
     """
+    if args.data_only:
+        return Run(args, Accelerator(cpu=True))
     find_resume(args)
     accelerator = make_accelerator(args)
     return Run(args, accelerator, agree_on_resume(accelerator, args))
@@ -179,6 +231,9 @@ def finish(
             description,
             merge_adapter=run.args.merge_adapter,
         )
+        compared = compare_rows(run.output_dir / "export")
         print(result.text)
+        if compared:
+            print(f"The export renders the first {compared} rows as they were trained")
         print(places, flush=True)
     run.accelerator.end_training()

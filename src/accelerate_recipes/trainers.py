@@ -21,13 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import datasets
+import numpy as np
 import torch
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from jinja2 import TemplateError
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
@@ -35,7 +37,9 @@ from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainAr
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
+from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.metrics import Window
@@ -167,20 +171,39 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
+    """Load the model; without its weights, on the meta device, for a run of which only the data are wanted."""
+    if args.data_only:
+        config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
+        return new_model(config, args.attn_implementation)
     return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
 
 
 def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Load the model to begin with, or make a new one: whole on each rank, since trl's trainer takes no meta device.
 
+    Tokens that were added to the tokenizer get rows in the embedding.
+
     Raises:
         ConfigError: for a tokenizer or a length that does not fit the new model.
     """
     if args.new_model is None:
-        return make_model(args)
+        model = make_model(args)
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportIndexIssue]
+            model.resize_token_embeddings(len(tokenizer))
+        return model
     model = args.new_model()
     check_belong_together(model.config, tokenizer, args.max_length or 0)
-    return initialize(model, args.seed, "cpu")
+    return model if args.data_only else initialize(model, args.seed, "cpu")
+
+
+class FirstRows(NamedTuple):
+    """First rows of a trainer's dataset, as a batch."""
+
+    trainer: "RecipeTrainer"
+    rows: datasets.Dataset
+
+    def first_batch(self) -> dict[str, torch.Tensor]:
+        return self.trainer.collate([self.rows[i] for i in range(min(NUM_ROWS, len(self.rows)))])
 
 
 class RecipeTrainer:
@@ -207,7 +230,9 @@ class RecipeTrainer:
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
-        except (ValueError, TemplateError) as error:  # TemplateError: of a chat template, or for bad rows
+        except (ValueError, TemplateError, TypeError) as error:  # TemplateError: of a chat template, or for bad rows
+            if isinstance(error, TypeError) and "Undefined" not in str(error):  # a template writes what a row lacks
+                raise
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
@@ -217,6 +242,29 @@ class RecipeTrainer:
                 "of the embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
+        loaders = {"Training": FirstRows(self, self.train_dataset)}
+        if self.eval_dataset is not None:
+            loaders["Evaluation"] = FirstRows(self, self.eval_dataset)
+        run.show_rows(tokenizer, loaders, *self.examine())
+
+    def examine(self) -> tuple[np.ndarray | None, dict[str, int]]:
+        """Check the prepared rows, and count the targets of each, and what else is worth saying; see `Run.show_rows`.
+
+        Raises:
+            ConfigError: for rows that would not train what the export then does.
+        """
+        return None, {}
+
+    def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        """Make a batch of rows as the model reads them; of prompts, where the answers are drawn in training."""
+        if hasattr(self, "_tokenize_prompts"):
+            ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
+            return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
+        return self.data_collator(rows)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.run.args.data_only:  # else there are no weights to move
+            super()._move_model_to_device(model, device)
 
     def _send_telemetry(self) -> None:
         """Do nothing: a run sends no telemetry."""

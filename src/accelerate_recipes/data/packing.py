@@ -140,6 +140,12 @@ class PackedRows(torch.utils.data.Dataset):
         return 1 - self._token_counts().sum() / (len(self) * self.max_length)
 
     @property
+    def num_targets(self) -> np.ndarray:
+        """Count the targets of each row: all its tokens but the first of each piece."""
+        pieces = np.concatenate([np.asarray(c.value_lengths()) for c in self.rows.data.column("lengths").chunks])
+        return self._token_counts() - pieces
+
+    @property
     def attended_length(self) -> float:
         """Return the mean, over all tokens, of the length of a token's document: T in the FLOPs of attention."""
         if not self.document_mask:

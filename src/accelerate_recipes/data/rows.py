@@ -4,6 +4,7 @@ The order is a pure function of (seed, optimizer step): resuming needs no saved 
 of ranks. Nothing here knows a task.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.prepared import check_content
+from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.life.parent import start_worker
 
 LENGTH_WINDOW = 50  # global batches sorted by length together: enough for little padding, few enough to mix rows well
@@ -151,7 +153,17 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
     return math.ceil(num_trained / args.total_batch_size)
 
 
-class StepLoader(DataLoader):
+class RowLoader(DataLoader):
+    """Loader of batches of rows by their numbers."""
+
+    def first_batch(self, size: int = NUM_ROWS) -> dict[str, torch.Tensor]:
+        """Make a batch of the first `size` rows, for a reader; it changes nothing in the loader."""
+        batches: Any = self.batch_sampler
+        numbers = itertools.islice((row for batch in batches for row in batch if row >= 0), size)
+        return self.collate_fn([self.dataset[number] for number in numbers])  # pyright: ignore[reportReturnType]
+
+
+class StepLoader(RowLoader):
     """Loader of the micro-batches of a StepOrder; its position is only the step."""
 
     is_uneven = False
@@ -209,7 +221,7 @@ def make_eval_loader(
     world_size: int,
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
-) -> DataLoader:
+) -> RowLoader:
     """Make a loader with every row on exactly one rank and equally many batches on each, padded by rows without targets.
 
     With `lengths`, rows come from the shortest to the longest.
@@ -225,7 +237,7 @@ def make_eval_loader(
     places = range(rank, num_batches * size * world_size, world_size)
     mine = [order[place] if place < len(rows) else -1 for place in places]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-    return DataLoader(
+    return RowLoader(
         rows,
         batch_sampler=batches,
         collate_fn=collate_fn,

@@ -53,6 +53,7 @@ from accelerate_recipes.data.shards import (
     shards_version,
     text_of,
 )
+from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
@@ -432,6 +433,16 @@ class StreamLoader:
                 if torch.cuda.is_available():
                     batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
                 yield batch
+
+    def first_batch(self, size: int = NUM_ROWS) -> Batch:
+        """Make a batch of the run's first `size` rows, read by this process alone, for a reader.
+
+        Raises:
+            DataError: for text that cannot be read.
+        """
+        streams = range(min(size, self.order.num_streams))
+        first = [next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams]
+        return self._batch([[row] for row in first if len(row.tokens)] or [first[:1]])
 
     def _start_workers(self) -> list[Iterator[Row]]:
         # A worker without streams would have nothing to do.

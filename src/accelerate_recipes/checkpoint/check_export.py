@@ -1,0 +1,113 @@
+"""Check of an export as whoever loads it sees it: by transformers alone, without the model's training."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.data.conversations import Rendering, by_template, differences, without_nulls
+from accelerate_recipes.disk import write_atomically
+
+ROWS = "rows.json"  # in the output directory, beside export/
+
+
+def keep_rows(folder: Path, rows: list[dict], trained: list[Rendering], settings: dict) -> None:
+    """Keep the first rows of a run, and how they were trained, for a comparison with its export."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / ROWS, json.dumps({"settings": settings, "rows": rows, "trained": trained}) + "\n")
+
+
+def compare_rows(export: Path) -> int:
+    """Compare what an export's tokenizer makes of a run's first rows with what was trained; returns how many there are.
+
+    Raises:
+        ConfigError: for each row that differs.
+    """
+    file = export.resolve().parent / ROWS
+    if not file.exists():
+        return 0
+    kept = json.loads(file.read_text())
+    trained = [Rendering(*row) for row in kept["trained"]]
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    if found := differences(trained, kept["rows"], tokenizer, **kept["settings"]):
+        raise ConfigError(error_list(f"{export} does not render what was trained", found))
+    return len(trained)
+
+
+def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
+    """Load an export, compare and generate; returns what was seen, in lines.
+
+    `prompt` is a user's message where the tokenizer has a chat template; default: the beginning of the first row of
+    training.
+
+    Raises:
+        ConfigError: for a folder that holds no model, and if the export does not render what was trained.
+    """
+    if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
+        raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
+    number = compare_rows(export)
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model: Any = load(export).eval()
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    dtype = str(model.dtype).removeprefix("torch.")
+    stops = " or ".join(repr(tokenizer.decode([end])) for end in ends if end is not None) or "nothing"
+    lines = [
+        f"{export}: {type(model).__name__}, {model.num_parameters():,} parameters in {dtype}",
+        f"Vocabulary: {len(tokenizer):,} tokens, {model.get_input_embeddings().weight.shape[0]:,} rows of the embedding",
+        f"Chat template: {'yes' if tokenizer.chat_template else 'none'}; generation stops at {stops}",
+        f"Rows of training: {number} compared, all are rendered as they were trained"
+        if number
+        else f"Rows of training: not compared, there is no {ROWS} beside the export",
+    ]
+    ids = prompt_ids(export, tokenizer, prompt)
+    inputs = torch.tensor([ids])
+    with torch.no_grad():
+        written = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )[0].tolist()
+    written = written if model.config.is_encoder_decoder else written[len(ids) :]
+    how = "an end token" if written and written[-1] in ends else f"--max_new_tokens {max_new_tokens}"
+    lines.append(f"Prompt: {tokenizer.decode(ids)!r}")
+    lines.append(f"Answer: {tokenizer.decode(written)!r}, {len(written)} tokens, ended by {how}")
+    return "\n".join(lines)
+
+
+def load(export: Path) -> transformers.PreTrainedModel:
+    """Load a model of any kind; adapters beside their model, which is read from where they name it."""
+    if not (export / "config.json").is_file():
+        from peft import AutoPeftModel
+
+        return AutoPeftModel.from_pretrained(export)
+    (name,) = json.loads((export / "config.json").read_text())["architectures"]
+    return getattr(transformers, name).from_pretrained(export)
+
+
+def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> list[int]:
+    """Tokenise what the model shall answer to."""
+    if prompt is not None:
+        if tokenizer.chat_template:
+            asked = [{"role": "user", "content": prompt}]
+            return by_template(tokenizer, asked, add_generation_prompt=True)["input_ids"]
+        return tokenizer(prompt)["input_ids"]
+    file = export.resolve().parent / ROWS
+    if file.exists():
+        kept = json.loads(file.read_text())
+        row = without_nulls(kept["rows"][0])
+        asked = row.get("prompt")
+        if "messages" in row:
+            asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
+        if isinstance(asked, list) and asked:
+            return by_template(tokenizer, asked, add_generation_prompt=True)["input_ids"]
+        return tokenizer(asked)["input_ids"] if asked else kept["trained"][0][0][:8]
+    begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return [begin]

@@ -1,0 +1,193 @@
+"""First rows of a run as a reader sees them: what is read, what is a target of the loss, and where documents begin."""
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.losses import IGNORE_INDEX
+
+NUM_ROWS = 3  # shown of each kind
+MAX_TOKENS = 2000  # shown of a row
+CONTEXT = 8  # tokens before a token that decide how it is spelt: a space, the rest of a character
+COLOURS = {"target": "\033[1;32m", "read": "\033[0m", "special": "\033[33m", "end": "\033[0m"}
+STYLE = """
+body { font: 15px/1.6 ui-monospace, monospace; margin: 2em auto; max-width: 62em; color: #555; background: #fff; }
+h2 { font-size: 1.1em; color: #222; margin-top: 2em; } .row { white-space: pre-wrap; overflow-wrap: anywhere; }
+span { border-right: 1px solid #eee; } .target { background: #d9f2dc; color: #0b4d1a; font-weight: 600; }
+.special { outline: 1px solid #c78b00; color: #8a5a00; } hr { border: 0; border-top: 1px dashed #999; }
+"""
+
+
+class Token(NamedTuple):
+    """One token of a row. `text` is its part of the row's text."""
+
+    id: int
+    text: str
+    is_target: bool
+    is_special: bool
+    begins_document: bool
+
+
+class Row(NamedTuple):
+    """One row as it is trained; `title` says which, `num_padding` tokens at its end are left out."""
+
+    title: str
+    tokens: list[Token]
+    num_padding: int
+
+    @property
+    def summary(self) -> str:
+        num_targets = sum(token.is_target for token in self.tokens)
+        num_documents = sum(token.begins_document for token in self.tokens)
+        parts = [f"{len(self.tokens):,} tokens", f"{num_targets:,} targets"]
+        parts += [f"{num_documents} documents"] if num_documents > 1 else []
+        parts += [f"{self.num_padding:,} of padding left out"] if self.num_padding else []
+        return f"{self.title}: {', '.join(parts)}"
+
+
+def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Take a batch apart into the rows that the model reads.
+
+    `batch` holds `input_ids`, (B, T), and what says which of them are targets: `labels`, (B, T) for a causal model, (B, S)
+    for an encoder-decoder, (B,) for classes; or `completion_mask`, (B, T), of trl's pairs, whose second half are the
+    rejected answers. Without these nothing is a target, as in prompts.
+    """
+    ids, labels = batch["input_ids"].tolist(), batch.get("labels")
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
+    rows = []
+    for i, tokens in enumerate(ids):
+        if "completion_mask" in batch:
+            answer = "chosen" if i < len(ids) // 2 else "rejected"
+            title, wanted = f"row {i % (len(ids) // 2) + 1}, {answer}", batch["completion_mask"][i].tolist()
+        else:
+            title, wanted = f"row {i + 1}", [0] * len(tokens)
+        if labels is not None and labels.ndim == 1:
+            title += f", label {labels[i].item()}"
+        elif labels is not None and is_causal(batch):
+            # A causal model predicts a token from those before it: the first token of a row is no target.
+            wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
+        starts = batch["position_ids"][i].eq(0).tolist() if "position_ids" in batch else [False] * len(tokens)
+        rows.append(make_row(title, tokens, wanted, starts, mask[i], tokenizer))
+        if labels is not None and labels.ndim == 2 and not is_causal(batch):
+            targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
+            ones = [1] * len(targets)
+            rows.append(make_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
+    return rows
+
+
+def is_causal(batch: dict[str, Any]) -> bool:
+    """Tell whether the labels of a batch are its own tokens, each at its place, not a sequence of their own."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    return ids.shape == labels.shape and bool(((labels == ids) | (labels == IGNORE_INDEX)).all())
+
+
+def make_row(
+    title: str,
+    ids: list[int],
+    wanted: Sequence[int],
+    starts: Sequence[bool],
+    mask: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Row:
+    """Make a row of tokens, without the padding at its end; in a packed row, which has `starts`, that may be of token 0."""
+    length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
+    while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
+        length -= 1
+    special = set(tokenizer.all_special_ids)
+    shown = min(length, MAX_TOKENS)
+    tokens = [
+        Token(token, text, bool(wanted[t]), token in special, bool(starts[t]))
+        for t, (token, text) in enumerate(zip(ids[:shown], spelt(ids[:shown], tokenizer), strict=True))
+    ]
+    title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
+    return Row(title, tokens, len(ids) - length)
+
+
+def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield each token's part of the text; a token that is only a part of a character gives its name in the vocabulary."""
+    for t, token in enumerate(ids):
+        before = str(tokenizer.decode(ids[max(0, t - CONTEXT) : t], skip_special_tokens=False))
+        text = str(tokenizer.decode(ids[max(0, t - CONTEXT) : t + 1], skip_special_tokens=False))
+        is_whole = text.startswith(before) and "\N{REPLACEMENT CHARACTER}" not in text[len(before) :]
+        yield text[len(before) :] if is_whole else str(tokenizer.convert_ids_to_tokens(token))
+
+
+def as_text(heading: str, rows: Iterable[Row], *, in_colour: bool = False) -> str:
+    """Write rows as lines: `read` or `target`, then tokens, divided by bars. A line ends where the kind changes."""
+    colours = COLOURS if in_colour else dict.fromkeys(COLOURS, "")
+    lines = [heading]
+    for row in rows:
+        lines += ["", f"  {row.summary}"]
+        for number, document in enumerate(documents(row.tokens)):
+            lines += [f"  ------ | document {number + 1} begins"] if number else []
+            for is_target, tokens in groupby(document, lambda token: token.is_target):
+                kind = "target" if is_target else "read"
+                texts = (
+                    colours["special" if token.is_special else kind] + visible(token.text) + colours["end"]
+                    for token in tokens
+                )
+                lines.append(f"  {kind:<6} | {'|'.join(texts)}")
+    return "\n".join(lines) + "\n"
+
+
+def as_html(parts: Iterable[tuple[str, list[Row]]]) -> str:
+    """Write rows as a page that needs no other file; a token's number is shown where the pointer is."""
+    body = []
+    for heading, rows in parts:
+        body.append(f"<h1>{html.escape(heading)}</h1>")
+        for row in rows:
+            body.append(f"<h2>{html.escape(row.summary)}</h2>\n<div class=row>")
+            for number, document in enumerate(documents(row.tokens)):
+                body.append("<hr>" if number else "")
+                for token in document:
+                    kinds = [name for name, on in (("target", token.is_target), ("special", token.is_special)) if on]
+                    text = html.escape(token.text).replace("\n", "↵\n")
+                    body.append(f'<span class="{" ".join(kinds)}" title="{token.id}">{text}</span>')
+            body.append("</div>")
+    legend = "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; "
+    legend += "<span class=special>framed</span> tokens are special. A dashed line: another document begins.</p>"
+    title = "Rows as they are trained"
+    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>{legend}{''.join(body)}\n"
+
+
+def documents(tokens: list[Token]) -> list[list[Token]]:
+    """Divide the tokens of a row where documents begin."""
+    starts = [0, *(t for t, token in enumerate(tokens) if token.begins_document and t), len(tokens)]
+    return [tokens[start:end] for start, end in pairwise(starts) if end > start]
+
+
+def visible(text: str) -> str:
+    """Return a text in one line, whose white space and control characters can be seen."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+
+
+def count_line(num_targets: np.ndarray, counts: dict[str, int]) -> str:
+    """Say in one line how many rows there are, how many targets they have, and the other `counts`.
+
+    Raises:
+        ConfigError: if no row has a target.
+    """
+    if not num_targets.any():
+        raise ConfigError(
+            f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
+            "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
+        )
+    parts = [f"{len(num_targets):,} rows", f"{(num_targets == 0).sum():,} without a target"]
+    parts += [f"{name} {number:,}" for name, number in counts.items()]
+    parts.append(f"targets a row: mean {num_targets.mean():,.1f}, most {num_targets.max():,}")
+    return "; ".join(parts)
+
+
+def write_rows(folder: Path, parts: Sequence[tuple[str, list[Row]]]) -> None:
+    """Write `rows.txt` and `rows.html` into a folder; `parts` are headings, each with its rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "rows.txt", "\n".join(as_text(*part) for part in parts))
+    write_atomically(folder / "rows.html", as_html(parts))

@@ -1,0 +1,85 @@
+"""Supervised fine-tuning by trl: what is trained is shown, counted, and compared with what the export renders."""
+
+import copy
+import tempfile
+from typing import Any
+
+import datasets
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.checkpoint.check_export import keep_rows
+from accelerate_recipes.data.conversations import NUM_COMPARED, Rendering, count_targets_of, differences, lengths_of
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.trainers import RecipeTrainer
+
+
+class SupervisedTrainer(RecipeTrainer, SFTTrainer):
+    """trl's SFTTrainer, which checks before it trains that the export will render the rows as they are trained.
+
+    `source_rows` are the first rows to train on, as they were written.
+    """
+
+    def __init__(self, *args: Any, source_rows: list[dict], **settings: Any):
+        self.source_rows = source_rows
+        super().__init__(*args, **settings)
+
+    def _prepare_dataset(
+        self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
+    ) -> datasets.Dataset:
+        """Tokenise, then cut or pack, as trl does; keep the first training rows as they are in between."""
+        whole_rows = copy.copy(config)
+        whole_rows.max_length, whole_rows.shuffle_dataset = None, False
+        whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
+        if name == "train":
+            first = whole.select(range(min(NUM_COMPARED, len(whole))))
+            self.first = [Rendering(row["input_ids"], [label != -100 for label in row["labels"]]) for row in first]
+            lengths = lengths_of(whole)
+            is_cut = config.max_length and not (packing and config.packing_strategy != "bfd")
+            over = np.maximum(lengths - config.max_length, 0) if is_cut else np.zeros(1, int)
+            self.cut = {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
+        return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
+
+    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
+        ends = self.model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        num_targets, num_ended = count_targets_of(self.train_dataset, ends)
+        if num_targets.any() and not num_ended:
+            stops = " or ".join(repr(self.processing_class.decode([end])) for end in ends - {None}) or "nothing"
+            last = self.processing_class.decode(next(ids for ids, targets in self.first if any(targets))[-2:])
+            raise ConfigError(
+                f"no row has a target at which the model would stop: generation stops at {stops}, the first row ends with "
+                f"{last!r}; name the token that ends an answer by --eos_token, raise --max_length, or mend the chat template"
+            )
+        on_first_rank(self.compare_with_export)
+        return num_targets, {"with an end": num_ended} | self.cut
+
+    def compare_with_export(self) -> None:
+        """Compare the first rows with the rendering of the tokenizer that will be exported, and keep them for the export.
+
+        Raises:
+            ConfigError: if they differ.
+        """
+        settings = {
+            "text_field": self.args.dataset_text_field,
+            "completion_only": self.completion_only_loss,
+            "assistant_only": self.args.assistant_only_loss,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            self.processing_class.save_pretrained(folder)
+            exported = AutoTokenizer.from_pretrained(folder)
+        if self.chat_template is None:
+            if found := differences(self.first, self.source_rows, exported, **settings):
+                raise ConfigError(error_list("The export would not render what is trained", found))
+            return keep_rows(self.run.output_dir, self.source_rows, self.first, settings)
+        everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.first]
+        found = differences(everything, self.source_rows, exported, **settings | {"assistant_only": False})
+        said = "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"
+        if found and not self.run.args.accept_training_template:
+            raise ConfigError(
+                error_list(f"{said}, which renders otherwise", found)
+                + "\nAccept that by --accept_training_template, or give a template with {% generation %}"
+            )
+        self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(everything)} rows", *found]))

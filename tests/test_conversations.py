@@ -1,0 +1,332 @@
+"""Tests of conversations: what a row says reaches the template, and the export renders what was trained."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from helpers import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from accelerate_recipes import __main__ as cli
+from accelerate_recipes import recipe, supervised
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.checkpoint.check_export import ROWS, check_export
+from accelerate_recipes.data import conversations
+from accelerate_recipes.data.conversations import Rendering, differences, select, without_nulls
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.models import new_bpe_tokenizer
+
+SCRIPT = ROOT / "recipes/sft.py"
+# Templates of well-known models, as trl ships them, and the token that ends an answer.
+PUBLISHED = {
+    "llama3_1": "<|eot_id|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>",
+    "gemma3": "<end_of_turn>", "phi3": "<|end|>", "gptoss": "<|return|>", "deepseekv3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "cohere": "<|END_OF_TURN_TOKEN|>", "lfm2": "<|im_end|>", "llama3": "<|eot_id|>",
+}  # fmt: skip
+WITHOUT_TOOLS = {"gemma", "gemma3", "phi3", "cohere", "llama3", "lfm2", "deepseekv3"}
+NOT_A_SYSTEM = {"gemma"}  # templates that refuse a system prompt
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Look at the sky.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+OTHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+
+
+def call(name: str, **arguments) -> dict:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def conversation(number: int, *, tools: bool, system: bool) -> dict:
+    """Make a conversation of several turns; every second one has other tools, and so another schema."""
+    messages = [{"role": "system", "content": "Be brief."}] if system else []
+    messages += [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": "Yes."}]
+    messages += [{"role": "user", "content": f"And {number + 1}?"}]
+    if not tools:
+        return {"messages": [*messages, {"role": "assistant", "content": f"No, {number}."}]}
+    used = call("weather", town="Bern") if number % 2 else call("add", a=number)
+    messages += [used, {"role": "tool", "content": "4"}, {"role": "assistant", "content": f"It is {number}."}]
+    return {"messages": messages, "tools": json.dumps([TOOL]) if number % 2 else json.dumps([OTHER_TOOL])}
+
+
+def save_base(folder: Path, template: str | None, end: str = "</s>", **config) -> Path:
+    """Save a small Llama with a tokenizer that knows the template's special tokens."""
+    marks = sorted(set(re.findall("<[|\uff5c]?[A-Za-z_\u2581|\uff5c]+[|\uff5c]?>", template or "")) - {"</s>", "<s>"})
+    tokenizer = new_bpe_tokenizer(["Be brief. Question 12? Yes. And? No. It is."] * 9, 300)
+    tokenizer.add_tokens([*marks, end], special_tokens=True)
+    tokenizer.eos_token, tokenizer.chat_template = end, template
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **config)
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(file: Path, rows: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def prepare(folder: Path, rows: list[dict], *flags: str) -> None:
+    """Prepare rows for the base in `folder`, as every run does before its first step."""
+    file = write(folder / "rows.jsonl", rows)
+    command = [str(SCRIPT), "--model_name_or_path", str(folder), "--train_files", str(file), "--heldout_share", "0.3"]
+    recipe.prepare([*command, "--max_length", "2000", "--output_dir", str(folder / "out"), *flags])
+
+
+def template_of(name: str) -> str:
+    return (Path(trl.__file__).parent / f"chat_templates/{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates(name, tmp_path, capsys):
+    """With tools, a system prompt and several turns, the export renders what is trained, and the tools are in it."""
+    tools = name not in WITHOUT_TOOLS
+    save_base(tmp_path, template_of(name), PUBLISHED[name])
+    prepare(tmp_path, [conversation(i, tools=tools, system=name not in NOT_A_SYSTEM) for i in range(30)])
+    kept = json.loads((tmp_path / "out" / ROWS).read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [tokenizer.decode(ids) for ids, _ in kept["trained"]]
+    assert len(texts) == 16
+    if tools:
+        for row, text in zip(kept["rows"], texts, strict=True):
+            ours, other = ("weather", '"a"') if "weather" in row["tools"] else ("add", "town")
+            assert ours in text and other not in text, "the row's own tools, without the fields of the other rows"
+            assert "null" not in text and "None" not in text
+    assert re.search(r"\d+ rows; 0 without a target; with an end \d+; cut 0;", capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"), template_of("qwen3"), "<|im_end|>")
+
+
+ROWS_WITH_TOOLS = [conversation(i, tools=True, system=True) for i in range(30)]
+
+
+def dropped_template(patch) -> None:
+    real = PreTrainedTokenizerBase.save_pretrained
+
+    def save(self, folder, **settings):
+        template = self.chat_template
+        self.chat_template = template.replace("assistant", "helper")
+        try:
+            return real(self, folder, **settings)
+        finally:
+            self.chat_template = template
+
+    patch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+
+
+def lost_template(patch) -> None:
+    real = PreTrainedTokenizerBase.save_pretrained
+
+    def save(self, folder, **settings):
+        found = real(self, folder, **settings)
+        (Path(folder) / "chat_template.jinja").unlink()
+        return found
+
+    patch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+
+
+def shifted_mask(patch) -> None:
+    real = supervised.SFTTrainer._prepare_dataset
+
+    def prepare_dataset(*args):
+        return real(*args).map(lambda row: {"labels": [*row["labels"][1:], -100]})
+
+    patch.setattr(supervised.SFTTrainer, "_prepare_dataset", prepare_dataset)
+
+
+def removed_tools(patch) -> None:
+    patch.setattr(conversations, "select", lambda *args: select(*args).remove_columns("tools"))
+
+
+@pytest.mark.parametrize(
+    "mutation, said",
+    [
+        (dropped_template, r"row 1, token \d+: .* was trained, the export renders "),
+        (lost_template, "row 1 cannot be rendered"),
+        (shifted_mask, r"row 1, token \d+, .*, was no target of the loss"),
+        (removed_tools, r"row 1, token \d+: .* was trained, the export renders .*# Tool"),
+    ],
+)
+def test_mutations_are_caught_before_the_first_step(base, monkeypatch, mutation, said):
+    mutation(monkeypatch)
+    with pytest.raises(ConfigError, match=said):
+        prepare(base, ROWS_WITH_TOOLS)
+
+
+def test_an_end_that_no_row_has(base, tmp_path):
+    """Base models of this kind stop at another token than their template ends turns with."""
+    save_base(tmp_path, template_of("qwen3"), "<|endoftext|>")
+    rows = [conversation(i, tools=False, system=False) for i in range(30)]
+    said = r"generation stops at '<\|endoftext\|>', the first row ends with '<\|im_end\|>\\n'; name the token .* --eos_token"
+    with pytest.raises(ConfigError, match=said):
+        prepare(tmp_path, rows)
+    prepare(tmp_path, rows, "--eos_token", "<|im_end|>")
+
+
+def test_only_the_answers(base, tmp_path):
+    """Targets of assistant-only loss are the answers; trl's own template, where it differs, must be accepted."""
+    rows = [conversation(i, tools=False, system=True) for i in range(30)]
+    with pytest.raises(
+        ConfigError, match=r"trl's training template is used, which renders otherwise(.|\n)*--accept_tr"
+    ):
+        prepare(base, rows, "--assistant_only_loss", "true")
+    prepare(base, rows, "--assistant_only_loss", "true", "--accept_training_template", "true")
+    shown = (base / "out/rows.txt").read_text()
+    assert "No" in "".join(re.findall(r"target \|(.*)", shown)) and "Question" not in "".join(
+        re.findall(r"target \|(.*)", shown)
+    )
+    marked = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    folder = save_base(tmp_path / "marked", marked)
+    prepare(folder, rows, "--assistant_only_loss", "true")
+    assert "differs" not in (folder / "out/rows.txt").read_text()
+    folder = save_base(tmp_path / "none", "{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    with pytest.raises(ConfigError, match="trl's trainer refuses this run"):
+        prepare(folder, rows, "--assistant_only_loss", "true")
+
+
+def test_prompt_and_completion(base, tmp_path):
+    """Targets are the completion's, of conversations and of texts, whatever the columns beside them."""
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": f"Question {i}?"}],
+            "completion": [{"role": "assistant", "content": "Yes."}],
+            "chat_template_kwargs": {"enable_thinking": False} if i % 2 else None,
+        }
+        for i in range(30)
+    ]
+    prepare(base, chats)
+    assert "Question" not in "".join(re.findall(r"target \|(.*)", (base / "out/rows.txt").read_text()))
+    folder = save_base(tmp_path / "plain", None)
+    prepare(folder, [{"prompt": f"Question {i}", "completion": " Yes.", "id": i} for i in range(30)])
+    assert re.findall(r"target \| +(.*)", (folder / "out/rows.txt").read_text())[0].replace("|", "") == "Yes.</s>"
+
+
+def test_columns(capsys):
+    rows = [
+        {"messages": [call("weather", town="Bern")], "tools": [TOOL], "chat_template_kwargs": {"a": 1}, "id": 3},
+        {"messages": [call("add", a=2)], "tools": None, "chat_template_kwargs": None, "id": 4},
+    ]
+    found = select(Dataset.from_list(rows), {"messages"}, "here")
+    wanted = [[{"content": None} | message for message in row["messages"]] for row in rows]
+    assert found[:]["messages"] == wanted, "without the fields of the other rows"
+    assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
+    assert "Columns that are not used: id" in capsys.readouterr().out
+    plain = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
+    assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
+    for rows, error, said in (
+        ([{"messages": [], "images": ["a.png"]}], ConfigError, "the column images: this recipe trains on text only"),
+        ([{"messages": [], "tools": "[{"}], DataError, "here, row 0: 'tools' is no JSON"),
+        ([{"messages": [], "tools": '{"a": 1}'}], DataError, "row 0: 'tools' is .* must be a JSON list"),
+    ):
+        with pytest.raises(error, match=said):
+            select(Dataset.from_list(rows), {"messages"}, "here")
+    assert without_nulls({"a": None, "b": [{"c": None, "d": 0}], "e": False}) == {"b": [{"d": 0}], "e": False}
+
+
+def test_differences_of_lengths():
+    tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
+    ids = tokenizer("a b</s>")["input_ids"]
+    settings = {"text_field": "text", "completion_only": False, "assistant_only": False}
+    assert not differences([Rendering(ids, [True] * len(ids))], [{"text": "a b"}], tokenizer, **settings)
+    for other in (ids[:-1], [*ids, 5]):
+        (said,) = differences([Rendering(other, [True] * len(other))], [{"text": "a b"}], tokenizer, **settings)
+        assert f"row 1, token {min(len(other), len(ids)) + 1}: " in said
+
+
+def test_a_run_is_compared_with_its_export(forks, base, tmp_path):
+    """A sharded run with tools: its export renders the rows as trained; a changed export is noticed."""
+    file = write(tmp_path / "rows.jsonl", ROWS_WITH_TOOLS)
+    out = tmp_path / "out"
+    arguments = ("--model_name_or_path", base, "--train_files", file, "--max_length", 600, "--heldout_share", 0.3)
+    assert forks.run(out, *arguments, "--max_steps", 2, "--total_batch_size", 2, "--async_save", "false") == 0
+    log = out.with_suffix(".log").read_text()
+    number = len(json.loads((out / ROWS).read_text())["rows"])
+    assert f"The export renders the first {number} rows as they were trained" in log, log[-3000:]
+    said = check_export(out / "export", None, 3)
+    assert f"{number} compared, all are rendered as they were trained" in said
+    assert "generation stops at '<|im_end|>'" in said and "LlamaForCausalLM" in said
+    assert re.search(r"Prompt: '<\|im_start\|>system(.|\n)*Answer: .*, 3 tokens, ended by --max_new_tokens 3", said), (
+        said
+    )
+    assert "Hello" in check_export(out / "export", "Hello", 1)
+    template = out / "export/chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "helper"))
+    with pytest.raises(ConfigError, match=r"does not render what was trained(.|\n)*row 1, token"):
+        check_export(out / "export", None, 3)
+    with pytest.raises(ConfigError, match="it is no export"):
+        check_export(tmp_path, None, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_tokens(forks, tmp_path, tied):
+    """Two added tokens get rows in the embedding, are trained sharded, exported, and written by the model."""
+    folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied)
+    file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
+    out = tmp_path / "out"
+    arguments = (
+        "--model_name_or_path",
+        folder,
+        "--train_files",
+        file,
+        "--new_tokens",
+        "<yes>",
+        "<no>",
+        "--heldout_share",
+        0.1,
+    )
+    size = ("--max_steps", 40, "--total_batch_size", 8, "--learning_rate", 0.03, "--save_steps", 0)
+    assert forks.run(out, *arguments, *size) == 0, out.with_suffix(".log").read_text()[-3000:]
+    tokenizer, model = (kind.from_pretrained(out / "export") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == len(tokenizer)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    ids = tokenizer("Question 77", return_tensors="pt")
+    assert tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0]).endswith("<yes><no></s>")
+    with pytest.raises(
+        ConfigError, match="--new_tokens needs rows of the embedding, which --use_peft neither trains nor"
+    ):
+        recipe.prepare([str(SCRIPT), *map(str, arguments), "--use_peft"])
+
+
+def test_commands_of_the_page(base, tmp_path, monkeypatch, capsys):
+    """The commands of docs/rows.md run, with a model and texts that are here."""
+    texts = write(tmp_path / "texts.jsonl", [{"text": f"Question {i}. Yes."} for i in range(30)])
+    here = {"outputs/demo-c4/export": str(base), "outputs/demo/export": str(base), "my_texts.jsonl": str(texts)}
+    (block, other) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/rows.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    printed = []
+    for command in (block + other).splitlines():
+        if not command.startswith("#"):
+            words = [here.get(word, word) for word in shlex.split(command)[2:]]
+            out = ["--output_dir", str(tmp_path / "out")] if ".py" in command else ["--max_new_tokens", "2"]
+            monkeypatch.setattr("sys.argv", [*words, *out])
+            cli.main()
+            printed.append(capsys.readouterr().out)
+    assert "Rows to train on: " in printed[0] and "target |" in printed[0]
+    assert printed[1].startswith("Ready: ") and "target |" in printed[1]
+    assert "2 tokens, ended by" in printed[2]

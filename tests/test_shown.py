@@ -1,0 +1,111 @@
+"""Tests of the rows that a reader sees: their targets, documents and padding are those of the batch."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.data import shown
+from accelerate_recipes.data.packing import collate, make_row
+from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
+
+WORDS = new_word_tokenizer(["a", "b", "c", "d"])  # tokens 4 to 7, after <pad>, <s>, </s>, <unk>
+
+
+def lines(batch: dict) -> list[str]:
+    return shown.as_text("Training", shown.rows_of(batch, WORDS)).splitlines()[1:]
+
+
+def test_packed_rows():
+    rows = [make_row(np.array([1, 4, 5, 2, 1, 6]), [4, 2], 9, 0, document_mask=True) for _ in range(2)]
+    assert lines(collate(rows))[:6] == [
+        "", "  row 1: 6 tokens, 4 targets, 2 documents, 3 of padding left out",
+        "  read   | <s>", "  target |  a| b| </s>", "  ------ | document 2 begins", "  read   |  <s>",
+    ]  # fmt: skip
+
+
+def test_padded_rows_of_a_causal_model():
+    """The first token has no predecessor: it is no target, whatever its label."""
+    ids = torch.tensor([[4, 5, 2, 0], [4, 2, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+    found = lines(batch)
+    assert found[1:4] == ["  row 1: 3 tokens, 2 targets, 1 of padding left out", "  read   | a", "  target |  b| </s>"]
+    batch["labels"][:, 1] = -100
+    assert lines(batch)[2:4] == ["  read   | a| b", "  target |  </s>"]
+
+
+def test_other_kinds_of_rows():
+    ids = torch.tensor([[4, 5], [6, 0]])
+    sources = {"input_ids": ids, "attention_mask": ids.ne(0).long()}
+    pairs = lines(sources | {"labels": torch.tensor([[7, 2, -100], [2, -100, -100]])})
+    assert pairs[1:3] + pairs[4:6] == [
+        "  row 1: 2 tokens, 0 targets", "  read   | a| b", "  row 1, to write: 2 tokens, 2 targets", "  target | d| </s>"
+    ]  # fmt: skip
+    assert "  row 2, label 3: 1 tokens, 0 targets, 1 of padding left out" in lines(
+        sources | {"labels": torch.tensor([1, 3])}
+    )
+    preferences = lines(sources | {"completion_mask": torch.tensor([[0, 1], [1, 0]])})
+    assert [line for line in preferences if "row" in line] == [
+        "  row 1, chosen: 2 tokens, 1 targets", "  row 1, rejected: 1 tokens, 1 targets, 1 of padding left out"
+    ]  # fmt: skip
+    assert lines(sources)[1] == "  row 1: 2 tokens, 0 targets"
+
+
+def test_tokens_are_parts_of_the_text():
+    """Joined, the tokens are the text; what is only a part of a character is named, and white space can be seen."""
+    tokenizer = new_bpe_tokenizer(["the cat sat\non the mat"] * 3, 280)
+    ids = tokenizer("the cat\non é 漢")["input_ids"]
+    texts = list(shown.spelt(ids, tokenizer))
+    assert "".join(texts[: texts.index(" ") if " " in texts else 4]) in "<s>the cat\non é 漢"
+    text = shown.as_text(
+        "", [shown.make_row("row", ids, [0] * len(ids), [False] * len(ids), [1] * len(ids), tokenizer)]
+    )
+    assert "\\n" in text and "\N{REPLACEMENT CHARACTER}" not in text
+
+
+def test_page_and_colours(tmp_path):
+    row = shown.rows_of({"input_ids": torch.tensor([[1, 4, 2]]), "labels": torch.tensor([[-100, 4, 2]])}, WORDS)
+    shown.write_rows(tmp_path, [("Training", row)])
+    page = (tmp_path / "rows.html").read_text()
+    assert '<span class="special" title="1">&lt;s&gt;</span>' in page, "a token is no tag"
+    assert '<span class="target" title="4"> a</span><span class="target special" title="2">' in page
+    assert "\033[1;32m" in shown.as_text("Training", row, in_colour=True)
+    assert "\033" not in (tmp_path / "rows.txt").read_text()
+
+
+def test_a_long_row_is_cut(monkeypatch):
+    monkeypatch.setattr(shown, "MAX_TOKENS", 2)
+    assert "row 1 (the first 2 of 3 tokens): 2 tokens" in "\n".join(lines({"input_ids": torch.tensor([[4, 5, 6]])}))
+
+
+def test_rows_without_a_target():
+    assert (
+        shown.count_line(np.array([0, 3]), {"cut": 1})
+        == "2 rows; 1 without a target; cut 1; targets a row: mean 1.5, most 3"
+    )
+    with pytest.raises(ConfigError, match="none of the 2 rows to train on has a target"):
+        shown.count_line(np.array([0, 0]), {})
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("chess", r"Training\n\n  row 1: 256 tokens, 25\d targets(.|\n)*Evaluation\n\n  row 1: 256 tokens"),
+        ("c4", r"Training\n\n  row 1: 256 tokens, 255 targets\n  read   \| <s>\n  target \| "),
+        ("t5", r"row 1: \d+ tokens, 0 targets(.|\n)*  row 1, to write: (\d+) tokens, \2 targets"),
+    ],
+)
+def test_prepare(name, wanted, tmp_path, monkeypatch, capsys):
+    """The data of any recipe are prepared, and shown, by one process, without a model or a checkpoint."""
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    recipe.prepare([f"recipes/{name}.py", "--config", f"recipes/configs/{name}/laptop.yaml", "--output_dir", str(out)])
+    printed = capsys.readouterr().out
+    assert re.search(wanted, printed), printed[:3000]
+    assert (out / "rows.txt").read_text() in printed.replace("\033", ""), "what was printed is what lies there"
+    assert (out / "rows.html").exists()
+    assert not [path for path in out.iterdir() if path.name.startswith(("checkpoint", "status", "args", "metrics"))]
