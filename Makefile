@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-slurm test-image coverage mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -47,6 +47,15 @@ test-hub: .venv/dev
 	@test -x .venv/olah/bin/olah-cli || $(PYTHON) -m venv .venv/olah
 	@.venv/olah/bin/pip install --quiet olah==0.5.4
 	$(BIN)/python -m pytest -m hub
+
+# Evaluates with lm-evaluation-harness, in an environment that adds it to ours: nothing else must come to need what it brings.
+EVAL := .venv/eval/bin
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+test-eval: .venv/dev
+	@test -x $(EVAL)/pip || $(BIN)/python -m venv .venv/eval
+	@echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" >"$$($(EVAL)/python $(PURELIB))/ours.pth"
+	@$(EVAL)/pip install --quiet -r requirements-eval.txt
+	$(EVAL)/python -m pytest tests/test_evaluate.py
 
 # Jobs under a real Slurm of two nodes, which the tests start and stop on this machine. Needs root.
 test-slurm: .venv/dev

@@ -1,5 +1,9 @@
-"""Hub on the loopback interface: repositories with commits, large files and gates; it records requests."""
+"""Hub on the loopback interface: repositories with commits, large files and gates; it records requests.
 
+It takes pushes as the Hub does without Xet: a repository is created, large files are sent one by one, a commit names them.
+"""
+
+import base64
 import hashlib
 import json
 import threading
@@ -17,6 +21,7 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     main: str = ""
     gated: bool = False
+    private: bool = False
 
     def push(self, files: dict[str, bytes]) -> str:
         """Make a commit with only these files, and point `main` to it; returns its hash."""
@@ -40,6 +45,13 @@ class LoopbackHub(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.sent: list[str] = []  # whole paths of files whose bytes were sent
         self.seconds_per_chunk = 0.0
+        self.created: list[dict] = []  # bodies of the requests that created repositories
+        self.bodies: list[bytes] = []  # of all other requests
+        self.received: list[str] = []  # checksums of the large files that have arrived whole
+        self.held: set[str] = set()
+        self.large: dict[str, bytes] = {}
+        self.owner = ""  # the organisation that `token` may write to; empty: none
+        self.before_commit = lambda: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def push(self, name: str, files: dict[str, bytes], gated: bool = False) -> str:
@@ -66,9 +78,27 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         self.answer()
 
+    def do_PUT(self):
+        """Receive a large file. Of one that is held, only a part arrives until it is no more held."""
+        oid, length = self.path.rpartition("/")[2], int(self.headers["Content-Length"])
+        data = self.rfile.read(min(length, CHUNK))
+        while oid in self.server.held:
+            time.sleep(0.05)
+        data += self.rfile.read(length - len(data))
+        if hashlib.sha256(data).hexdigest() != oid:
+            return self.refuse(400, "BadRequest")
+        self.server.large[oid] = data
+        self.server.received.append(oid)
+        return self.send({})
+
     def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path).strip("/")
+        self.server.bodies.append(body)
+        if path == "api/validate-yaml":
+            return self.send({"errors": [], "warnings": []})
+        if path == "api/repos/create":
+            return self.create(json.loads(body))
         query = parse_qs(urlsplit(self.path).query)
         is_api = path.startswith("api/")
         path = path.removeprefix("api/")
@@ -76,10 +106,12 @@ class Handler(BaseHTTPRequestHandler):
         words = path.removeprefix(f"{kind}/").split("/")
         if new_name := self.server.moved.get(f"{kind}/{words[0]}"):
             return self.refuse(307, "Moved", {"Location": self.path.replace(f"{kind}/{words[0]}", new_name, 1)})
-        name = "/".join(words[:2])
+        name = "/".join(words[:2]).removesuffix(".git")
         if f"{kind}/{name}" not in self.server.repositories:
             return self.refuse(404, "RepoNotFound")
         repository = self.server.repositories[f"{kind}/{name}"]
+        if repository.private and not self.may_write(name):
+            return self.refuse(404, "RepoNotFound")
         verb, *rest = words[2:] or ["revision"]
         may_read = not repository.gated or self.headers.get("Authorization") == f"Bearer {self.server.token}"
         if verb == "auth-check" or verb == "resolve":
@@ -87,6 +119,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse(403, "GatedRepo")
             if verb == "auth-check":
                 return self.send({})
+        if verb == "info":
+            return self.answer_about_large_files(name, json.loads(body))
         revision = rest[0] if rest else "main"
         commit = repository.main if revision == "main" else revision
         if commit not in repository.commits:
@@ -95,7 +129,12 @@ class Handler(BaseHTTPRequestHandler):
         inside = "/".join(rest[1:])
         if verb == "revision" and is_api:
             gated = "manual" if repository.gated else False
-            return self.send({"id": name, "sha": commit, "gated": gated, "private": False, "siblings": []})
+            facts = {"gated": gated, "private": repository.private, "siblings": []}
+            return self.send({"id": name, "sha": commit} | facts)
+        if verb == "preupload":
+            return self.send({"files": [self.upload_mode(one["path"], files) for one in json.loads(body)["files"]]})
+        if verb == "commit":
+            return self.commit(name, repository, body)
         if verb == "tree":
             return self.send_tree(files, inside, recursive=query.get("recursive", [""])[0].lower() in ("true", "1"))
         if verb == "paths-info":
@@ -108,6 +147,55 @@ class Handler(BaseHTTPRequestHandler):
                 return self.refuse(404, "EntryNotFound", {"X-Repo-Commit": commit})
             return self.send_file(f"{kind}/{name}/{inside}", files[inside], commit)
         return self.refuse(404, "RepoNotFound")
+
+    def may_write(self, name: str) -> bool:
+        is_known = self.headers.get("Authorization") == f"Bearer {self.server.token}"
+        return is_known and name.split("/")[0] == self.server.owner
+
+    def create(self, asked: dict):
+        name = f"{asked['organization']}/{asked['name']}"
+        self.server.created.append(asked)
+        if not self.may_write(name):
+            return self.refuse(403, f"You don't have the rights to create a model under {asked['organization']}")
+        repository = Repository(private=asked["visibility"] == "private")
+        repository.push({".gitattributes": b"*.safetensors filter=lfs\n"})
+        self.server.repositories[f"models/{name}"] = repository
+        return self.send({"url": f"{self.server.url}/{name}"})
+
+    def upload_mode(self, path: str, files: dict[str, bytes]) -> dict:
+        entry = self.entry(path, files[path]) if path in files else {}
+        there = {"oid": entry.get("lfs", entry)["oid"]} if entry else {}
+        ignored = path.encode() in files.get(".gitignore", b"").split()
+        mode = "lfs" if path.endswith(LARGE) else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": ignored} | there
+
+    def answer_about_large_files(self, name: str, asked: dict):
+        if not self.may_write(name):
+            return self.refuse(403, "Forbidden")
+        objects = []
+        for one in asked["objects"]:
+            upload = {"upload": {"href": f"{self.server.url}/large/{one['oid']}"}}
+            objects.append(one if one["oid"] in self.server.large else one | {"actions": upload})
+        return self.send({"transfer": "basic", "objects": objects})
+
+    def commit(self, name: str, repository: Repository, body: bytes):
+        lines = [json.loads(line) for line in body.splitlines()]
+        self.server.before_commit()
+        header, changes = lines[0]["value"], [(line["key"], line["value"]) for line in lines[1:]]
+        if not self.may_write(name):
+            return self.refuse(403, "Forbidden")
+        if header.get("parentCommit", repository.main) != repository.main:
+            return self.refuse(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(repository.commits[repository.main])
+        for kind, value in changes:
+            if kind == "deletedFile":
+                del files[value["path"]]
+            else:
+                is_large = kind == "lfsFile"
+                data = self.server.large[value["oid"]] if is_large else base64.b64decode(value["content"])
+                files[value["path"]] = data
+        commit = repository.push(files)
+        return self.send({"commitUrl": f"{self.server.url}/{name}/commit/{commit}", "commitOid": commit})
 
     @staticmethod
     def entry(path: str, data: bytes) -> dict:

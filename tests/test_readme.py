@@ -1,4 +1,4 @@
-"""Tests of every command in the READMEs, docs/offline.md and docs/kubernetes.md.
+"""Tests of every command in the READMEs, docs/offline.md, docs/kubernetes.md and docs/serving.md.
 
 A command is shortened and run; if it needs GPUs, Slurm or Kubernetes, it is checked as far as possible. Downloads are run in
 tests/test_download.py, with a Hub of the tests; sbatch's own flags are checked in tests/test_slurm.py.
@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import CONFIGS, ROOT, environment
 from kubernetes_schemas import problems
 
+from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
 from accelerate_recipes.launch.kubernetes import JobArgs, flag, render
 from accelerate_recipes.launch.preflight import launch_environment, launch_flags
@@ -27,8 +28,9 @@ README = (ROOT / "README.md").read_text()
 OFFLINE = (ROOT / "docs/offline.md").read_text()
 SLURM = (ROOT / "slurm/README.md").read_text()
 KUBERNETES = (ROOT / "docs/kubernetes.md").read_text()
+SERVING = (ROOT / "docs/serving.md").read_text()
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
-BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES, re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES + SERVING, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
@@ -112,12 +114,20 @@ def run(words: list[str], folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands(elsewhere=True))
-def test_command_elsewhere_is_valid(command, monkeypatch):
+def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
         assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
         assert problems(list(yaml.safe_load_all(render(words[4], words[5:-5])[0]))) == []
+        return
+    if words[3:4] in (["push"], ["evaluate"]):  # tests/test_push.py, tests/test_evaluate.py
+        monkeypatch.setattr(sys, "argv", words[2:])
+        with pytest.raises(SystemExit):
+            __main__.main()
+        assert "outputs/demo/export is no export" in capsys.readouterr().err
+        return
+    if words[0] in ("hf", "vllm", "llama-server") or words[1].startswith("convert_") or "sglang.launch_server" in words:
         return
     if words[0] in (".", "cp", "squeue", "pip", "kubectl"):
         assert words[0] != "cp" or (ROOT / words[1]).is_file()

@@ -38,16 +38,7 @@ def command_parser() -> argparse.ArgumentParser:
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     saved.add_parser("verify", help="check every file of a checkpoint").add_argument("directory", type=Path)
     saved.add_parser("list", help="list the checkpoints of a run").add_argument("directory", type=Path)
-    out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
-    out.add_argument("checkpoint", type=Path)
-    out.add_argument("out", type=Path)
-    out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
-    out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
-    out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
-    seen = commands.add_parser("check-export", help="load an export by transformers alone, and say what is seen")
-    seen.add_argument("export", type=Path)
-    seen.add_argument("--prompt", help="what the model shall answer to; default: the beginning of the first row")
-    seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
+    add_export_commands(commands)
     return parser
 
 
@@ -107,6 +98,10 @@ def main() -> None:
             print(check_export(args.export, args.prompt, args.max_new_tokens))
         elif args.command == "export":
             export_checkpoint(args)
+        elif args.command == "evaluate":
+            evaluate(args)
+        elif args.command == "push":
+            push_export(args)
         elif args.action == "verify":
             verify_checkpoint(args.directory)
         else:
@@ -126,6 +121,36 @@ def show_rows(command: list[str]) -> None:
         prepare(command)
     except DataError as error:
         raise ConfigError(str(error)) from None
+
+
+def add_export_commands(commands: argparse._SubParsersAction) -> None:
+    """Add the commands that make and use an export."""
+    out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
+    out.add_argument("checkpoint", type=Path)
+    out.add_argument("out", type=Path)
+    out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
+    out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
+    out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
+    seen = commands.add_parser("check-export", help="load an export by transformers alone, and say what is seen")
+    seen.add_argument("export", type=Path)
+    seen.add_argument("--prompt", help="what the model shall answer to; default: the beginning of the first row")
+    seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
+    judge = commands.add_parser("evaluate", help="evaluate an export by lm-evaluation-harness, and show it in its card")
+    judge.add_argument("export", type=Path)
+    judge.add_argument("--tasks", nargs="+", required=True, help="names of tasks, separated by spaces or commas")
+    judge.add_argument(
+        "--include_path", type=Path, nargs="+", default=[], help="folders with tasks, besides recipes/tasks"
+    )
+    judge.add_argument("--batch_size", type=int, default=8, help="examples at a time")
+    judge.add_argument("--limit", type=int, help="evaluate only the first LIMIT examples of each task")
+    judge.add_argument("--num_fewshot", type=int, help="examples in each prompt; default: as the task says")
+    judge.add_argument("--apply_chat_template", action="store_true", help="put prompts into the model's chat template")
+    upload = commands.add_parser("push", help="push an export to a repository on the Hub, private if it is new")
+    upload.add_argument("export", type=Path)
+    upload.add_argument("repo", metavar="ORG/NAME")
+    upload.add_argument(
+        "--public", action="store_true", help="a new repository is public, and a public one may be used"
+    )
 
 
 def verify_checkpoint(directory: Path) -> None:
@@ -171,6 +196,26 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     except files.SaveError as error:
         raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.evaluate import evaluate_export
+
+    for name in ("batch_size", "limit"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise ConfigError(f"--{name} is {number}; it must be at least 1")
+    tasks = [task for words in args.tasks for task in words.split(",") if task]
+    options = {name: getattr(args, name) for name in ("batch_size", "limit", "num_fewshot", "apply_chat_template")}
+    print(evaluate_export(args.export, tasks, args.include_path, **options))
+    print(f"{args.export / 'README.md'} shows these results")
+
+
+def push_export(args: argparse.Namespace) -> None:
+    from accelerate_recipes.checkpoint.export import exported_files
+    from accelerate_recipes.hub.push import push
+
+    push(args.export, exported_files(args.export), args.repo, public=args.public)
 
 
 if __name__ == "__main__":

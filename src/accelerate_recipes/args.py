@@ -197,6 +197,9 @@ class TrainArgs:
     use_rslora: bool = arg(False, "Scale adapters by --lora_alpha / sqrt(--lora_r): for high ranks.", fixed=True)
     use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
     merge_adapter: bool = arg(False, "Export the model with the adapter merged in, and also the adapter.")
+    push_to_hub: str = arg(
+        "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
+    )
 
     # Fields of other libraries that are not arguments here, and what decides instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE

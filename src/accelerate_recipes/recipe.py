@@ -31,7 +31,7 @@ from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.disk import existing
 from accelerate_recipes.engine import NonFiniteError
-from accelerate_recipes.hub import cache
+from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
@@ -83,6 +83,14 @@ def write_problems(args: TrainArgs) -> list[str]:
     return found
 
 
+def push_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
+    """List what prevents the push of --push_to_hub, one sentence each; rank 0 pushes, perhaps on another machine."""
+    if not args.push_to_hub:
+        return []
+    found = push.push_problems(args.push_to_hub) if from_here else push.name_problems(args.push_to_hub)
+    return [f"--push_to_hub: {problem}" for problem in found]
+
+
 def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> list[str]:
     """List the requirements that are not here, and how to download them; `command` is the recipe with its arguments."""
     found, place = [], constants.HF_HUB_CACHE
@@ -129,6 +137,11 @@ def prepare(command: Sequence[str]) -> None:
         module.main(args)
 
 
+def problems_here(args: TrainArgs) -> list[str]:
+    """List what prevents a run with these arguments in this process, one sentence each."""
+    return [*launch_problems(args), *write_problems(args), *push_problems(args, from_here=is_first())]
+
+
 def run_recipe(
     main: Callable[[Args], None],
     args_class: type[Args],
@@ -141,7 +154,7 @@ def run_recipe(
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:
-        args = parse(args_class, other_problems=lambda args: [*launch_problems(args), *write_problems(args)])
+        args = parse(args_class, other_problems=problems_here)
         if is_first():
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)

@@ -27,10 +27,11 @@ from accelerate_recipes.args import Args
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
-from accelerate_recipes.checkpoint.export import export
+from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.hub.push import push
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, draw_run
@@ -213,27 +214,28 @@ def before_and_after(before: dict, after: dict) -> Result:
 def finish(
     run: Run, records: list[dict], description: str, result_fn: Callable[[dict, dict], Result] = before_and_after
 ) -> None:
-    """Draw, export and print the result of a run that has trained to its end.
+    """Draw, export and print the result of a run that has trained to its end; push the export if --push_to_hub is set.
 
     `description` begins the model card. `result_fn` is called on rank 0, with the first and the last record of an
     evaluation; by default everything that was measured is printed.
+
+    Raises:
+        ConfigError: if the push fails, with the command that repeats it; everything else is done by then.
     """
+    out = run.output_dir / "export"
     if run.is_first:
         before, *_, after = filter(is_evaluation, records)
         result = result_fn(before, after)
-        places = f"Model: {run.output_dir / 'export'}"
+        places = f"Model: {out}"
         if result.bars:
             draw_run(run.output_dir / "result.png", records, result.bars)
             places += f"   picture: {run.output_dir / 'result.png'}"
-        export(
-            run.checkpointer.newest,
-            run.output_dir / "export",
-            description,
-            merge_adapter=run.args.merge_adapter,
-        )
-        compared = compare_rows(run.output_dir / "export")
+        export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
+        compared = compare_rows(out)
         print(result.text)
         if compared:
             print(f"The export renders the first {compared} rows as they were trained")
         print(places, flush=True)
     run.accelerator.end_training()
+    if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
+        push(out, exported_files(out), run.args.push_to_hub)

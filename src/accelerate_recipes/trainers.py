@@ -156,6 +156,7 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "save_strategy": "no",
         "optim": "adamw_torch",  # unused: `_prepare_for_training` makes ours
         "report_to": "none",
+        "push_to_hub": False,  # `run.finish` pushes the export
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # would log the mean of earlier losses instead of NaN
     }

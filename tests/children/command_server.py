@@ -9,7 +9,7 @@ import sys
 
 import datasets  # noqa: F401
 import transformers  # noqa: F401
-from forked import run_and_exit
+from forked import run_and_exit, use_hub
 from huggingface_hub import constants
 
 from accelerate_recipes import __main__, recipe  # noqa: F401
@@ -22,6 +22,8 @@ def run(job: dict) -> int:
         return pid
     os.environ.update(job["env"])
     constants.HF_HUB_CACHE = job["cache"]
+    if url := os.environ.get("TESTED_ENDPOINT"):
+        use_hub(url)
     sys.argv = ["accelerate_recipes", *job["argv"]]
     run_and_exit(__main__.main, job["log"])
 

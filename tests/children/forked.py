@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from huggingface_hub import constants
+
 
 def run_and_exit(run: Callable[[], None], log: str) -> NoReturn:
     """Run a function with its output appended to `log`, and exit with the code that a separate process would have."""
@@ -23,3 +25,9 @@ def run_and_exit(run: Callable[[], None], log: str) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def use_hub(url: str) -> None:
+    """Let huggingface_hub, which has read its variables, ask another Hub, without Xet."""
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET, constants.ENDPOINT = False, True, url
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"

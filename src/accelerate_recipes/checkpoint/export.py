@@ -1,6 +1,7 @@
 """Export of a checkpoint into a folder that `from_pretrained` loads, one safetensors shard at a time."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from accelerate_recipes.checkpoint.files import (
     unfinished_export,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import tied_names
 
@@ -140,6 +142,44 @@ def listed_files(folder: Path) -> set[str]:
         return set(json.loads((folder / EXPORT).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return set()
+
+
+def exported_files(folder: Path) -> list[str]:
+    """List the files of a whole export, as paths below its folder; files that no export wrote there are left out.
+
+    Raises:
+        ConfigError: if the folder is no export, is not finished, or lacks a file.
+    """
+    listed = listed_files(folder)
+    if not listed:
+        raise ConfigError(
+            f"{folder} is no export: it holds no {EXPORT}; `python -m accelerate_recipes export` turns a checkpoint into one"
+        )
+    if "README.md" not in listed:  # the list is written first and last
+        raise ConfigError(f"{folder} is an export that was not finished; make it again")
+    present = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.exists()}
+    if missing := sorted(listed - present.keys()):
+        raise ConfigError(f"{folder} is not whole: it lacks {', '.join(missing)}; export the checkpoint again")
+    return sorted(name for name in listed if present[name].is_file())
+
+
+def add_to_list(export: Path, name: str) -> None:
+    """Add a file to the list of an export, so that the next export may replace it and a push takes it along."""
+    write_atomically(export / EXPORT, json.dumps({"files": sorted(listed_files(export) | {name})}, indent=1) + "\n")
+
+
+def arguments_of(export: Path) -> dict:
+    """Read the arguments of the run in the model card of an export.
+
+    Raises:
+        ConfigError: if the card does not have them.
+    """
+    found = re.search(
+        r"^## Arguments\n\n```yaml\n(.*?)^```", (export / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")
+    return yaml.safe_load(found[1])
 
 
 def check_replaceable(out: Path, base_model: str) -> None:

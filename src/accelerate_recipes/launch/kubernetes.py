@@ -242,6 +242,14 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
     if launch is not None:
         problems += image_problems(run[0], launch)
         job.name = job.name or Path(launch.command[0]).stem.replace("_", "-")
+        if launch.args.push_to_hub and job.cache_pvc:
+            problems.append(
+                f"--push_to_hub {launch.args.push_to_hub}: pods with --cache-pvc ask no network; remove one of the two"
+            )
+        elif launch.args.push_to_hub and not job.token_secret:
+            problems.append(
+                f"--push_to_hub {launch.args.push_to_hub} needs a token that may write; give --token-secret"
+            )
     if job.name:
         # The name must still be a label when the operator appends to it.
         last = (job.nodes or 1) - 1

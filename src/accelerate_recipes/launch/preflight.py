@@ -368,6 +368,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     if env:
         report.problems += lever_problems(args, env, request.num_devices)
         report.warnings += lever_warnings(args, env, request.num_devices)
+    report.problems += recipe.push_problems(args, from_here=not volumes)
     if volumes:
         resumed_from, is_writable = None, check_volume(args, volumes[0], report)
     else:

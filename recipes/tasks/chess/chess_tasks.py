@@ -1,0 +1,74 @@
+"""Data and measures of the chess tasks for lm-evaluation-harness.
+
+`export` is the folder of the model; its card has the arguments of the run, which say what was held out. Relative names
+of files are those of the run, so start the evaluation where the run was started.
+"""
+
+import json
+import tempfile
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+from datasets import Dataset
+
+from accelerate_recipes.checkpoint.export import arguments_of
+from accelerate_recipes.games import rules
+from accelerate_recipes.games.games import GamesArgs, begin_token, is_heldout, load_games, prepare_games
+from accelerate_recipes.models import load_tokenizer
+
+
+def games_args(export: str) -> tuple[GamesArgs, dict]:
+    """Return the arguments of a run that say which games it read, and all its arguments."""
+    arguments = arguments_of(Path(export))
+    return GamesArgs(**{field.name: arguments[field.name] for field in fields(GamesArgs)}), arguments
+
+
+def positions(export: str, **_: object) -> dict[str, Dataset]:
+    """Return the positions in which the run predicted moves."""
+    args, arguments = games_args(export)
+    tokenizer = load_tokenizer(export)
+    folder = prepare_games(tokenizer, args, max_length=arguments["max_length"], seed=arguments["seed"])
+    found = json.loads((folder / "facts.json").read_text())["positions"]
+    begin = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer)))
+    return {"test": Dataset.from_list([{**one, "prompt": begin + " ".join(one["prefix"])} for one in found])}
+
+
+def judge(doc: dict, results: list[str]) -> dict[str, float]:
+    """Judge a generated move, over all positions, in its phase, and in positions that occur in no training game."""
+    move = (results[0].split() or [""])[0]
+    found = {"legal_move_rate": rules.is_legal(doc["prefix"], move), "next_move_accuracy": move == doc["move"]}
+    parts = ["", f"_{doc['phase']}", *(["_unseen"] * (not doc["is_seen"]))]
+    return {f"{name}{part}": float(value) for name, value in found.items() for part in parts}
+
+
+def games(export: str, **_: object) -> dict[str, Dataset]:
+    """Return the games that the run held out, each with the number of its tokens that the loss counts."""
+    args, _arguments = games_args(export)
+    tokenizer = load_tokenizer(export)
+    begin, rows, different = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer))), [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for i, file in enumerate(args.game_files):
+            for moves in load_games(file, Path(folder) / str(i))["Moves"]:
+                text = " ".join(moves)
+                if moves and is_heldout(text, args.heldout_share) and not rules.defect_of_game(moves):
+                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    game = text + str(tokenizer.eos_token)
+                    together = tokenizer(begin + game, add_special_tokens=False)["input_ids"]
+                    different += together != [begin_token(tokenizer), *ids, tokenizer.eos_token_id]
+                    rows.append({"prompt": begin, "game": game, "num_targets": len(ids) + 1})
+    if different:
+        warnings.warn(
+            f"{different} games have other tokens here than in the run, so their loss is another", stacklevel=2
+        )
+    return {"test": Dataset.from_list(rows)}
+
+
+def score(doc: dict, results: list[tuple[float, bool]]) -> dict[str, tuple[float, int]]:
+    """Return the log-likelihood of a game, and over how many tokens."""
+    return {"loss": (results[0][0], doc["num_targets"])}
+
+
+def mean_loss(games: list[tuple[float, int]]) -> float:
+    """Average over all tokens, as the recipe does, not over games."""
+    return -sum(likelihood for likelihood, _ in games) / sum(number for _, number in games)

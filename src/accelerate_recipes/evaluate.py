@@ -1,0 +1,160 @@
+"""Evaluation of an export by lm-evaluation-harness: `python -m accelerate_recipes evaluate EXPORT --tasks ...`
+
+The results are kept in `evaluation.json` in the export, task by task, and shown in its model card.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.checkpoint.export import add_to_list, exported_files
+from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.hub import cache
+
+RESULTS = "evaluation.json"
+HEADING = "## Evaluation by lm-evaluation-harness"
+OWN_TASKS = Path(__file__).parents[2] / "recipes/tasks"  # an installed copy has none
+REQUIREMENTS = "requirements-eval.txt"
+
+
+def evaluate_export(
+    export: Path,
+    tasks: Sequence[str],
+    include_path: Sequence[Path] = (),
+    *,
+    batch_size: int = 8,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+) -> str:
+    """Evaluate an export on tasks of lm-evaluation-harness, and return a table of the results.
+
+    Tasks are looked for in `include_path`, in recipes/tasks, and among those that come with lm-evaluation-harness, most of
+    which read datasets from the Hub. `limit` is the number of examples of each task. A task that was
+    evaluated before gets its new result.
+
+    Raises:
+        ConfigError: for an export that cannot be evaluated, for unknown tasks, and if there is no lm-evaluation-harness.
+    """
+    exported_files(export)  # it is whole
+    model = model_args(export)
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"lm-evaluation-harness is not installed; run: pip install -r {REQUIREMENTS}")
+    if missing := [str(folder) for folder in include_path if not folder.is_dir()]:
+        raise ConfigError(f"--include_path {', '.join(missing)}: no such folder")
+    # Importing it changes variables of the environment, and takes seconds.
+    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    folders = [str(folder) for folder in (OWN_TASKS, *include_path) if folder.is_dir()]
+    told = {"export": str(export)}  # a task may read there what the run held out
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=told)
+    if not all(task in manager.all_tasks for task in tasks):
+        manager = TaskManager(include_path=folders, metadata=told)
+    if unknown := [f"{task}{closest(task, manager.all_tasks)}" for task in tasks if task not in manager.all_tasks]:
+        raise ConfigError(error_list("lm-evaluation-harness does not know these tasks", unknown))
+    found: Any = simple_evaluate(
+        model=HFLM(**model, device="cuda" if torch.cuda.is_available() else "cpu", batch_size=batch_size),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        log_samples=False,
+    )
+    settings = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+    settings = {name: value for name, value in settings.items() if value}
+    keep(export, results_of(found, settings))
+    return table(read_results(export))
+
+
+def model_args(export: Path) -> dict[str, Any]:
+    """Return the arguments with which lm-evaluation-harness loads an export.
+
+    Raises:
+        ConfigError: for a model that is no language model, and for adapters whose model is not here.
+    """
+    if not (export / "adapter_config.json").is_file():
+        architectures = json.loads((export / "config.json").read_text()).get("architectures") or ["none"]
+        if not architectures[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+            raise ConfigError(f"{export} is a {architectures[0]}; lm-evaluation-harness evaluates language models")
+        return {"pretrained": str(export)}
+    settings = json.loads((export / "adapter_config.json").read_text())
+    name, revision = settings["base_model_name_or_path"], settings.get("revision")
+    if os.path.isdir(name):
+        return {"pretrained": name, "peft": str(export), "tokenizer": str(export)}
+    revision = revision or cache.revision("model", name)
+    if revision is None or cache.folder("model", name) is None:
+        raise ConfigError(f"{export} holds adapters of {name}, which is not here; run: hf download {name}")
+    return {"pretrained": name, "revision": revision, "peft": str(export), "tokenizer": str(export)}
+
+
+def closest(task: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(task, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the results by task: each with its measures, their standard errors, and how they came about."""
+    results = {}
+    for task, values in found["results"].items():
+        measures = {}
+        for key, value in values.items():
+            name, _, kind = key.partition(",")
+            if kind and isinstance(value, int | float) and not name.endswith("_stderr"):
+                error = values.get(f"{name}_stderr,{kind}")
+                measure = name if kind == "none" else f"{name} ({kind})"
+                measures[measure] = [value, error if isinstance(error, int | float) else None]
+        if measures:
+            examples = found.get("n-samples", {}).get(task, {}).get("effective")
+            versions = {"lm_eval": metadata.version("lm_eval"), "task": found.get("versions", {}).get(task)}
+            results[task] = {"measures": measures, "examples": examples, "versions": versions} | settings
+    return results
+
+
+def read_results(export: Path) -> dict[str, Any]:
+    try:
+        return json.loads((export / RESULTS).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def keep(export: Path, results: dict[str, Any]) -> None:
+    """Add results to those in an export, and show all in its model card, where they replace the earlier table."""
+    results = read_results(export) | results
+    write_atomically(export / RESULTS, json.dumps(results, indent=1) + "\n")
+    add_to_list(export, RESULTS)
+    card = (export / "README.md").read_text()
+    section = f"{HEADING}\n\n{table(results)}\n"
+    # It ends at the next heading, or with the card.
+    earlier = re.compile(rf"^{re.escape(HEADING)}\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
+    if earlier.search(card):
+        card = earlier.sub(lambda _: section, card, count=1)
+    else:
+        before, arguments, after = card.partition("## Arguments\n")
+        card = f"{before.rstrip()}\n\n{section}{arguments}{after}" if arguments else f"{card.rstrip()}\n\n{section}"
+    write_atomically(export / "README.md", card)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Write results as a table in Markdown."""
+    lines = ["| task | examples | measure | value | standard error |", "|---|---|---|---|---|"]
+    for task, result in sorted(results.items()):
+        said = ", ".join(
+            f"{name} {result[name]}" for name in ("limit", "num_fewshot", "apply_chat_template") if name in result
+        )
+        first = [f"{task} ({said})" if said else task, "" if result["examples"] is None else f"{result['examples']:,}"]
+        for name, (value, error) in result["measures"].items():
+            lines.append(f"| {' | '.join(first)} | {name} | {value:.5g} | {'' if error is None else f'{error:.2g}'} |")
+            first = ["", ""]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,163 @@
+"""Push of an export to a model repository on the Hub, in one commit: the repository holds all of it, or nothing.
+
+    python -m accelerate_recipes push EXPORT ORG/NAME
+
+Bytes that have arrived are not sent again when the same command is repeated: huggingface_hub asks the Hub for them before it
+sends a file (with hf_xet, a part of a file). It reads HF_ENDPOINT and the token itself. A repository that is
+made here is private.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
+
+from accelerate_recipes.args import ConfigError, error_list, first_line
+from accelerate_recipes.hub import cache
+from accelerate_recipes.hub.download import described, hub_checksum, readable
+
+ATTRIBUTES = ".gitattributes"  # the Hub's own file in a new repository
+
+
+def name_problems(repo: str) -> list[str]:
+    """List what is wrong with the name of a repository, one sentence each."""
+    if repo.startswith("hf_") and "/" not in repo:  # do not print it
+        return [
+            "the repository to push to looks like a token; give ORG/NAME, and the token by HF_TOKEN or `hf auth login`"
+        ]
+    if repo.count("/") != 1:
+        return [f"{repo!r} is no repository to push to; give ORG/NAME, or USER/NAME"]
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        return [f"{repo!r} is no repository to push to: {first_line(error)}"]
+    return []
+
+
+def push_problems(repo: str) -> list[str]:
+    """List what prevents a push from this machine, one sentence each, without asking the Hub."""
+    found = name_problems(repo)
+    if constants.HF_HUB_OFFLINE:
+        found.append(
+            "a push needs the Hub, and HF_HUB_OFFLINE is set: unset it, or push the export later, where there is internet: "
+            "python -m accelerate_recipes push EXPORT ORG/NAME"
+        )
+    try:
+        token = get_token() or ""
+    except Exception as error:  # a login by OIDC asks a server
+        return [*found, f"a push needs a token, and the login fails: {type(error).__name__}"]
+    if not token:
+        found.append("a push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
+    elif not token.isascii() or not token.isprintable() or " " in token:  # an HTTP library would print it in its error
+        found.append("the token holds characters that no token has; run `hf auth login` again, or set HF_TOKEN anew")
+    return found
+
+
+def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False) -> None:
+    """Push `files`, the paths of a whole export below its folder, to the repository `repo` (ORG/NAME).
+
+    A repository that does not exist is created, private unless `public`. In an existing one, files of an earlier push are
+    replaced, or deleted if this export lacks them. All other files stay; if one would be overwritten, or mistaken for
+    a part of this model, nothing is pushed.
+
+    Raises:
+        ConfigError: for whatever prevents the push, with the command that repeats it. The export is only read.
+    """
+    if problems := push_problems(repo):
+        raise ConfigError(error_list(f"{export} cannot be pushed", problems))
+    token = str(get_token())
+    again = shlex.join(["python", "-m", "accelerate_recipes", "push", *(["--public"] * public), str(export), repo])
+    size = sum((export / name).stat().st_size for name in files)
+    print(
+        f"Pushing {export}: {len(files)} files, {readable(size)}, to {constants.ENDPOINT}/{repo}; after an interruption, "
+        f"run: {again}",
+        flush=True,
+    )
+    if not sys.stderr.isatty():  # a job's log: plain lines
+        disable_progress_bars()
+    try:
+        said = commit(HfApi(token=token), export, files, repo, public)
+    # The errors of the Hub's client for a failing network or server, or a lack of permission, have no common class.
+    except Exception as error:
+        reason = str(error) if isinstance(error, ConfigError) else said_by(error).replace(token, "<token>")
+        raise ConfigError(
+            f"{export} was not pushed: {reason}. It is whole and unchanged; to push it, run: {again}"
+        ) from None
+    print(said, flush=True)
+
+
+def said_by(error: Exception) -> str:
+    """Return what an error says, with the words of the Hub."""
+    message = error.server_message if isinstance(error, HfHubHTTPError) else None
+    return f"{first_line(error)}: {message}" if message else first_line(error)
+
+
+def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bool) -> str:
+    """Make the commit; return what was done. See `push`."""
+    try:
+        info = api.model_info(repo)
+    except RepositoryNotFoundError:
+        api.create_repo(repo, repo_type="model", private=not public)
+        info = api.model_info(repo)
+    if not info.private and not public:
+        raise ConfigError(f"everybody can read {repo}; add --public to push there, or give another repository")
+    there = files_of(api, repo, info.sha)
+    earlier = pushed_files(api, repo, info.sha) if cache.MANIFEST in there else set()
+    foreign = set(there) - earlier - {ATTRIBUTES}
+    unlike = [
+        name
+        for name in foreign & set(files)
+        if hub_checksum(export / name, there[name]["checksum"].partition(":")[0]) != there[name]["checksum"]
+    ]
+    if in_the_way := sorted([*unlike, *(name for name in foreign - set(files) if is_of_a_model(name))]):
+        raise ConfigError(
+            f"{repo} holds {', '.join(in_the_way)}, which no push of an export wrote; delete that there, or give another "
+            "repository"
+        )
+    stale = sorted((earlier & set(there)) - set(files) - {ATTRIBUTES})
+    made = api.create_commit(
+        repo,
+        [
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(export / name)) for name in files),
+            *(CommitOperationDelete(path_in_repo=name) for name in stale),
+        ],
+        commit_message="Push an export of accelerate-recipes",
+        parent_commit=info.sha,  # if somebody else has pushed since, nothing is pushed
+    )
+    now = files_of(api, repo, made.oid)
+    if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:
+        raise ConfigError(f"{', '.join(lost)} did not arrive; a .gitignore there may name them")
+    who = "everybody can read it" if public and not info.private else "it is private"
+    if made.oid == info.sha:
+        return f"{constants.ENDPOINT}/{repo} holds this export already, at commit {made.oid[:12]}; {who}"
+    replaced = f", without {len(stale)} files of the earlier one" if stale else ""
+    return f"{constants.ENDPOINT}/{repo} holds the export at commit {made.oid[:12]}{replaced}; {who}"
+
+
+def files_of(api: HfApi, repo: str, revision: str | None) -> dict[str, dict]:
+    """Return size and checksum of each file of a repository."""
+    entries = api.list_repo_tree(repo, recursive=True, revision=revision)
+    return {entry.path: described(entry) for entry in entries if isinstance(entry, RepoFile)}
+
+
+def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:
+    """List the files that an earlier push wrote into a repository; empty if its list cannot be understood."""
+    with TemporaryDirectory() as folder:
+        file = api.hf_hub_download(repo, cache.MANIFEST, revision=revision, cache_dir=folder)
+        try:
+            return set(json.loads(Path(file).read_text())["files"])
+        except (ValueError, KeyError, TypeError):
+            return set()
+
+
+def is_of_a_model(name: str) -> bool:
+    """Tell whether `from_pretrained` could take a file for a part of the model beside it."""
+    ends = (".safetensors", ".bin", ".index.json")
+    return "/" not in name and (name.endswith(ends) or name == "adapter_config.json")
