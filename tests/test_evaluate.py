@@ -26,9 +26,9 @@ from accelerate_recipes.checkpoint.export import (
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [
-    "--config", ROOT / "recipes/configs/chess/laptop.yaml", "--hidden_size", 64, "--intermediate_size", 128,
-    "--num_hidden_layers", 2, "--heldout_share", 0.1, "--num_positions", 120, "--max_steps", 50, "--num_train_epochs", 9, "--total_batch_size", 8,
-    "--learning_rate", 0.01, "--eval_steps", 0, "--save_steps", 0,
+    "--config", ROOT / "recipes/configs/chess/laptop.yaml", "--hidden_size", 32, "--intermediate_size", 32,
+    "--num_attention_heads", 2, "--num_hidden_layers", 1, "--heldout_share", 0.1, "--num_positions", 120,
+    "--max_steps", 30, "--total_batch_size", 8, "--learning_rate", 0.02, "--eval_steps", 0, "--save_steps", 0,
 ]  # fmt: skip
 needs_harness = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="NOT TESTED WITH lm-evaluation-harness: `make test-eval` installs and uses it"
@@ -85,7 +85,7 @@ def test_the_figures_are_those_of_the_recipe(run, command, tmp_path):
         re.search(r"\| chess_loss \| \d+ \| loss \| " + re.escape(f"{loss:.5g}"), card)
         and card.count(evaluate.HEADING) == 1
     )
-    assert card.index(evaluate.HEADING) < card.index("## Arguments") and arguments_of(export)["max_steps"] == 50
+    assert card.index(evaluate.HEADING) < card.index("## Arguments") and arguments_of(export)["max_steps"] == 30
     assert "evaluation.json" in exported_files(export)
     check_replaceable(export, "")  # nothing there is foreign
 
