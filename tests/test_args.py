@@ -79,6 +79,7 @@ DEFAULTS = {
     "use_rslora": (False, None),
     "use_dora": (False, None),
     "merge_adapter": (False, None),
+    "push_to_hub": ("", None),
 }
 
 

@@ -112,14 +112,19 @@ def arguments(chats) -> tuple:
     "name, config_class", [("sft", SFTConfig), ("chess_dpo", DPOConfig), ("chess_grpo", GRPOConfig)]
 )
 def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch):
-    """One process trains on one of four GPUs; transformers would count them all, and trl refuses more than one."""
-    args = recipe.load(ROOT / f"recipes/{name}.py").Args(model_name_or_path="x", output_dir=str(tmp_path / "out"))
+    """One process trains on one of four GPUs; transformers would count them all, and trl refuses more than one.
+
+    The name in --push_to_hub, which transformers would take for true, does not reach its trainer.
+    """
+    given = {"model_name_or_path": "x", "output_dir": str(tmp_path / "out"), "push_to_hub": "me/tiny"}
+    args = recipe.load(ROOT / f"recipes/{name}.py").Args(**given)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     PartialState()
     accelerator = SimpleNamespace(device=torch.device("cuda"), mixed_precision="no", num_processes=1)
     try:
-        assert trl_config(Run(args, accelerator), config_class).n_gpu == 1
+        config = trl_config(Run(args, accelerator), config_class)
+        assert config.n_gpu == 1 and config.push_to_hub is False
     finally:
         PartialState._reset_state()
 
