@@ -3,6 +3,7 @@
 `make test-eval` installs the harness and runs this; otherwise the tests that need it are skipped.
 """
 
+import importlib.util
 import json
 import re
 import sys
@@ -23,6 +24,8 @@ from accelerate_recipes.checkpoint.export import (
     exported_files,
     list_files,
 )
+from accelerate_recipes.games.next_moves import prompt_of
+from accelerate_recipes.models import load_tokenizer
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [
@@ -98,6 +101,19 @@ def test_the_figures_are_those_of_the_recipe(run, command, tmp_path):
     assert (
         card.count(evaluate.HEADING) == 1 and card.count("| chess_loss") == 1 and "| chess_loss (limit 3) | 3 |" in card
     )
+
+
+def test_prompts_are_those_of_the_recipe(run):
+    """A small model hardly notices a missing begin token, so the tokens are compared too."""
+    spec = importlib.util.spec_from_file_location("chess_tasks", ROOT / "recipes/tasks/chess/chess_tasks.py")
+    tasks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tasks)
+    tokenizer = load_tokenizer(str(run / "export"))
+    positions = tasks.positions(str(run / "export"))["test"]
+    for one in positions:
+        tokens = tokenizer(one["prompt"], add_special_tokens=False)["input_ids"]
+        assert tokens == prompt_of(tokenizer, one["prefix"])
+    assert len(positions) > 100
 
 
 @needs_harness
