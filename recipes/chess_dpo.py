@@ -19,7 +19,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from accelerate_recipes.args import ConfigError, Range, arg
+from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, prompt_of
 from accelerate_recipes.games.preferences import RULES, make_pairs
@@ -27,41 +27,24 @@ from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.preferences import DPOArgs
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import DataReady, Result, finish, start
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, make_model, trl_config
+from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 MOVES = ("chosen", "rejected")
 
 
 @dataclass
-class Args(GamesArgs, TrainerArgs, DPOConfig):
+class Args(GamesArgs, DPOArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(20000, "Number of positions, from other games, to make pairs in.", min=len(PHASES))
     reject: str = arg(
         "illegal", "Moves of the model to reject: illegal ones, or all that were not_played.", choices=RULES
     )
-    per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
-    total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
-    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
-    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
-    precompute_ref_log_probs: bool = arg(
-        True, "Run the reference model only once, before training, and then free it.", fixed=False
-    )
-
-    fixed = TrainerArgs.fixed | {"max_length"}
-    ranges = (
-        TrainerArgs.ranges
-        | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
-        | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
-        | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size", "ref_model_sync_steps"), Range(min=1))
-        | dict.fromkeys(("ld_alpha", "ref_model_mixup_alpha"), Range(min=0, max=1))
-        | {"label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
-    )
-    owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
 
 
 def requirements(args: Args) -> Requirements:
@@ -115,7 +98,7 @@ def main(args: Args) -> None:
     folder = prepare_positions(
         args,
         num_train_positions=args.num_train_positions,
-        seed=TrainerArgs.seed,  # not --seed: runs are compared in the same positions
+        seed=Args.seed,  # not --seed: runs are compared in the same positions
     )
     facts = json.loads((folder / "facts.json").read_text())
     next_moves = NextMoves(facts, tokenizer, METRIC)

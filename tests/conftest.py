@@ -1,4 +1,5 @@
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -39,6 +40,29 @@ def forks(request, fork_server):
         return fork_server.run(*args, script=script or request.module.SCRIPT, **options)
 
     return SimpleNamespace(run=run)
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(forks, tmp_path_factory):
+    """Compare a run with one that was killed in step 5 and run again: their records are equal bit for bit."""
+    from helpers import IN_STEP_5, STEPS, TIMES, log_of, losses, read_metrics
+
+    from accelerate_recipes.checkpoint.files import complete_checkpoints
+
+    def run_both(script: Path, *args: object) -> tuple[Path, Path]:
+        whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
+        assert forks.run(whole, *args, script=script) == 0, log_of(whole)[-3000:]
+        assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
+        assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
+        assert forks.run(out, *args, script=script) == 0, log_of(out)[-3000:]
+        assert sorted(losses(out)) == list(range(1, STEPS + 1))
+        for one, other in zip(read_metrics(whole), read_metrics(out), strict=True):
+            different = {name for name in one if one[name] != other[name]}
+            assert different <= TIMES, f"{different} at step {one['step']}"
+        assert json.loads((out / "status.json").read_text())["state"] == "finished"
+        return whole, out
+
+    return run_both
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,20 @@ def losses(output_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(output_dir) if "loss" in record}
 
 
+# Runs on trl's trainers: 6 steps, saved after 3. SIGKILL all ranks when rank 0 would log step 5: it has opened the file for
+# the evaluation, 4 steps and a copy.
+STEPS = 6
+IN_STEP_5 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
+}
+# Values that differ between two equal runs.
+TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
+
+
+def log_of(out: Path) -> str:
+    return out.with_suffix(".log").read_text()
+
+
 # Third-party modules that runs would wait for. Each run imports our own modules anew, so that no run passes only because
 # another one made a missing import.
 IMPORTS = (

@@ -169,6 +169,7 @@ MAY_CHANGE = {
     "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
+    "rewards", "num_eval_prompts", "num_samples",
 }  # fmt: skip
 MAY_CHANGE_IN_C4_ONLY = {"dataset_name", "dataset_revision", "dataset_files", "train_files"}
 SHARED_FIXED = {

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import PartialState
-from helpers import CHILDREN, ROOT, losses, read_metrics
+from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
@@ -39,18 +39,10 @@ SFT = SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"
 ENGINE = CHILDREN / "chess_engine.py"
 STOCKFISH = shutil.which("stockfish", path=os.environ["PATH"] + ":/usr/games")
-STEPS = 6
-# Values that differ between two equal runs.
-TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {% generation %}{{ m['content'] }}</s>{% endgeneration %}{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-# SIGKILL all ranks when rank 0 would log step 5: it has opened the file for the evaluation, 4 steps and a copy.
-IN_STEP_5 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
-}
-
 # One rank and its worker get the signal when the rank would log step 3. The shell that sends it is one of them.
 STOP_AFTER_STEP_3 = {
     "TOY_FAULT": json.dumps(
@@ -60,10 +52,6 @@ STOP_AFTER_STEP_3 = {
         }
     )
 }  # fmt: skip
-
-
-def log_of(out: Path) -> str:
-    return out.with_suffix(".log").read_text()
 
 
 def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
@@ -286,26 +274,6 @@ def chess(tmp_path_factory) -> tuple:
         "--num_positions", 12, "--data_cache_dir", folder / "cache", "--max_steps", STEPS, "--save_steps", 3,
         "--logging_steps", 1, "--learning_rate", 1e-2, "--async_save", "false", "--per_device_eval_batch_size", 4,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def killed_and_resumed(forks, tmp_path_factory):
-    """Compare a run with one that was killed in step 5 and run again: their records are equal bit for bit."""
-
-    def run_both(script: Path, *args: object) -> tuple[Path, Path]:
-        whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
-        assert forks.run(whole, *args, script=script) == 0, log_of(whole)[-3000:]
-        assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
-        assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
-        assert forks.run(out, *args, script=script) == 0, log_of(out)[-3000:]
-        assert sorted(losses(out)) == list(range(1, STEPS + 1))
-        for one, other in zip(read_metrics(whole), read_metrics(out), strict=True):
-            different = {name for name in one if one[name] != other[name]}
-            assert different <= TIMES, f"{different} at step {one['step']}"
-        assert json.loads((out / "status.json").read_text())["state"] == "finished"
-        return whole, out
-
-    return run_both
 
 
 def test_rewards():

@@ -85,6 +85,7 @@ TOUCHED = [
     (GRPOTrainer, "_tokenize_prompts", "trainers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
+    (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
 ]  # fmt: skip
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]

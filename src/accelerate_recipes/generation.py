@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +16,13 @@ from accelerate_recipes.models import max_positions
 from accelerate_recipes.ranks import on_all_ranks
 
 
-@torch.no_grad()
+class Sampling(NamedTuple):
+    """Drawing of texts instead of the most likely ones. The same seed draws the same on the same number of ranks."""
+
+    temperature: float
+    seed: int
+
+
 def generate_texts(
     accelerator: Accelerator,
     model: nn.Module,
@@ -26,7 +33,28 @@ def generate_texts(
     num_beams: int = 1,
     length_penalty: float = 1.0,
 ) -> list[str]:
-    """Generate a text for each prompt (token ids), greedily or with beams; every rank gets all texts.
+    """Generate a text for each prompt (token ids), greedily or with beams, as `generate_answers` does."""
+    beams = {"num_beams": num_beams, "length_penalty": length_penalty}
+    answers = generate_answers(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size, **beams)
+    return [text for text, _ in answers]
+
+
+@torch.no_grad()
+def generate_answers(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    batch_size: int,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    sampling: Sampling | None = None,
+) -> list[tuple[str, list[int]]]:
+    """Generate a text for each prompt (token ids), greedily, with beams or by `sampling`; every rank gets all.
+
+    Returns:
+        Each text, with its token ids up to the end token.
 
     An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
     among its positions, it reads only the end of the prompt. No rank ever holds the whole model: the parts
@@ -45,10 +73,23 @@ def generate_texts(
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     missing = -len(by_length) % (world_size * batch_size)
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
-    texts: dict[int, str] = {}
+    answers: dict[int, tuple[str, list[int]]] = {}
+    ends: list[Any] = [tokenizer.eos_token_id]
+    declared = generator.generation_config.eos_token_id  # of a chat model several, such as that of a turn
+    ends += declared if isinstance(declared, list) else [declared]
+    ends = sorted(set(ends) - {None})
+    how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling:
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
     model.eval()
     # `generate` calls an encoder without the model's own forward, where Accelerate puts autocast.
-    with with_padding(generator), uncompiled(generator), whole_root(model), accelerator.autocast():
+    with (
+        with_padding(generator),
+        uncompiled(generator),
+        whole_root(model),
+        accelerator.autocast(),
+        own_draws(accelerator.device, None if sampling is None else sampling.seed + rank),
+    ):
         for start in range(0, len(mine), batch_size):
             stop.raise_if_requested(accelerator)
             indices = mine[start : start + batch_size]
@@ -63,20 +104,31 @@ def generate_texts(
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 length_penalty=length_penalty,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
                 repetition_penalty=1.0,  # chat models set another value
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=ends,
                 pad_token_id=tokenizer.pad_token_id,
                 synced_gpus=world_size > 1,
+                **how,
             )
             new = tokens if generator.config.is_encoder_decoder else tokens[:, batch["input_ids"].shape[1] :]
-            texts |= zip(indices, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True)
+            texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+            for i, text, ids in zip(indices, texts, new.tolist(), strict=True):
+                end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+                answers[i] = (text, ids[: end + 1])
     model.train()
-    found = {i: text for part in on_all_ranks(texts) for i, text in part.items()}
+    found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
     return [found[i] for i in range(len(prompts))]
+
+
+@contextlib.contextmanager
+def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Draw from generators with this seed, so that training draws the same with and without an evaluation."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        yield
 
 
 @contextlib.contextmanager

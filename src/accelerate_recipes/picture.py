@@ -1,5 +1,6 @@
 """Picture of a run: its loss curve, and bars of what the run should improve."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,22 +13,38 @@ class Bars(NamedTuple):
     unit: str
 
 
-def draw_run(path: Path, records: list[dict], bars: Bars) -> None:
-    """Write a PNG. `records` are those of metrics.jsonl."""
+class Curves(NamedTuple):
+    """Panel of curves over the steps: the names of the records' values by label."""
+
+    names: dict[str, str]
+    title: str
+
+
+def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curves] = ()) -> None:
+    """Write a PNG. `records` are those of metrics.jsonl; a panel without values is left out."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.figure import Figure
 
     matplotlib.use("agg")  # there may be no display
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    curve, chart = figure.subplots(1, 2)
-
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    heldout = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
-    curve.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1.2, label="training")
-    curve.plot(*zip(*heldout, strict=True), "o--", color="tab:orange", markersize=4, label="held out")
-    curve.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="Loss")
-    curve.grid(alpha=0.3)
-    curve.legend()
+    unit = "" if panels else " (nats per token)"  # with other panels it is not that of tokens
+    panels = [Curves({"training": "loss", "held out": "eval_loss"}, f"Loss{unit}"), *panels]
+    panels = [panel for panel in panels if any(name in r for name in panel.names.values() for r in records)]
+    columns = 2 if len(panels) in (1, 3) else 3
+    rows = -(-(len(panels) + 1) // columns)
+    figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
+    *places, chart = figure.subplots(rows, columns, squeeze=False).ravel()[: len(panels) + 1]
+    for curve, panel in zip(places, panels, strict=True):
+        for label, name in panel.names.items():
+            values = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+            is_heldout = name.startswith("eval_")
+            style = {"marker": "o", "linestyle": "--", "markersize": 4} if is_heldout else {"linewidth": 1.2}
+            if values:
+                curve.plot(*zip(*values, strict=True), label=label, **style)
+        curve.set(xlabel="optimizer step", title=panel.title)
+        curve.grid(alpha=0.3)
+        curve.legend()
+    for unused in figure.axes[len(panels) + 1 :]:
+        unused.remove()
 
     width = 0.8 / len(bars.values)
     colors = ("0.75", "tab:orange", "tab:blue")

@@ -11,7 +11,7 @@
 
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol
@@ -34,7 +34,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.hub.push import push
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import Bars, draw_run
+from accelerate_recipes.picture import Bars, Curves, draw_run
 from accelerate_recipes.ranks import on_first_rank
 
 # The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
@@ -196,10 +196,11 @@ def start(args: Args) -> Run[Args]:
 
 
 class Result(NamedTuple):
-    """Lines of text that say what a run has reached, and bars for its picture."""
+    """Lines of text that say what a run has reached, and bars and further curves for its picture."""
 
     text: str
     bars: Bars | None = None
+    curves: Sequence[Curves] = ()
 
 
 def before_and_after(before: dict, after: dict) -> Result:
@@ -228,7 +229,7 @@ def finish(
         result = result_fn(before, after)
         places = f"Model: {out}"
         if result.bars:
-            draw_run(run.output_dir / "result.png", records, result.bars)
+            draw_run(run.output_dir / "result.png", records, result.bars, result.curves)
             places += f"   picture: {run.output_dir / 'result.png'}"
         export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
         compared = compare_rows(out)

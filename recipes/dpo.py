@@ -1,0 +1,105 @@
+"""Train a causal language model to prefer the better of two answers, with trl's DPOTrainer.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/dpo.py \\
+        --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/ultrafeedback_binarized
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no recipes/dpo.py \\
+        --config recipes/configs/dpo/arithmetic.yaml
+
+A row has `prompt`, `chosen` and `rejected`, texts or messages; or it is one judged answer, with `prompt`, `completion` and
+`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md). Before and after
+training, loss, accuracy and margin are measured on held-out pairs, all pairs of a prompt on one side.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.rows import Rows, make_eval_loader
+from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.preferences import DPOArgs, evaluate_pairs, to_pairs
+from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
+
+
+@dataclass
+class Args(RowsArgs, DPOArgs, DPOConfig):
+    output_dir: str = "outputs/dpo"
+    min_score_margin: float = arg(0.0, "Leave out pairs whose scores differ by less than this.", min=0)
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
+
+
+def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
+    """Load the pairs to train on and to evaluate on, as `train` and `test`; returns also the number of rows read.
+
+    Raises:
+        DataError: for rows that cannot be read, or hold no texts, messages or scores.
+        ConfigError: for rows of another form, and if a side is empty.
+    """
+    rows = args.read_rows()
+    sources = {"train": args.source, "test": ", ".join(args.eval_files)}
+    pairs = {name: to_pairs(side, sources[name], args.min_score_margin) for name, side in rows.items()}
+    return args.sides(pairs), sum(map(len, rows.values()))
+
+
+class Trainer(RecipeTrainer, DPOTrainer):
+    pass
+
+
+def main(args: Args) -> None:
+    run = start(args)
+
+    # Tokenizer, data and model
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args))
+    model = make_model(args)
+    config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
+    trainer = Trainer(run, config, model, tokenizer, train_dataset=pairs["train"], eval_dataset=pairs["test"])
+    run.print(
+        f"Data: {len(trainer.train_dataset):,} pairs to train on, {len(trainer.eval_dataset):,} held out, from "
+        f"{num_rows:,} rows of {args.source}"
+    )
+
+    # Training and evaluation
+    def collate(rows: list[dict]) -> dict[str, Any]:
+        return trainer.data_collator(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
+
+    heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
+    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
+    records = trainer.train(lambda step: evaluate_pairs(trainer, heldout_loader))
+
+    # Result
+    def result(before: dict, after: dict) -> Result:
+        bars = {
+            when: {"chosen": values["eval_logps_chosen"], "rejected": values["eval_logps_rejected"]}
+            for when, values in (("before", before), ("after", after))
+        }
+        curves = [
+            Curves(
+                {"training": "rewards/accuracies", "held out": "eval_accuracy"}, "Share of pairs in the right order"
+            ),
+            Curves({"training": "rewards/margins", "held out": "eval_margin"}, "Margin (times beta)"),
+            Curves(
+                {"chosen": "eval_logps_chosen", "rejected": "eval_logps_rejected"}, "Held-out answers, log-probability"
+            ),
+        ]
+        return Result(before_and_after(before, after).text, Bars(bars, "Held-out answers", "log-probability"), curves)
+
+    description = f"{args.model_name_or_path}, trained by DPO on {len(pairs['train']):,} pairs of {args.source}."
+    finish(run, records, description, result)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

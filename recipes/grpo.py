@@ -1,0 +1,147 @@
+"""Train a causal language model with rewards that a program can check, by trl's GRPOTrainer.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/grpo.py \\
+        --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/DeepMath-103K --rewards accuracy_reward
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no recipes/grpo.py \\
+        --config recipes/configs/grpo/arithmetic.yaml
+
+A row has a `prompt`, a text or messages; its other columns go to the rewards. To each prompt of a step the model draws
+`--num_generations` answers; those that earn more than their group's mean become likelier. `--rewards` runs code: each
+FILE.py:FUNCTION is loaded as a program of yours (docs/rewards.md). Before and after training, the answers to held-out
+prompts, the most likely ones and drawn ones, are scored by the same rewards.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+from trl import GRPOConfig, GRPOTrainer
+
+from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.generation import Sampling
+from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.rewards import GRPOArgs, HeldoutAnswers, load_rewards, prompt_ids, reward_problems
+from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.samples import Samples
+from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
+
+
+@dataclass
+class Args(RowsArgs, GRPOArgs, GRPOConfig):
+    output_dir: str = "outputs/grpo"
+    rewards: list[str] = arg(
+        [], "Rewards: my_rewards.py:function, whose code is run; accuracy_reward; think_format_reward.", fixed=False
+    )
+    num_eval_prompts: int = arg(256, "Held-out prompts to answer in an evaluation; 0: all.", fixed=False, min=0)
+    num_samples: int = arg(8, "Answers of a logged step that samples.html shows.", fixed=False, min=0)
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size) + reward_problems(self.rewards, self.elsewhere)
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            found.append(
+                f"--reward_weights has {len(self.reward_weights)} numbers, --rewards {len(self.rewards)} names"
+            )
+        return found
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
+
+
+def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Dataset]:
+    """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts of more than `room` tokens.
+
+    Raises:
+        DataError: for rows that cannot be read, or have no prompt.
+        ConfigError: if nothing is left.
+    """
+    rows = args.read_rows()
+    for name, side in rows.items():
+        check_texts_or_messages(side, {"prompt"}, args.source if name == "train" else ", ".join(args.eval_files))
+        fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.chat_template_kwargs)]
+        rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
+        if not any(fits):
+            raise ConfigError(
+                f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
+            )
+    return args.sides(rows)
+
+
+class Trainer(RecipeTrainer, GRPOTrainer):
+    samples: Samples | None = None  # on rank 0
+    shown = 0  # step whose answers were written last
+
+    def log(self, logs: dict[str, float], *others: Any) -> None:
+        """Log a step, and write some of its answers."""
+        super().log(logs, *others)
+        step = self.state.global_step
+        if self.samples and self.run.args.num_samples and step != self.shown:  # after the last step it logs once more
+            drawn, self.shown = self._logs, step
+            every = max(1, len(drawn["prompt"]) // self.run.args.num_samples)
+            columns = zip(drawn["prompt"], drawn["completion"], *drawn["rewards"].values(), strict=True)
+            rows = [
+                {"prompt": prompt, "completion": said, "rewards": dict(zip(drawn["rewards"], values, strict=True))}
+                for prompt, said, *values in list(columns)[::every][: self.run.args.num_samples]
+            ]
+            self.samples.add(step, "drawn in training", rows)
+
+
+def main(args: Args) -> None:
+    run = start(args)
+
+    # Tokenizer, model and data
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    model = make_model(args)
+    room = max_positions(model.config) - args.max_completion_length
+    room = min(room, args.max_prompt_length or room)
+    rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
+    rewards = load_rewards(args.rewards, rows["train"].column_names)
+
+    # Trainer
+    config = trl_config(run, GRPOConfig)
+    trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=rows["train"])
+    trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
+    heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
+    answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
+    run.print(
+        f"Data: {len(rows['train']):,} prompts to answer, {len(rows['test']):,} held out, of which {len(heldout):,} are "
+        f"answered in an evaluation; {args.num_generations} answers of {args.max_completion_length} tokens at most to "
+        f"each of {args.total_batch_size // args.num_generations} prompts a step"
+    )
+
+    # Training and evaluation
+    def evaluate_fn(step: int) -> dict[str, float]:
+        drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
+        return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
+
+    records = trainer.train(evaluate_fn)
+
+    # Result
+    def result(before: dict, after: dict) -> Result:
+        bars = {
+            when: {"most likely answers": values["eval_reward"], "drawn answers": values["eval_sampled_reward"]}
+            for when, values in (("before", before), ("after", after))
+        }
+        curves = [
+            Curves(
+                {"training": "reward", "held out": "eval_reward", "held out, drawn": "eval_sampled_reward"}, "Reward"
+            ),
+            Curves({"training": "completions/mean_length", "held out": "eval_length"}, "Tokens of an answer"),
+            Curves({"training": "kl"}, "KL divergence from the first model"),
+        ]
+        return Result(before_and_after(before, after).text, Bars(bars, "Answers to held-out prompts", "reward"), curves)
+
+    description = f"{args.model_name_or_path}, trained by GRPO with {', '.join(r.__name__ for r in rewards)}"
+    finish(run, records, f"{description} on prompts of {args.source}.", result)
+    if trainer.samples:
+        run.print(f"Answers by step: {trainer.samples.page}")
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

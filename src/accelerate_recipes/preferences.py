@@ -1,0 +1,158 @@
+"""Preferences: pairs of a better and a worse answer, from rows of several forms; their evaluation; and DPO's arguments."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+from torch import nn
+from torch.nn import functional
+from trl.data_utils import maybe_extract_prompt
+
+from accelerate_recipes.args import ConfigError, Range, arg
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.engine import to_device
+from accelerate_recipes.life import stop
+from accelerate_recipes.ranks import sum_over_ranks
+from accelerate_recipes.trainers import TrainerArgs
+
+PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
+FOR_TEMPLATE = ("tools", "chat_template_kwargs")  # columns that trl passes to the chat template
+
+
+@dataclass
+class DPOArgs(TrainerArgs):
+    """Arguments of every recipe on trl's DPOTrainer, besides the fields of DPOConfig. Put it before that class."""
+
+    per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
+    total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
+    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
+    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
+    precompute_ref_log_probs: bool = arg(
+        True, "Run the reference model only once, before training, and then free it.", fixed=False
+    )
+
+    fixed = TrainerArgs.fixed | {"max_length", "truncation_mode"}
+    ranges = (
+        TrainerArgs.ranges
+        | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
+        | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
+        | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size", "ref_model_sync_steps"), Range(min=1))
+        | dict.fromkeys(("ld_alpha", "ref_model_mixup_alpha"), Range(min=0, max=1))
+        | {"label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
+    )
+    owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
+
+
+def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets.Dataset:
+    """Make pairs with `prompt`, `chosen` and `rejected` of rows that hold
+
+    `chosen`, `rejected`, with or without `prompt`: pairs. Without it, what both begin with is the prompt. With
+    `score_chosen` and `score_rejected` too, pairs whose scores differ by less than `min_margin` are left out.
+    `prompt`, `completion`, `score`: a judged answer a row. The best and the worst answer to a prompt make a pair, unless
+    their scores are equal, or differ by less than `min_margin`; answers without a score are left out.
+
+    Pairs of equal answers are left out.
+
+    Raises:
+        ConfigError: for other columns, and if no pair is left.
+        DataError: for values that are no texts, messages or scores.
+    """
+    columns = set(rows.column_names)
+    if columns >= set(JUDGED):
+        check_texts_or_messages(rows, JUDGED[:2], source)
+        check_numbers(rows, JUDGED[2:], source)
+        pairs = datasets.Dataset.from_list(best_and_worst(rows, min_margin))
+    elif columns >= set(PAIR):
+        check_texts_or_messages(rows, PAIR + (("prompt",) if "prompt" in columns else ()), source)
+        pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
+        if columns >= set(SCORES):
+            check_numbers(rows, SCORES, source)
+            pairs = pairs.filter(lambda row: difference(row) >= min_margin)
+        pairs = pairs.map(maybe_extract_prompt)
+        pairs = pairs.select_columns([name for name in ("prompt", *PAIR, *FOR_TEMPLATE) if name in pairs.column_names])
+    else:
+        raise ConfigError(
+            f"{source} has the columns {', '.join(rows.column_names)}; DPO needs chosen and rejected, with or without "
+            "prompt, or prompt, completion and score"
+        )
+    if not len(pairs):
+        raise ConfigError(
+            f"{source} has {len(rows):,} rows, but gives no pair of a better and a worse answer; see --min_score_margin"
+        )
+    return pairs
+
+
+def check_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -> None:
+    """Raise DataError for a column of scores that does not hold numbers."""
+    for column in columns:
+        kind = rows.data.column(column).type
+        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+            raise DataError(f"{source}: {column!r} holds {kind}, not numbers")
+
+
+def difference(row: dict) -> float:
+    """Return by how much the chosen answer scores better; minus infinity without both scores."""
+    better, worse = (row[name] for name in SCORES)
+    return float("-inf") if better is None or worse is None else better - worse
+
+
+def best_and_worst(rows: datasets.Dataset, min_margin: float) -> list[dict[str, Any]]:
+    """List a pair for each prompt of judged answers, in the order of the prompts; of equal scores the first counts."""
+    answers: dict[str, list[dict[str, Any]]] = {}
+    row: Any
+    for row in rows.select_columns(list(JUDGED)):
+        if row["score"] is not None and row["score"] == row["score"]:  # not NaN
+            answers.setdefault(json.dumps(row["prompt"]), []).append(row)
+    pairs = []
+    for judged in answers.values():
+        scores = [row["score"] for row in judged]
+        best, worst = (judged[scores.index(choose(scores))] for choose in (max, min))
+        if 0 < best["score"] - worst["score"] >= min_margin:
+            pairs.append({"prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"]})
+    return pairs
+
+
+def log_probs(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the log-probability of each chosen and each rejected answer, by the forward pass that trl gave the model."""
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    chosen, rejected = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+    return chosen, rejected
+
+
+@torch.no_grad()
+def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Measure a DPOTrainer's model on held-out pairs, which `collate` has marked.
+
+    Returns:
+        `loss`: DPO's own (`sigmoid`), whatever --loss_type is trained on; `accuracy`: the share of pairs in which the model
+        has moved to the chosen answer more than to the rejected one, compared with the reference; `margin`: by how much,
+        times beta; `logps_chosen`, `logps_rejected`: mean log-probability of the answers.
+
+    Raises:
+        Stopped: between two batches.
+    """
+    accelerator, model, beta = trainer.accelerator, trainer.run.model, trainer.beta
+    model.eval()
+    sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
+    for batch in batches:
+        stop.raise_if_requested(accelerator)
+        batch = to_device(batch, accelerator.device)
+        is_pair = batch.pop("is_pair")
+        chosen, rejected = log_probs(model, batch)
+        if trainer.precompute_ref_logps:
+            references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
+        else:
+            references = trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
+        margin = beta * ((chosen - references[0]) - (rejected - references[1]))
+        values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
+        sums += torch.stack([(value.double() * is_pair).sum() for value in values])
+    model.train()
+    *means, count = sum_over_ranks(sums).tolist()
+    names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
+    return {name: value / count for name, value in zip(names, means, strict=True)}

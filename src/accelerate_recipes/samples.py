@@ -1,0 +1,69 @@
+"""Answers of a model by step: samples.jsonl for programs, samples.html for people."""
+
+import html
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.disk import write_atomically
+
+MOST_STEPS = 200  # on the page; of more, it shows some, evenly spread
+STYLE = """body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; width: 100% } h2 { font-size: 1.05em; margin: 1.6em 0 .3em }
+th, td { text-align: left; vertical-align: top; padding: .25em .7em; border-top: 1px solid #ddd }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere } td.number { text-align: right; white-space: nowrap }"""
+
+
+class Samples:
+    """Writer of the answers in an output directory; call it on rank 0 only.
+
+    A run that is resumed goes on after the answers of the checkpoint's step; later ones are dropped, and drawn anew.
+    """
+
+    def __init__(self, output_dir: Path, resumed_from: Path | None):
+        self.path = output_dir / "samples.jsonl"
+        self.page = output_dir / "samples.html"
+        last = step_of(resumed_from) if resumed_from else -1
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = "".join(line for line in whole if json.loads(line)["step"] <= last)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, kept)
+
+    def add(self, step: int, source: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Append rows with `prompt`, `completion` and `rewards`; `source` says which prompts they answer."""
+        lines = [json.dumps({"step": step, "source": source} | row, ensure_ascii=False) + "\n" for row in rows]
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+
+    def write_page(self) -> None:
+        """Write all answers so far as one page, the newest first."""
+        rows = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: (row["step"], row["source"]))]
+        every = -(-len(groups) // MOST_STEPS) or 1
+        parts = [f"<!doctype html><meta charset=utf-8><title>Answers by step</title><style>{STYLE}</style>"]
+        parts.append("<h1>Answers by step</h1>")
+        for (step, source), group in groups[::-1][::every]:
+            names = list(group[0]["rewards"])
+            heads = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "answer", *names])
+            parts.append(f"<h2>Step {step}, {html.escape(source)}</h2><table><tr>{heads}</tr>")
+            for row in group:
+                texts = "".join(f"<td class=text>{html.escape(text_of(row[n]))}</td>" for n in ("prompt", "completion"))
+                numbers = "".join(f"<td class=number>{number(row['rewards'][name])}</td>" for name in names)
+                parts.append(f"<tr>{texts}{numbers}</tr>")
+            parts.append("</table>")
+        write_atomically(self.page, "\n".join(parts) + "\n")
+
+
+def text_of(said: str | list[dict]) -> str:
+    """Write a text, or the messages of a conversation, as people read it."""
+    if isinstance(said, str):
+        return said
+    return "\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,297 @@
+"""Tests of recipes/grpo.py: rewards from files, their errors, kill and resume, answers by step.
+
+The base is a new Llama of two layers, made by sft.py; the reward is the share of a digit in an answer.
+"""
+
+import json
+
+import pytest
+import torch
+from helpers import ROOT, STEPS, log_of, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.rewards import Reward, load_rewards, reward_problems
+from accelerate_recipes.samples import Samples
+
+SFT = ROOT / "recipes/sft.py"
+SCRIPT = ROOT / "recipes/grpo.py"
+DATA = ROOT / "data/arithmetic"
+REWARDS = """
+import math
+
+def ones(completions, **columns):
+    return [text.count("1") / 6 for text in completions]
+
+def short(prompts, completions, completion_ids, solution):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(solution)
+    return [None if text == right else -float(len(ids)) for text, ids, right in zip(completions, completion_ids, solution)]
+
+def breaks(completions, **columns):
+    return [1 / 0 for _ in completions]
+
+def few(completions, **columns):
+    return [1.0]
+
+def infinite(completions, **columns):
+    return [math.inf for _ in completions]
+
+def needs_more(completions, weather, **columns):
+    return [0.0 for _ in completions]
+
+async def waits(completions, **columns):
+    return [0.0 for _ in completions]
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def base(forks, tmp_path_factory):
+    """Export of a new model that sft.py has trained for two steps, sharded over two processes."""
+    out = tmp_path_factory.mktemp("base") / "out"
+    sizes = ("--hidden_size", 32, "--intermediate_size", 64, "--num_attention_heads", 2, "--initializer_range", 0.3)
+    preset = ("--config", ROOT / "recipes/configs/sft/arithmetic.yaml", "--max_steps", 2, "--warmup_steps", 0)
+    assert forks.run(out, *preset, *sizes, script=SFT) == 0, log_of(out)[-3000:]
+    first, *_, last = (record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record)
+    assert last < first
+    model = AutoModelForCausalLM.from_pretrained(out / "export")
+    assert model.config.num_hidden_layers == 2 and model.config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(out / "export").decode([1, 5, 6, 14, 7, 15, 2]) == "<s>12+3=</s>"
+    return out / "export"
+
+
+@pytest.fixture(scope="module")
+def rewards_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    file.write_text(REWARDS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def arguments(base, rewards_file) -> tuple:
+    return (
+        "--model_name_or_path", base, "--train_files", DATA / "rl.jsonl", "--eval_files", DATA / "test.jsonl",
+        "--rewards", f"{rewards_file}:ones", f"{rewards_file}:short", "--reward_weights", 1, 0.1,
+        "--num_eval_prompts", 13, "--max_completion_length", 6, "--num_generations", 8, "--total_batch_size", 32,
+        "--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 4, "--max_steps", STEPS, "--save_steps", 3,
+        "--learning_rate", 1e-2, "--logging_steps", 1, "--async_save", "false", "--beta", 0.01, "--num_samples", 4,
+    )  # fmt: skip
+
+
+def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path):
+    """A run of two rewards, sharded over two processes, is killed and continues bit for bit; so do its answers."""
+    whole, out = killed_and_resumed(SCRIPT, *arguments)
+    records = [record for record in read_metrics(out) if "loss" in record]
+    for record in records:
+        parts = (record["rewards/ones/mean"], record["rewards/short/mean"])
+        assert record["reward"] == pytest.approx(parts[0] + 0.1 * parts[1], rel=1e-4)
+        assert record["completions/max_length"] <= 6 and record["kl"] >= 0
+    assert records[-1]["kl"] > 0.001, "it has moved away from the first model"
+    evaluations = [record for record in read_metrics(out) if "eval_reward" in record]
+    assert [record["step"] for record in evaluations] == [0, STEPS]
+    before, after = evaluations
+    assert after["eval_sampled_rewards/ones"] > before["eval_sampled_rewards/ones"] + 0.05, "it learns"
+    assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == set(range(STEPS + 1))
+    drawn = [row for row in rows if row["source"] == "drawn in training"]
+    assert len(drawn) == 4 * STEPS and len({row["prompt"] for row in drawn if row["step"] == 2}) > 1
+    for row in rows:
+        assert row["rewards"]["ones"] == pytest.approx(row["completion"].count("1") / 6, abs=1e-6)
+    page = (out / "samples.html").read_text()
+    assert page.count("<h2>") == STEPS + 4 and page.index(f"Step {STEPS},") < page.index("Step 1,")
+    assert (out / "result.png").stat().st_size > 20_000
+
+    # The most likely answers of the exported model, without this project, earn what the last evaluation says.
+    model, tokenizer = (k.from_pretrained(out / "export") for k in (AutoModelForCausalLM, AutoTokenizer))
+    tests = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:13]]
+    ids = tokenizer([row["prompt"] for row in tests], return_tensors="pt", padding_side="left")["input_ids"]
+    with torch.no_grad():
+        new = model.generate(ids, max_new_tokens=6, do_sample=False)[:, ids.shape[1] :]
+    texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+    assert sum(text.count("1") / 6 for text in texts) / 13 == pytest.approx(after["eval_rewards/ones"], abs=1e-6)
+
+    # The same on one process: the evaluation before training is that of two.
+    single = tmp_path / "single"
+    assert forks.run(single, *arguments, "--max_steps", 1, "--save_steps", 0, config="single") == 0, log_of(single)[
+        -3000:
+    ]
+    assert read_metrics(single)[0]["eval_reward"] == pytest.approx(before["eval_reward"], rel=1e-5)
+
+
+def test_a_reward_that_fails_ends_the_run_with_one_message(forks, arguments, rewards_file, tmp_path):
+    """It fails on every rank at the first held-out answers; rank 0 says where."""
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--rewards", f"{rewards_file}:breaks", "--reward_weights", 1) == 2
+    said = log_of(out)
+    assert "error: the reward breaks failed: ZeroDivisionError: division by zero" in said, said[-3000:]
+    line = REWARDS.splitlines().index("    return [1 / 0 for _ in completions]") + 1
+    assert f"({rewards_file}, line {line})" in said and "Traceback" not in said
+
+
+def test_rewards_are_checked_without_running_them(tmp_path, rewards_file, monkeypatch):
+    trap = tmp_path / "trap.py"
+    trap.write_text("raise SystemExit('it was run')\ndef reward(completions): ...\n")
+    bad = tmp_path / "bad.py"
+    bad.write_text("def reward(:\n")
+    for specs, said in (
+        ([], "--rewards is missing"),
+        (["acuracy_reward"], "known are accuracy_reward, think_format_reward; or give my_rewards.py:function"),
+        ([f"{tmp_path}/no.py:f"], "no.py: no such file"),
+        ([f"{rewards_file}:onse"], "defines no onse; it defines breaks, few, infinite, math, needs_more, number, ones"),
+        ([f"{rewards_file}:"], "defines no function without a name"),
+        ([f"{bad}:reward"], "bad.py cannot be read as Python: invalid syntax"),
+        ([f"{rewards_file}:ones", f"{trap}:ones"], "defines no ones; it defines reward"),
+        ([f"{rewards_file}:ones"] * 2, "--rewards has ones twice"),
+    ):  # fmt: skip
+        assert said in "\n".join(reward_problems(specs)), specs
+    assert reward_problems([f"{trap}:reward", "think_format_reward"]) == []
+    assert reward_problems(["/elsewhere/a.py:f"], elsewhere=["/elsewhere"]) == []
+    monkeypatch.setattr("accelerate_recipes.rewards.find_spec", lambda name: None)
+    (said,) = reward_problems(["accuracy_reward"])
+    assert "pip install math-verify==" in said
+
+
+def test_rewards_that_cannot_be_loaded(tmp_path, rewards_file):
+    breaks = tmp_path / "breaks.py"
+    breaks.write_text("import no_such_module\ndef f(completions): ...\n")
+    columns = ["prompt", "solution"]
+    for spec, said in (
+        (f"{rewards_file}:number", "number is int; it must be a plain function"),
+        (f"{rewards_file}:waits", "it must be a plain function"),
+        (f"{rewards_file}:needs_more", "needs weather; the data have the columns prompt, solution"),
+        (f"{breaks}:f", r"failed when it was loaded: ModuleNotFoundError: No module named 'no_such_module' .*line 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_rewards([spec], columns)
+
+
+def test_what_a_reward_gives_is_checked(rewards_file):
+    few, infinite, ones = load_rewards([f"{rewards_file}:{name}" for name in ("few", "infinite", "ones")], ["prompt"])
+    with pytest.raises(ConfigError, match="the reward few gave 1 values for 2 answers"):
+        few(["a", "b"], ["1", "2"])
+    with pytest.raises(ConfigError, match="the reward infinite is inf for '1'"):
+        infinite(["a"], ["1"])
+    assert ones(["a", "b"], ["111111", ""], weather=["sun", "rain"]) == [1.0, 0.0]
+    nothing = Reward("nothing", lambda completions: [torch.tensor(1), None, True][: len(completions)])
+    assert nothing(["a"] * 3, ["x"] * 3, solution=["y"] * 3) == [1.0, None, 1.0]
+    with pytest.raises(ConfigError, match="the reward word failed: ValueError"):
+        Reward("word", lambda completions: ["good"])(["a"], ["x"])
+
+
+def test_built_in_rewards_take_texts_and_messages():
+    (think,) = load_rewards(["think_format_reward"], ["prompt"])
+    texts = ["<think>a</think>b", "b"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert think(["q"] * 2, texts) == think([[{"role": "user", "content": "q"}]] * 2, messages) == [1.0, 0.0]
+
+
+def test_built_in_accuracy_of_mathematics():
+    pytest.importorskip("math_verify")
+    with pytest.raises(ConfigError, match="accuracy_reward needs solution; the data have the columns prompt"):
+        load_rewards(["accuracy_reward"], ["prompt"])
+    (accuracy,) = load_rewards(["accuracy_reward"], ["prompt", "solution"])
+    answers = [r"It is $\boxed{\frac{2}{4}}$.", r"It is $\boxed{\frac{1}{3}}$."]
+    assert accuracy(["q"] * 2, answers, solution=["$0.5$"] * 2) == [1.0, 0.0]
+
+
+def test_arithmetic_reward_and_data(tmp_path):
+    """Each unordered pair of numbers lies in one part; make.py writes exactly the files that are here."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("make", DATA / "make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    make.write(tmp_path)
+    seen = {}
+    for part in ("sft", "rl", "test"):
+        assert (tmp_path / f"{part}.jsonl").read_bytes() == (DATA / f"{part}.jsonl").read_bytes()
+        for line in (DATA / f"{part}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            a, b = map(int, row["prompt"].rstrip("=").split("+"))
+            assert seen.setdefault(frozenset((a, b)), part) == part
+            assert int(row.get("solution") or row["completion"]) == a + b
+    assert len(seen) == 90 * 91 // 2
+    assert (tmp_path / "tokenizer/tokenizer.json").read_bytes() == (DATA / "tokenizer/tokenizer.json").read_bytes()
+    (reward,) = load_rewards([f"{ROOT / 'recipes/rewards/arithmetic.py'}:is_correct"], ["prompt", "solution"])
+    assert reward(["1+1="] * 3, ["2", "22", ""], solution=["2"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_rows(tmp_path, base):
+    """A prompt on both sides, prompts that are too long, and rows without prompts are errors that say what to do."""
+    module, tokenizer = recipe.load(SCRIPT), AutoTokenizer.from_pretrained(base)
+
+    def load(rows: list[dict], heldout: list[dict] | None, room: int = 20):
+        argv = ["--model_name_or_path", str(base), "--rewards", "think_format_reward", "--heldout_share", "0.5"]
+        for name, content in (("train_files", rows), ("eval_files", heldout)):
+            if content is not None:
+                (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+                argv += [f"--{name}", str(tmp_path / f"{name}.jsonl")]
+        return module.load_rows(parse(module.Args, argv, world_size=1), tokenizer, room)
+
+    rows = [{"prompt": f"{i}+{j}=", "other": i} for i in range(9) for j in (0, 1)]
+    sides = load(rows, None)
+    assert set(sides["train"]["prompt"]).isdisjoint(sides["test"]["prompt"])
+    assert len(sides["train"]) + len(sides["test"]) == 18 and sides["train"].column_names == ["prompt", "other"]
+    assert load(rows, [{"prompt": "99+1="}])["test"]["prompt"][:] == ["99+1="]
+    assert len(load([*rows, {"prompt": "1" * 30, "other": 0}], [{"prompt": "99+1="}])["train"]) == 18
+    with pytest.raises(ConfigError, match=r"2 of 2 prompts of --eval_files are also in"):
+        load(rows, [{"prompt": "1+1="}] * 2)
+    with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):
+        load(rows, None, room=3)
+    with pytest.raises(DataError, match="has no column 'prompt'; there are question"):
+        load([{"question": "1+1="}], None)
+    with pytest.raises(ConfigError, match="none is left to"):
+        load(rows[:1], None)
+
+
+def test_samples_of_an_interrupted_run(tmp_path):
+    """Answers after the checkpoint's step are dropped, also half a line; the page shows text as text."""
+    samples = Samples(tmp_path, None)
+    for step in (0, 3, 4):
+        messages = [{"role": "user", "content": "<b>1</b>"}]
+        samples.add(step, "held out", [{"prompt": messages, "completion": "é\n2", "rewards": {"right": None}}])
+    with samples.path.open("a") as file:
+        file.write('{"step": 3, "prom')
+    again = Samples(tmp_path, tmp_path / "checkpoint-3")
+    again.write_page()
+    assert [json.loads(line)["step"] for line in again.path.read_text().splitlines()] == [0, 3]
+    page = again.page.read_text()
+    assert "user: &lt;b&gt;1&lt;/b&gt;" in page and "Step 4" not in page and "<td class=number>-</td>" in page
+    Samples(tmp_path, None).write_page()
+    assert not samples.path.read_text()
+
+
+def test_problems_of_the_arguments(rewards_file):
+    module = recipe.load(SCRIPT)
+    with pytest.raises(ConfigError) as caught:
+        parse(
+            module.Args,
+            ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
+             "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
+            world_size=1,
+        )  # fmt: skip
+    said = str(caught.value)
+    for problem in (
+        "--reward_weights has 2 numbers, --rewards 1 names", "--total_batch_size 36 is not a multiple of --num_generati",
+        "--steps_per_generation (on the command line) is not an argument", "no.jsonl: no such file",
+        "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
+    ):  # fmt: skip
+        assert problem in said, said
+
+
+def test_evaluations_draw_for_themselves():
+    """Drawing in an evaluation does not change what training draws next."""
+    from accelerate_recipes.generation import own_draws
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with own_draws(torch.device("cpu"), 1):
+        first = torch.rand(3)
+    assert torch.equal(torch.rand(3), expected)
+    with own_draws(torch.device("cpu"), 1):
+        assert torch.equal(torch.rand(3), first)
