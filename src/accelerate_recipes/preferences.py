@@ -1,6 +1,7 @@
 """Preferences: pairs of a better and a worse answer, from rows of several forms; their evaluation; and DPO's arguments."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,9 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
     if columns >= set(JUDGED):
         check_texts_or_messages(rows, JUDGED[:2], source)
         check_numbers(rows, JUDGED[2:], source)
-        pairs = datasets.Dataset.from_list(best_and_worst(rows, min_margin))
+        # By `map`, whose result lies in a file, where every rank finds what trl computes for it.
+        every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
+        pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
     elif columns >= set(PAIR):
         check_texts_or_messages(rows, PAIR + (("prompt",) if "prompt" in columns else ()), source)
         pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
@@ -101,19 +104,19 @@ def difference(row: dict) -> float:
     return float("-inf") if better is None or worse is None else better - worse
 
 
-def best_and_worst(rows: datasets.Dataset, min_margin: float) -> list[dict[str, Any]]:
-    """List a pair for each prompt of judged answers, in the order of the prompts; of equal scores the first counts."""
-    answers: dict[str, list[dict[str, Any]]] = {}
-    row: Any
-    for row in rows.select_columns(list(JUDGED)):
-        if row["score"] is not None and row["score"] == row["score"]:  # not NaN
-            answers.setdefault(json.dumps(row["prompt"]), []).append(row)
-    pairs = []
+def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
+    """Make a pair for each prompt of judged answers, in the order of the prompts; of equal scores the first counts."""
+    answers: dict[str, list[tuple]] = {}
+    for prompt, completion, score in zip(*(rows[name] for name in JUDGED), strict=True):
+        if score is not None and not math.isnan(score):
+            answers.setdefault(json.dumps(prompt), []).append((prompt, completion, score))
+    pairs: dict[str, list] = {"prompt": [], "chosen": [], "rejected": []}
     for judged in answers.values():
-        scores = [row["score"] for row in judged]
-        best, worst = (judged[scores.index(choose(scores))] for choose in (max, min))
-        if 0 < best["score"] - worst["score"] >= min_margin:
-            pairs.append({"prompt": best["prompt"], "chosen": best["completion"], "rejected": worst["completion"]})
+        scores = [score for _, _, score in judged]
+        (prompt, best, most), (_, worst, least) = (judged[scores.index(choose(scores))] for choose in (max, min))
+        if 0 < most - least >= min_margin:
+            for column, value in zip(pairs.values(), (prompt, best, worst), strict=True):
+                column.append(value)
     return pairs
 
 

@@ -1,0 +1,157 @@
+"""Tests of recipes/dpo.py: forms of pairs, what is held out, kill and resume, and what the evaluation measures."""
+
+import json
+import math
+
+import datasets
+import pytest
+import torch
+from helpers import ROOT, STEPS, log_of, losses, read_metrics
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.models import new_character_tokenizer
+from accelerate_recipes.preferences import to_pairs
+
+SCRIPT = ROOT / "recipes/dpo.py"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = new_character_tokenizer("0123456789+=")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        initializer_range=0.3,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(base, tmp_path_factory) -> tuple:
+    """Arguments of a run on judged answers: four to each of 60 sums, of which a judge likes short ones best."""
+    file = tmp_path_factory.mktemp("judged") / "judged.jsonl"
+    with file.open("w") as lines:
+        for wrong in (3, 2, 0, 1):
+            for a in range(10, 70):
+                row = {"prompt": f"{a}+7=", "completion": ("1", "22", "333", "4444")[wrong], "score": -wrong / 4}
+                lines.write(json.dumps(row) + "\n")
+    return (
+        "--model_name_or_path", base, "--train_files", file, "--heldout_share", 0.2, "--max_steps", STEPS, "--save_steps", 3,
+        "--logging_steps", 1, "--learning_rate", 1e-2, "--total_batch_size", 8, "--per_device_train_batch_size", 2,
+        "--per_device_eval_batch_size", 3, "--async_save", "false",
+    )  # fmt: skip
+
+
+def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
+    """A run sharded over two processes is killed and continues bit for bit; its evaluation is that of the export."""
+    _, out = killed_and_resumed(SCRIPT, *arguments)
+    assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
+    before, after = (record for record in read_metrics(out) if "eval_loss" in record)
+    assert before["eval_loss"] == pytest.approx(math.log(2), abs=1e-6) and before["eval_accuracy"] == 0
+    assert after["eval_loss"] < 0.6 and after["eval_accuracy"] > 0.8 and after["eval_margin"] > 0.2
+    assert (out / "result.png").stat().st_size > 20_000
+
+    module = recipe.load(SCRIPT)
+    args = parse(module.Args, [str(argument) for argument in arguments], world_size=1)
+    pairs = module.load_pairs(args)[0]["test"]
+    assert len(pairs) % 6, "the last batch must be short, else padding is not tested"
+    tokenizer = AutoTokenizer.from_pretrained(out / "export")
+    sums = {}
+    for name, folder in (("base", base), ("export", out / "export")):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        for side in ("chosen", "rejected"):
+            found = []
+            for pair in pairs:
+                prompt = tokenizer(pair["prompt"])["input_ids"]
+                ids = torch.tensor([tokenizer(pair["prompt"] + pair[side] + "</s>")["input_ids"]])
+                with torch.no_grad():
+                    logps = model(ids).logits[0, :-1].log_softmax(-1)
+                found.append(logps[range(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :].sum().item())
+            sums[name, side] = torch.tensor(found)
+    margins = 0.1 * (
+        (sums["export", "chosen"] - sums["base", "chosen"]) - (sums["export", "rejected"] - sums["base", "rejected"])
+    )
+    assert after["eval_margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
+    assert after["eval_accuracy"] == pytest.approx((margins > 0).float().mean().item())
+    assert after["eval_loss"] == pytest.approx((-torch.nn.functional.logsigmoid(margins)).mean().item(), rel=1e-4)
+    assert after["eval_logps_chosen"] == pytest.approx(sums["export", "chosen"].mean().item(), rel=1e-4)
+
+    # The reference in memory gives the same as the one that was run beforehand; so does one process.
+    other = tmp_path / "out"
+    assert forks.run(other, *arguments, "--precompute_ref_log_probs", "false", config="single") == 0, log_of(other)[
+        -3000:
+    ]
+    assert losses(other) == pytest.approx(losses(out), rel=1e-4)
+    assert read_metrics(other)[-1]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
+
+
+def rows_of(*rows: dict) -> datasets.Dataset:
+    return datasets.Dataset.from_list(list(rows))
+
+
+def test_forms_of_pairs():
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    same = {"prompt": "1+1=", "chosen": "2", "rejected": "2"}
+    assert to_pairs(rows_of(pair, same), "x", 0).to_list() == [pair], "equal answers are no pair"
+    scored = [pair | {"score_chosen": better, "score_rejected": 1.0} for better in (3.0, 1.5, 1.0, 0.5, None)]
+    assert [len(to_pairs(rows_of(*scored), "x", margin)) for margin in (0, 0.5, 1)] == [3, 2, 1]
+
+    user, yes, no = (
+        {"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "y"), ("assistant", "n"))
+    )
+    wanted = [{"prompt": [user], "chosen": [yes], "rejected": [no]}]
+    for row in (
+        {"chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": "1?", "chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": [user], "chosen": [yes], "rejected": [no], "more": 1},
+    ):
+        assert to_pairs(rows_of(row), "x", 0).to_list() == wanted, row
+    assert to_pairs(rows_of({"chosen": "1 2 3", "rejected": "1 2 4"}), "x", 0)[0] == {
+        "prompt": "1 2", "chosen": " 3", "rejected": " 4",
+    }  # fmt: skip
+
+
+def test_judged_answers():
+    """The best and the worst answer of each prompt make a pair; ties and answers without a score make none."""
+
+    def judged(prompt, *answers):
+        return [{"prompt": prompt, "completion": text, "score": score} for text, score in answers]
+
+    rows = [
+        *judged("a", ("a1", 1.0), ("a2", 3.0), ("a3", 0.5), ("a4", 3.0)),
+        *judged("b", ("b1", 1.0), ("b2", 1.0)),
+        *judged("c", ("c1", 1.0)),
+        *judged("d", ("d1", None), ("d2", 2.0), ("d3", math.nan), ("d4", 1.75)),
+    ]
+    wanted = [{"prompt": "a", "chosen": "a2", "rejected": "a3"}, {"prompt": "d", "chosen": "d2", "rejected": "d4"}]
+    assert to_pairs(rows_of(*rows), "x", 0).to_list() == wanted
+    assert to_pairs(rows_of(*rows), "x", 0.5).to_list() == wanted[:1]
+    with pytest.raises(ConfigError, match=r"judge\.jsonl has 1 rows, but gives no pair .* see --min_score_margin"):
+        to_pairs(rows_of(*judged("c", ("c1", 1.0))), "judge.jsonl", 0)
+    with pytest.raises(DataError, match=r"judge\.jsonl: 'score' holds string, not numbers"):
+        to_pairs(rows_of({"prompt": "a", "completion": "b", "score": "good"}), "judge.jsonl", 0)
+    with pytest.raises(ConfigError, match=r"x has the columns prompt, winner; DPO needs chosen and rejected"):
+        to_pairs(rows_of({"prompt": "a", "winner": "b"}), "x", 0)
+    with pytest.raises(DataError, match="row 1: 'rejected' is null"):
+        to_pairs(rows_of({"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": None}), "x", 0)
+
+
+def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
+    module, file = recipe.load(SCRIPT), tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(j)} for j in range(500, 503) for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--model_name_or_path", str(base), "--train_files", str(file), "--heldout_share", "0.3"]
+    sides, num_rows = module.load_pairs(parse(module.Args, argv, world_size=1))
+    train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
+    assert num_rows == 120 and not train & test and 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
