@@ -136,7 +136,7 @@ def main() -> None:
     run.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     run.add_argument("--steps", type=int, nargs=3, default=[300, 100, 60], metavar=("SFT", "GRPO", "DPO"))
     run.add_argument("--folder", type=Path, default=ROOT / "outputs/arithmetic")
-    run.add_argument("--results", type=Path, default=RESULTS)
+    run.add_argument("--out", type=Path, default=RESULTS)
     judged = commands.add_parser("judge", help="draw and judge answers of a model")
     judged.add_argument("model", type=Path)
     judged.add_argument("file", type=Path)
@@ -148,7 +148,7 @@ def main() -> None:
     results = {"machine": machine(torch.device("cpu")), "held_out_problems": len(read("test")), "seeds": []}
     for seed in args.seeds:
         results["seeds"].append(run_seed(args.folder / str(seed), seed, steps))
-        args.results.write_text(json.dumps(results, indent=1) + "\n")
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(results["seeds"][-1]), flush=True)
 
 

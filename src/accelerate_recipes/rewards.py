@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ class GRPOArgs(TrainerArgs):
         return found
 
 
-def reward_problems(specs: Sequence[str], elsewhere: Sequence[Path] = ()) -> list[str]:
+def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) -> list[str]:
     """List what is wrong with the values of --rewards, one sentence each, without running their files.
 
     `elsewhere` are folders that this machine does not see.
@@ -108,7 +109,7 @@ def reward_problems(specs: Sequence[str], elsewhere: Sequence[Path] = ()) -> lis
             elif spec == "accuracy_reward" and find_spec("math_verify") is None:
                 found.append(f"--rewards accuracy_reward: math-verify is not installed; run: pip install {MATH_VERIFY}")
         elif not Path(file).is_file():
-            if not set(elsewhere) & set(Path(file).parents):
+            if not set(map(Path, elsewhere)) & set(Path(os.path.normpath(file)).parents):
                 found.append(f"--rewards {spec}: {file}: no such file")
         else:
             try:
