@@ -122,6 +122,23 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     assert read_metrics(single)[0]["eval_reward"] == pytest.approx(before["eval_reward"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_presets_run(forks, base, tmp_path, name):
+    """The presets for sums run as on docs/rewards.md, after that of sft.py, which has made the base."""
+    args = (
+        "--config",
+        ROOT / f"recipes/configs/{name}/arithmetic.yaml",
+        "--model_name_or_path",
+        base,
+        "--max_steps",
+        1,
+    )
+    args += ("--num_eval_prompts", 4) if name == "grpo" else ()
+    out = tmp_path / "out"
+    assert forks.run(out, *args, script=ROOT / f"recipes/{name}.py", config="ddp") == 0, log_of(out)[-3000:]
+
+
 def test_a_reward_that_fails_ends_the_run_with_one_message(forks, arguments, rewards_file, tmp_path):
     """It fails on every rank at the first held-out answers; rank 0 says where."""
     out = tmp_path / "out"
