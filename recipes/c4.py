@@ -92,7 +92,8 @@ def requirements(args: Args) -> Requirements:
 
 def make_model(args: Args) -> PreTrainedModel:
     if args.model_name_or_path:
-        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+        settings = load_settings(args)
+        return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
@@ -122,7 +123,7 @@ def main(args: Args) -> None:
 
     # Model
     model = make_model(args)
-    check_belong_together(model.config, tokenizer, args.max_length)
+    check_belong_together(model.config, tokenizer, args.max_length, args.whole_logits)
     run.prepare(
         model,
         tokenizer,

@@ -75,7 +75,8 @@ def make_tokenizer(args: Args) -> PreTrainedTokenizerBase:
 
 def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if not args.from_scratch:
-        return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+        settings = load_settings(args)
+        return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
     return new_llama(
         args.attn_implementation,
         args.param_dtype,

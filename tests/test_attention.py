@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    BloomConfig,
     DeepseekV3Config,
     FalconConfig,
     FalconForCausalLM,
@@ -311,17 +312,30 @@ def test_generation_goes_back_to_sdpa():
 def test_choice(config, asks, monkeypatch):
     assert unable(config) == asks
     assert choose("eager", config, torch.bfloat16) == ("eager", "")
-    assert choose("auto", config, torch.bfloat16)[0] == "sdpa"
+    plain = "eager" if config.model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"  # what transformers supports
+    assert choose("auto", config, torch.bfloat16)[0] == plain
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose("auto", config, torch.bfloat16)[0] == ("sdpa" if asks else "documents")
-    assert choose("auto", config, torch.float32)[0] == "sdpa"
+    assert choose("auto", config, torch.bfloat16)[0] == (plain if asks else "documents")
+    assert choose("auto", config, torch.float32)[0] == plain
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert choose("auto", config, torch.float32)[0] == ("sdpa" if asks else "documents")
+    assert choose("auto", config, torch.float32)[0] == (plain if asks else "documents")
+    batches_of_trl = choose("auto", config, torch.bfloat16, is_packed_here=False)
+    assert batches_of_trl == (
+        plain,
+        f"the model has {asks}" if asks else "trl's batches do not say where documents begin",
+    )
 
 
 def test_choices_that_cannot_be_are_errors(monkeypatch):
-    with pytest.raises(ConfigError, match="documents: the model has softcapped scores; give sdpa, or auto"):
+    with pytest.raises(ConfigError, match="documents: the model has softcapped scores; give eager, or auto"):
         choose("documents", Gemma2Config(), torch.bfloat16)
+    for name, config, other in (
+        ("sdpa", Gemma2Config(), "eager"), ("sdpa", GptOssConfig(), "eager"), ("flex_attention", GPT2Config(), "sdpa"),
+        ("flash_attention_2", BloomConfig(), "eager"),
+    ):  # fmt: skip
+        said = f"{name}: transformers' {config.model_type} does not support it; give {other}, or auto"
+        with pytest.raises(ConfigError, match=said):
+            choose(name, config, torch.bfloat16)
     with pytest.raises(ConfigError, match="flash_attention_2: its package is not installed; pip install flash-attn"):
         choose("flash_attention_2", LlamaConfig(), torch.bfloat16)
     assert choose("documents", LlamaConfig(), torch.float32) == ("documents", "")

@@ -14,22 +14,23 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
-    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3NextConfig,
 )
 
+from accelerate_recipes import losses
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.losses import check_document_mask
-from accelerate_recipes.models import check_length, load_tokenizer, max_positions
+from accelerate_recipes.losses import Packing, check_document_mask, packing_of
+from accelerate_recipes.models import check_length, load_model, load_tokenizer, max_positions
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"
@@ -215,18 +216,34 @@ def test_each_kernel_keeps_attention_inside_a_game(attention):
     check_document_mask(model, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("crosses", ["opt", "falcon"])
-def test_models_whose_attention_crosses_games(crosses):
-    config = {
-        "opt": OPTConfig(
-            hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4
-        ),
-        "falcon": FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-    }[crosses]
+QWEN3_NEXT = Qwen3NextConfig(
+    **SIZES, vocab_size=64, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
+    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [QWEN3_NEXT, BloomConfig()], ids=lambda config: config.model_type)
+def test_models_whose_attention_crosses_games(config, tmp_path):
+    """Linear attention carries its state from game to game; BLOOM takes no positions. Refused before weights are read."""
+    config.save_pretrained(tmp_path)
+    said = f"{config.model_type} models do not keep attention inside .* not even with a mask; give --no_document_mask"
+    with pytest.raises(ConfigError, match=said):
+        load_model(str(tmp_path), "auto", packed=True)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # the weights would be next
+        load_model(str(tmp_path), "auto")
+
+
+def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
+    monkeypatch.setattr(losses, "tiny_model", lambda *_: None)
+    monkeypatch.setattr(losses, "_packing", {})
+    config = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4)
     config.vocab_size = 64
     torch.manual_seed(0)
-    with pytest.raises(ConfigError, match=f"{crosses} models do not keep attention inside .* give --no_document_mask"):
-        check_document_mask(AutoModelForCausalLM.from_config(config), torch.device("cpu"))
+    model = AutoModelForCausalLM.from_config(config)
+    assert packing_of(model.config) is Packing.UNKNOWN
+    with pytest.raises(ConfigError, match="opt models do not keep attention inside"):
+        check_document_mask(model, torch.device("cpu"))
 
 
 def test_a_tokenizer_without_an_end_token(tmp_path):

@@ -313,6 +313,35 @@ def test_upstream_still_wraps_an_embedding_twice():
     assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", ours), **layers) == "fine"
 
 
+SAVED_BUFFER_UNDER_FSDP2 = """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from accelerate_recipes.args import TrainArgs
+    from accelerate_recipes.distributed import make_accelerator, prepare
+    accelerator = make_accelerator(TrainArgs())
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.model.layers[0].mlp.register_buffer("bias", torch.arange(3.0))  # as in the router of DeepSeek V3
+    try:
+        PREPARE
+        assert model.state_dict()["model.layers.0.mlp.bias"].tolist() == [0, 1, 2]
+        print("fine")
+    except Exception as error:
+        print(" ".join(str(error).split()))
+"""
+
+
+@pytest.mark.slow
+def test_upstream_still_takes_saved_buffers_for_parameters():
+    """When this fails, Accelerate sends buffers to all ranks: remove distributed.hide_buffers."""
+    settings = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+    said = run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", alone), **settings)
+    assert said == "'Tensor' object has no attribute 'device_mesh'"
+    ours = "model, *_ = prepare(accelerator, model, TrainArgs())"
+    assert run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", ours), **settings) == "fine"
+
+
 def test_copies_are_an_error():
     """Copies on every rank, as Accelerate alone would make them for an FSDP launch on a CPU, are an error."""
     code = """

@@ -49,7 +49,19 @@ MAY_IMPORT = {
     "games": {"args", "data", "generation", "hub", "ranks"},
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run"},
-    "launch": {"adapters", "args", "checkpoint", "disk", "hub", "life", "optim", "recipe", "strategy"},
+    "launch": {
+        "adapters",
+        "args",
+        "attention",
+        "checkpoint",
+        "disk",
+        "hub",
+        "life",
+        "losses",
+        "optim",
+        "recipe",
+        "strategy",
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """Tests that the loss without logits equals the loss: on one process, sharded, in bf16, compiled; also with prefetching."""
 
+import copy
 import json
 
 import pytest
@@ -8,7 +9,14 @@ import torch.nn.functional as F
 from helpers import CHILDREN, launch_ok
 from transformers import LlamaConfig, MixtralConfig
 
-from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.losses import (
+    IGNORE_INDEX,
+    check_head,
+    count_next_tokens,
+    next_token_loss,
+    next_token_loss_without_logits,
+)
 from accelerate_recipes.models import new_llama, new_model
 from accelerate_recipes.weights import initialize
 
@@ -116,9 +124,13 @@ def test_experts_are_balanced_as_transformers_does_it(loss_fn):
 
 def test_a_model_that_changes_its_logits_is_refused():
     config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="final_logit_softcapping behind its output layer"):
-        next_token_loss_without_logits(new_model(config, "sdpa"), make_batch())
+    for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.0625)):
+        changed = copy.deepcopy(config)
+        setattr(changed, name, value)
+        with pytest.raises(ConfigError, match=f"{name} {value} behind its output layer, .* give --whole_logits"):
+            next_token_loss_without_logits(new_model(changed, "sdpa"), make_batch())
+        setattr(changed, name, None if value == 30.0 else 1.0)  # Gemma 3 has the name, and caps nothing
+        check_head(changed)
 
 
 SCRIPT = CHILDREN / "losses.py"

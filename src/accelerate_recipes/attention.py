@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_masks_for_generate
 
 from accelerate_recipes.args import ConfigError, computes_in_bf16
 
@@ -64,6 +65,20 @@ def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[
         return {}
     ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def document_masks(config: PreTrainedConfig, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Make the mask of packed rows as an argument of a model that makes none from its positions.
+
+    It is one mask, or one for each kind of layer (sliding, full), in the form of the attention that the configuration names.
+
+    Args:
+        position_ids: (B, T), which begin with 0 in each document.
+        dtype: that of the activations.
+    """
+    shape = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)  # only its type is read
+    masks = create_masks_for_generate(config, shape, None, None, position_ids=position_ids)
+    return {"attention_mask": masks}
 
 
 def documents(
@@ -144,17 +159,40 @@ def unable(config: PreTrainedConfig) -> str:
     return ", ".join(what for what, is_asked in asks.items() if is_asked)
 
 
-def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str, str]:
+def lacking(config: PreTrainedConfig) -> dict[str, str]:
+    """Name the kernels of torch that a model's class does not support, and what to give instead."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:  # not from transformers: it says so itself
+        return {}
+    supported = {
+        "sdpa": model_class._supports_sdpa,
+        "flex_attention": model_class._supports_flex_attn,
+        "flash_attention_2": model_class._supports_flash_attn,
+        "flash_attention_3": model_class._supports_flash_attn,
+    }
+    return {name: "sdpa" if supported["sdpa"] else "eager" for name, is_there in supported.items() if not is_there}
+
+
+def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, is_packed_here: bool = True) -> tuple[str, str]:
     """Choose the attention for `auto`; any other name stays. Returns its name, and why in words (empty if not `auto`).
 
-    `dtype` is that of the weights, in which the model computes unless the accelerate YAML says bf16.
+    Args:
+        dtype: that of the weights, in which the model computes unless the accelerate YAML says bf16.
+        is_packed_here: whether the batches are ours, which say where documents begin.
 
     Raises:
         ConfigError: for an attention that the model, the precision or the installed packages rule out.
     """
     is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
+    lacks = lacking(config)
+    if name in lacks:
+        raise ConfigError(
+            f"--attn_implementation {name}: transformers' {config.get_text_config().model_type} does not support it; give "
+            f"{lacks[name]}, or auto"
+        )
+    plain = lacks.get("sdpa", "sdpa")
     if name == DOCUMENTS and (why := unable(config)):
-        raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give sdpa, or auto")
+        raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give {plain}, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:
         raise ConfigError(
             f"--attn_implementation {DOCUMENTS} computes in bf16 on a GPU; set `mixed_precision: bf16` in the accelerate "
@@ -169,11 +207,13 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[str
     if name != "auto":
         return name, ""
     if why := unable(config):
-        return "sdpa", f"the model has {why}"
+        return plain, f"the model has {why}"
+    if not is_packed_here:
+        return plain, "trl's batches do not say where documents begin"
     if not torch.cuda.is_available():
-        return "sdpa", "there is no GPU"
+        return plain, "there is no GPU"
     if not is_bf16:
-        return "sdpa", "the precision is not bf16"
+        return plain, "the precision is not bf16"
     return DOCUMENTS, "bf16 on a GPU"
 
 

@@ -221,9 +221,12 @@ def prepare(
         if is_new:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         leave_embedding_to_accelerate(model)
+        buffers = hide_buffers(model, accelerator.device) if reads_once(accelerator, model) else []
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
         model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
+        for module, name in buffers:
+            module._non_persistent_buffers_set.discard(name)
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         restore_rng_in_recompute(model)
@@ -251,6 +254,33 @@ def prepare(
         layers = [unit for unit in units if type(unit).__name__.removeprefix("FSDP") in layer_names]
         prefetch_layers(layers, args.prefetch_layers)
     return model, make_optimizer(model), units[:2]
+
+
+def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Tell whether Accelerate sends the first rank's weights to all ranks (fsdp_cpu_ram_efficient_loading)."""
+    is_packed = any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+    return accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and not is_packed
+
+
+def hide_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str]]:
+    """Give all ranks the first one's buffers that are saved, and call them unsaved while Accelerate shards the model.
+
+    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state
+    for a sharded parameter, and fails at a buffer; tests/test_distributed.py fails once upstream no longer needs this.
+
+    Returns:
+        The modules with the names of the buffers that were hidden.
+    """
+    found = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                torch.distributed.broadcast(value, src=0)
+                module._buffers[name] = value
+                module._non_persistent_buffers_set.add(name)
+                found.append((module, name))
+    return found
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:

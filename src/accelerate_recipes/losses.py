@@ -1,5 +1,7 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
+import copy
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -7,12 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.args import ConfigError
-from accelerate_recipes.attention import boundaries, boundary_arguments
+from accelerate_recipes.args import ConfigError, computes_in_bf16
+from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks, lacking
 
 IGNORE_INDEX = -100
+# What a model may do to its logits behind the output layer, and the value that does nothing, besides None.
+BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
+CROSSES = (
+    "{} models do not keep attention inside a document of a packed row, not even with a mask; give --no_document_mask, or "
+    "another model"
+)
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -42,16 +51,12 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
 
     Raises:
-        ValueError: for a model that scales or caps its logits after the output layer.
+        ConfigError: for a model that scales or caps its logits after the output layer; see `check_head`.
     """
     causal_lm = unwrapped(model)
     # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
-    scaled = [
-        name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale") if hasattr(causal_lm.config, name)
-    ]
-    if scaled:
-        raise ValueError(f"{causal_lm.config.model_type} has {scaled[0]} behind its output layer; use next_token_loss")
+    check_head(causal_lm.config)
     head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
     try:
         output, balance = predict(model, batch)
@@ -60,22 +65,133 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     return output.logits + balance
 
 
+def check_head(config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a model that scales or caps its logits after the output layer: they must be there whole."""
+    text = config.get_text_config()
+    for name, nothing in BEHIND_THE_HEAD.items():
+        if getattr(text, name, None) not in (None, nothing):
+            raise ConfigError(
+                f"{text.model_type} has {name} {getattr(text, name)} behind its output layer, so the loss needs its "
+                "logits; give --whole_logits"
+            )
+
+
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
     """Return the model's output for a packed batch, and what balancing experts adds to the summed loss, or 0."""
-    coefficient = getattr(unwrapped(model).config, "router_aux_loss_coef", 0.0) if model.training else 0.0
-    router = {"output_router_logits": True} if coefficient else {}
-    ends = boundary_arguments(unwrapped(model).config, batch)
+    config = unwrapped(model).config
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if model.training else 0.0
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-    output = model(**inputs, use_cache=False, **ends, **router)
+    inputs |= {"output_router_logits": True} if coefficient else {}
+    inputs |= boundary_arguments(config, batch)
+    if packing_of(config) is Packing.MASK:
+        dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
+        inputs |= document_masks(config, batch["position_ids"], dtype)
+    output = model(**inputs, use_cache=False)
     return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
+
+
+class Packing(Enum):
+    """Way in which a model keeps attention inside the documents of a packed row."""
+
+    POSITIONS = "its positions say where documents begin, or the kernel is told"
+    MASK = "it gets a mask"
+    NONE = "it does not"
+    UNKNOWN = "no tiny model of its class can be made"
+
+
+_packing: dict[tuple, Packing] = {}  # what `packing_of` has found out
+
+
+def packing_of(config: PreTrainedConfig) -> Packing:
+    """Find out how models with this configuration keep attention inside a document, by a tiny one of the same class.
+
+    This takes a tenth of a second, once for each class and kind of attention. Where the answer is UNKNOWN, only
+    `check_document_mask` can tell.
+    """
+    text, attention = config.get_text_config(), config._attn_implementation
+    if attention in READ_BOUNDARIES:
+        return Packing.POSITIONS
+    if attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
+        attention = lacking(config).get("sdpa", "sdpa")
+    kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
+    key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
+    if key not in _packing:
+        model = tiny_model(config, attention)
+        if model is None:
+            _packing[key] = Packing.UNKNOWN
+        elif is_packed_as_alone(model):
+            _packing[key] = Packing.POSITIONS
+        else:
+            _packing[key] = Packing.MASK if is_packed_as_alone(model, with_masks=True) else Packing.NONE
+    return _packing[key]
+
+
+def tiny_model(config: PreTrainedConfig, attention: str) -> nn.Module | None:
+    """Make a model with one layer of each kind, two heads and few words, and with random weights; None if that fails.
+
+    The heads keep their width, for which positions may have tables. Up to 32 experts stay, which may be in groups.
+    """
+    try:
+        text = config.get_text_config()
+        config = copy.deepcopy(
+            text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+        )  # without a part for images
+        text, layers = config.get_text_config(), text.num_hidden_layers
+        lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers}
+        lists = {
+            name: value for name, value in lists.items() if len(set(map(repr, value))) <= 4
+        }  # not a number of each
+        kinds = list(zip(*lists.values(), strict=True))
+        chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        sizes = {
+            "num_hidden_layers": len(chosen), "num_attention_heads": 2, "num_key_value_heads": 2,
+            "hidden_size": 2 * width, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32,
+            "initializer_range": 0.2,
+        }  # fmt: skip
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            sizes[name] = min(32, getattr(text, name, None) or 0)
+        sizes |= {name: [value[i] for i in chosen] for name, value in lists.items()}
+        for name, value in sizes.items():
+            if getattr(text, name, None) is not None:
+                setattr(text, name, value)
+        text.pad_token_id = None
+        vars(config).pop("quantization_config", None)
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except Exception:  # whatever an unusual configuration brings: only the real model can tell
+        return None
+    return model.eval()
+
+
+@torch.no_grad()
+def is_packed_as_alone(model: nn.Module, with_masks: bool = False) -> bool:
+    """Tell whether a tiny model on the CPU predicts the same in the second document of a row as for the document alone."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tokens, positions = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])
+        masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
+        try:
+            packed = model(input_ids=tokens, position_ids=positions, use_cache=False, **masks).logits[:, 5:]
+            alone = model(input_ids=tokens[:, 5:], position_ids=positions[:, 5:], use_cache=False).logits
+        except (TypeError, ValueError, RuntimeError, KeyError):  # it takes no positions, or no such masks
+            return False
+    return bool((packed - alone).norm() <= 1e-3 * alone.norm())
+
+
+def check_packing(config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a class of models that lets attention cross the documents of a packed row."""
+    if packing_of(config) is Packing.NONE:
+        raise ConfigError(CROSSES.format(config.model_type))
 
 
 @torch.no_grad()
 def check_document_mask(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError for a model that lets attention cross the documents of a packed row, as OPT and Falcon do.
+    """Raise ConfigError for a model that lets attention cross the documents of a packed row.
 
     The test uses two rows that differ only in their first document; the predictions in the second must not differ. Call it
-    on all ranks.
+    on all ranks. It tries the model as it is trained, with its kernel; `check_packing` needs only the configuration.
     """
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
     positions = torch.arange(4).repeat(2, 2)
@@ -89,10 +205,7 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     one, other = predict(model, rows)[0].logits[:, 4:].float()
     model.train()
     if (one - other).norm() > 0.01 * one.norm():
-        raise ConfigError(
-            f"{unwrapped(model).config.model_type} models do not keep attention inside a document of a packed row; give "
-            "--no_document_mask, or another model"
-        )
+        raise ConfigError(CROSSES.format(unwrapped(model).config.model_type))
 
 
 def unwrapped(model: nn.Module) -> Any:

@@ -35,6 +35,7 @@ from transformers import (
 from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import check_head, check_packing
 from accelerate_recipes.ranks import on_first_rank
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
@@ -60,14 +61,30 @@ def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path
     return load_tokenizer(str(checkpoint)) if checkpoint else on_first_rank(make)
 
 
-def load_model(name: str, attn_implementation: str, **settings: Any) -> PreTrainedModel:
+def load_model(
+    name: str,
+    attn_implementation: str,
+    *,
+    packed: bool = False,
+    is_packed_here: bool = True,
+    **settings: Any,
+) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
+
+    With `packed` a class of models is refused whose attention crosses the documents of a packed row;
+    `is_packed_here` is that of `attention.choose`.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
+
+    Raises:
+        ConfigError: for an attention, or for packed rows, that the model's class does not support.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
-    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32))
+    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32), is_packed_here)
+    if packed:
+        config._attn_implementation = attention
+        check_packing(config)
     return AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=attention, use_safetensors=True, **settings, **cache.pinned(name)
     )
@@ -180,8 +197,10 @@ def new_config(args: Architecture) -> PreTrainedConfig:
     return config_class(**{name: value for name, value in values.items() if name in has})
 
 
-def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
-    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer.
+def check_belong_together(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, whole_logits: bool = True
+) -> None:
+    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer, with or without whole logits.
 
     Raises:
         ConfigError: with everything that does not fit.
@@ -198,6 +217,11 @@ def check_belong_together(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
             found.append(f"the tokenizer's {name} is {theirs}, the model's is {ours}; set --{name} {theirs}")
     if max_length > (longest := max_positions(config)):
         found.append(f"--max_length is {max_length}, the model's is {longest}")
+    if not whole_logits:
+        try:
+            check_head(config)
+        except ConfigError as error:
+            found.append(str(error))
     if found:
         raise ConfigError(error_list("Model and data do not belong together", found))
 

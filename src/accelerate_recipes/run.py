@@ -157,7 +157,8 @@ class Run(Generic[Args]):
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        attention, why = choose(getattr(self.args, "attn_implementation", ""), model.config, self.args.param_dtype)
+        name, is_packed_here = getattr(self.args, "attn_implementation", ""), getattr(self.args, "is_packed_here", True)
+        attention, why = choose(name, model.config, self.args.param_dtype, is_packed_here)
         if why:
             self.print(f"Attention: {attention}, since {why}")
         self.total_steps = total_steps

@@ -42,6 +42,7 @@ from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.parent import start_worker
+from accelerate_recipes.losses import Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
@@ -69,8 +70,13 @@ class TrainerArgs(TrainArgs):
     """Arguments that every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
 
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
-    attn_implementation: str = arg("sdpa", "Attention kernel, as transformers names it.", fixed=False)
+    attn_implementation: str = arg(
+        "auto",
+        "Attention kernel, as transformers names it; auto: sdpa, or eager where a model has no sdpa.",
+        fixed=False,
+    )
 
+    is_packed_here = False
     fixed = frozenset({"train_sampling_strategy"})
     ranges = (
         dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
@@ -176,7 +182,25 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     if args.data_only:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
         return new_model(config, args.attn_implementation)
-    return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args))
+    return load_model(
+        args.model_name_or_path, args.attn_implementation, is_packed_here=args.is_packed_here, **load_settings(args)
+    )
+
+
+def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None:
+    """Refuse rows that trl packs for a model that does not see from their positions where documents begin.
+
+    trl's `wrapped` strategy keeps no documents apart, for any model.
+
+    Raises:
+        ConfigError: for such a model.
+    """
+    is_packed = getattr(config, "packing", False) and config.packing_strategy != "wrapped"
+    if (is_packed or getattr(config, "padding_free", False)) and packing_of(model.config) is not Packing.POSITIONS:
+        raise ConfigError(
+            f"{model.config.model_type} models do not see from the positions of a packed row where its documents begin, "
+            "and trl gives them no mask: attention would cross them; leave out --packing and --padding_free"
+        )
 
 
 def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -222,6 +246,7 @@ class RecipeTrainer:
     ):
         self.run = run
         self.accelerator = run.accelerator
+        check_trl_packing(config, model)
         run.adapter = add_adapters(model, run.args)
         self.use_cache = model.config.use_cache  # transformers' Trainer switches it off in the model's config
         self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)

@@ -33,10 +33,12 @@ from transformers import AutoConfig, PreTrainedModel
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint import files, resume
 from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.losses import check_head, check_packing
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.strategy import (
     environment_problems,
@@ -199,6 +201,23 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
         for name in wanted
         if name not in present
     ]
+
+
+def attention_problems(args: TrainArgs, model: PreTrainedModel) -> list[str]:
+    """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
+    name = getattr(args, "attn_implementation", "")
+    if not name or model.config.is_encoder_decoder:
+        return []
+    try:
+        is_packed_here = getattr(args, "is_packed_here", True)
+        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, is_packed_here)
+        if getattr(args, "document_mask", False):
+            check_packing(model.config)
+        if not getattr(args, "whole_logits", True):
+            check_head(model.config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def versions() -> tuple[list[str], list[str]]:
@@ -486,7 +505,7 @@ def check_model_and_data(
     report.problems += found
     report.warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     for model in models:
-        report.problems += wrap_problems(model, env)
+        report.problems += wrap_problems(model, env) + attention_problems(args, model)
     try:
         for model in models:
             add_adapters(model, args)
