@@ -5,7 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image coverage mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
+	mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -72,6 +73,11 @@ test-image: .venv/dev
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			buildah debootstrap >/dev/null; fi
 	$(BIN)/python -m pytest -m image
+
+# The table of models: trains a tiny model of each architecture, writes docs/models.md, and fails if a cell is red. Some of them:
+# make models ARGS="Mixtral GPT-2".
+models: .venv/dev
+	$(BIN)/python tests/models_table.py $(ARGS)
 
 # Lines that no test of `make test` runs, in launched and forked processes too. Takes 1.5 times as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data

@@ -1,0 +1,537 @@
+"""Table of models, docs/models.md: what works for a tiny random model of each architecture, made from its own configuration.
+
+    make models
+
+runs all cells and writes the page and benchmarks/results/models.json. A cell is `works`, a refusal in words, or `not run`.
+A cell that fails, or is refused unexpectedly, or no longer refused, makes the command fail, and nothing is written.
+"""
+
+import itertools
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS), str(TESTS / "children"), str(TESTS.parent / "benchmarks")]
+
+import torch  # noqa: E402
+import toy  # noqa: E402
+from any_model import NEW_TOKENS, PROMPTS  # noqa: E402
+from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, read_metrics  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+
+from accelerate_recipes.adapters import ending_with, load_settings  # noqa: E402
+from accelerate_recipes.args import ALL_LINEAR, ConfigError  # noqa: E402
+from accelerate_recipes.attention import choose  # noqa: E402
+from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
+from accelerate_recipes.losses import (  # noqa: E402
+    Packing,
+    check_packing,
+    count_next_tokens,
+    next_token_loss,
+    next_token_loss_without_logits,
+    packing_of,
+)
+from accelerate_recipes.models import load_model, load_tokenizer  # noqa: E402
+from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
+
+PAGE = REPOSITORY / "docs/models.md"
+RESULT = REPOSITORY / "benchmarks/results/models.json"
+WORKS, NOT_RUN = "works", "not run"
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "initializer_range": 0.1,
+}  # fmt: skip
+MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+# The last word of a name is the model type where it says more.
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "Llama 2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "Llama 3": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "Qwen2.5": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "Qwen3": Qwen3Config(head_dim=8, **SIZES),
+    "Qwen3-MoE": Qwen3MoeConfig(head_dim=8, num_experts=4, moe_intermediate_size=16, **EXPERTS, **SIZES),
+    "Mistral": MistralConfig(sliding_window=8, **SIZES),
+    "Mixtral": MixtralConfig(num_local_experts=4, **EXPERTS, **SIZES),
+    "Gemma 2": Gemma2Config(head_dim=8, sliding_window=8, query_pre_attn_scalar=8, layer_types=MIXED, **SIZES),
+    "Gemma 3": Gemma3TextConfig(head_dim=8, sliding_window=8, query_pre_attn_scalar=8, layer_types=MIXED, **SIZES),
+    "Phi-3": Phi3Config(**SIZES),
+    "OLMo 2": Olmo2Config(**SIZES),
+    "GPT-2": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=100, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.1,
+    ),
+    "GPT-OSS": GptOssConfig(head_dim=8, num_local_experts=4, sliding_window=8, layer_types=MIXED, **EXPERTS, **SIZES),
+    "DeepSeek V3": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1, n_shared_experts=1,
+    ),
+    "SmolLM3": SmolLM3Config(no_rope_layer_interval=2, **SIZES),
+}  # fmt: skip
+
+# What is refused, and how the message begins; any other refusal is a fault, and so is one of these that no longer comes.
+REFUSED = {
+    (
+        "GPT-OSS",
+        "packed by trl",
+    ): r"gpt_oss models do not see from the positions of a packed row where its documents begin",
+    ("Gemma 2", "loss without logits"): r"gemma2 has final_logit_softcapping 30.0 behind its output layer",
+    ("GPT-2", "LoRA"): r"--use_peft: GPT2LMHeadModel has no layers of torch.nn.Linear",
+    (
+        "DeepSeek V3",
+        "LoRA",
+    ): r"--use_peft: PEFT takes the name of model.layers.0.mlp.down_proj.weight for one of the exp",
+} | {
+    (name, "4 bits, on a CPU"): r"--use_peft: \w+ keeps the experts of a layer in one weight .* without --load_in_4bit"
+    for name in ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V3")
+}
+# Where `all-linear` is refused: layers that get adapters when they are named.
+NAMED = {
+    "DeepSeek V3": (
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj",
+    )
+}  # fmt: skip
+STEPS = 4
+TRAIN = (
+    "--max_steps",
+    STEPS,
+    "--save_steps",
+    2,
+    "--async_save",
+    "false",
+    "--logging_steps",
+    1,
+    "--total_batch_size",
+    8,
+)
+LORA = ("--use_peft", "--lora_r", 3, "--lora_dropout", 0, "--learning_rate", 3e-2)
+SINGLE = {"config": "single", "num_processes": 1}
+RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+
+
+class Refused(Exception):
+    """A run or a check that ended with a message to the user."""
+
+
+def first_line(error: object) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()
+
+
+class Model:
+    """Tiny model of an architecture in a folder, and the runs that its cells share; each run is made once."""
+
+    def __init__(self, name: str, folder: Path, server: ForkServer | None):
+        self.name, self.server = name, server
+        self.folder = folder / re.sub(r"\W", "_", name)
+        self.base = self.folder / "base"
+        torch.manual_seed(0)
+        config = ARCHITECTURES[name]
+        self.attention, _ = choose("auto", config, torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
+        for buffer in (tensor for name, tensor in model.named_buffers() if name in model.state_dict()):
+            buffer.uniform_(-0.1, 0.1)  # otherwise zeros, which any rank would have
+        model.save_pretrained(self.base)
+        toy.make_model(toy.Args())[1].save_pretrained(self.base)
+        self.done: dict[str, Path] = {}
+
+    def load(self, folder: Path | None = None) -> PreTrainedModel:
+        return load_model(str(folder or self.base), "auto", packed=True).eval()
+
+    def run(self, name: str, *args: object, fault: dict | None = None, **options: object) -> Path:
+        """Train in forked ranks; returns the output directory.
+
+        Raises:
+            Refused: with the message of a run that says why it cannot start.
+        """
+        if name in self.done:
+            return self.done[name]
+        out = self.folder / name
+        size = ("--per_device_train_batch_size", 8 if options.get("config") == "single" else 4)
+        command = ("--model_name_or_path", self.base, *TRAIN, *size, *args)
+        env = {"TOY_FAULT": json.dumps(fault)} if fault else {}
+        code = self.server.run(out, *command, script=CHILDREN / "any_model.py", **options, **env)
+        log = out.with_suffix(".log").read_text()
+        if code == 2 and (said := re.search(r"^error: (.*)", log, re.MULTILINE)):
+            raise Refused(said[1])
+        assert code == (-9 if fault else 0), log[-3000:]
+        if not fault:
+            self.done[name] = out
+        return out
+
+    @property
+    def single(self) -> Path:
+        return self.run("single", **SINGLE)
+
+    @property
+    def sharded(self) -> Path:
+        return self.run("fsdp2")
+
+    @cached_property
+    def batch(self) -> dict[str, torch.Tensor]:
+        rows = PackedRows(toy.make_rows(3), toy.LENGTH, 0, document_mask=True)
+        return collate([rows[i] for i in range(3)])
+
+
+def trajectory(out: Path) -> list[tuple[float, float]]:
+    found = [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
+    assert len(found) == STEPS and found[-1][0] < found[0][0] - 0.05, f"the model does not learn: {found}"
+    return found
+
+
+def evaluations(out: Path) -> list[float]:
+    return [record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record]
+
+
+def agree(found: object, wanted: object, tolerance: float, what: str = "values") -> None:
+    """Compare numbers, or tensors by their largest difference, relative to the largest value."""
+    found, wanted = (torch.as_tensor(values, dtype=torch.float64) for values in (found, wanted))
+    assert found.shape == wanted.shape, f"{what}: {tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)
+    assert difference <= tolerance, f"{what} differ by {difference:.2e}, which is more than {tolerance}"
+
+
+@torch.no_grad()
+def loss_of(model: PreTrainedModel, num_rows: int = 16) -> float:
+    """Compute a model's loss on the rows of the runs."""
+    rows = PackedRows(toy.make_rows(num_rows), toy.LENGTH, 0, document_mask=True)
+    batch = collate([rows[i] for i in range(num_rows)])
+    return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
+
+
+def gradients(model: PreTrainedModel, losses: Sequence[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = torch.stack(list(losses)).sum()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys() and wanted
+    largest = max(gradient.abs().max() for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        difference = (found[name] - gradient).abs().max() / largest
+        assert difference <= tolerance, f"the gradient of {name} differs by {difference:.2e} of the largest"
+
+
+def packed_as_unpacked(model: Model) -> None:
+    """Loss and gradients of packed rows are those of each document alone, to 1e-5."""
+    net, batch = model.load(), model.batch
+    check_packing(net.config)
+    packed = gradients(net, [next_token_loss(net, batch)])
+    documents = []
+    for row in range(len(batch["input_ids"])):
+        starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), toy.LENGTH]
+        for start, end in itertools.pairwise(starts):
+            documents.append({key: batch[key][row : row + 1, start:end] for key in ("input_ids", "labels")})
+    assert len(documents) > 2 * len(batch["input_ids"])
+    alone = []
+    for document in documents:
+        positions = torch.arange(document["input_ids"].shape[1])[None]
+        logits = net(input_ids=document["input_ids"], position_ids=positions, use_cache=False).logits.float()
+        targets = torch.nn.functional.pad(document["labels"][:, 1:], (0, 1), value=-100).flatten()
+        alone.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
+    unpacked = gradients(net, alone)
+    agree(packed[0], unpacked[0], 1e-5, "losses")
+    compare_gradients(packed[1], unpacked[1], 1e-5)
+
+
+def loss_without_logits(model: Model) -> None:
+    """Loss and gradients are those of whole logits, to 1e-5."""
+    net = model.load()
+    found = gradients(net, [next_token_loss_without_logits(net, model.batch)])
+    wanted = gradients(net, [next_token_loss(net, model.batch)])
+    agree(found[0], wanted[0], 1e-5, "losses")
+    compare_gradients(found[1], wanted[1], 1e-5)
+
+
+def packing_by_trl(model: Model) -> None:
+    """Logits of rows that trl packs are those of each document alone, to 1e-5."""
+    from trl import SFTConfig
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from accelerate_recipes.trainers import check_trl_packing
+
+    net = model.load()
+    check_trl_packing(SFTConfig(packing=True, output_dir=str(model.folder), use_cpu=True, report_to="none"), net)
+    documents = [list(range(5, 12)), list(range(20, 23)), list(range(40, 51))]
+    row = {"input_ids": list(itertools.chain(*documents)), "seq_lengths": [len(document) for document in documents]}
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
+    assert batch["position_ids"].shape == (1, 21) and "attention_mask" not in batch
+    batch.pop("labels")
+    with torch.no_grad():
+        found = net(**batch, use_cache=False).logits[0]
+        alone = [net(input_ids=torch.tensor([document]), use_cache=False).logits[0] for document in documents]
+    agree(found, torch.cat(alone), 1e-5, "logits")
+
+
+def one_trajectory(model: Model) -> None:
+    """Losses and gradient norms of two ranks under FSDP2 are those of one process, to 1e-5."""
+    agree(trajectory(model.sharded), trajectory(model.single), 1e-5)
+
+
+def recomputation(model: Model) -> None:
+    """So they are where activations are recomputed; and each layer is recomputed."""
+    out = model.run("recomputed", **RECOMPUTED)
+    layers = ARCHITECTURES[model.name].num_hidden_layers
+    assert f"activations of {layers} of {layers} layers recomputed" in out.with_suffix(".log").read_text()
+    agree(trajectory(out), trajectory(model.single), 1e-5)
+
+
+def killed_and_resumed(model: Model) -> None:
+    """A run killed in step 4 goes on from step 2, bit for bit."""
+    fault = {"rank": 0, "event": "any_model.loss", "path": f"pass {STEPS}.", "count": 1, "everyone": True}
+    model.run("killed", fault=fault)
+    out = model.run("killed")
+    assert "(step 2, saved by 2 x" in out.with_suffix(".log").read_text()
+    assert trajectory(out) == trajectory(model.sharded)
+    tensors = load_file(out / "export/model.safetensors")
+    for name, tensor in load_file(model.sharded / "export/model.safetensors").items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
+def exported(model: Model) -> None:
+    """transformers alone loads the export, with the loss of the last evaluation, to 1e-5."""
+    before, after = evaluations(model.sharded)
+    agree(loss_of(model.load()), before, 1e-5, "losses before training")
+    agree(loss_of(model.load(model.sharded / "export")), after, 1e-5, "losses after training")
+
+
+def generation(model: Model) -> None:
+    """Two ranks generate, in padded batches, what the exported model generates greedily from each prompt alone."""
+    net = model.load(model.sharded / "export")
+    tokenizer = load_tokenizer(str(model.base))
+    texts = []
+    for prompt in PROMPTS:
+        ids = net.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2)
+        texts.append(tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True))
+    found = json.loads((model.sharded / "texts.json").read_text())
+    assert found == texts and any(texts), f"{found} instead of {texts}"
+
+
+def lora(model: Model) -> None:
+    """Adapters have one trajectory; each linear layer and each expert changes, and nothing else; exports agree to 1e-5.
+
+    The merged export is PEFT's merge of the base and the exported adapter, and has the loss of the last evaluation.
+    """
+    try_lora(model, [ALL_LINEAR])
+
+
+def try_lora(model: Model, ends: Sequence[str]) -> None:
+    from peft import PeftModel
+
+    plain = model.load()
+    layers, experts = linear_layers_and_experts(plain)
+    flags = (*LORA, "--merge_adapter", "--lora_target_modules", *ends)
+    out = model.run(f"lora_{ends[0]}", *flags)
+    agree(trajectory(out), trajectory(model.run(f"lora_single_{ends[0]}", *flags, **SINGLE)), 1e-5)
+    before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    after = dict(model.load(out / "export").named_parameters())
+    wrapped = PeftModel.from_pretrained(model.load(), str(out / "export/adapter"))
+    agree(loss_of(wrapped.get_base_model()), evaluations(out)[-1], 1e-5, "losses with PEFT")
+    by_peft = dict(wrapped.merge_and_unload().named_parameters())
+    if ends != [ALL_LINEAR]:
+        layers, experts = ending_with(ends, layers), ending_with(ends, experts)
+    adapted = {f"{name}.weight" for name in layers} | set(experts)
+    assert adapted
+    for name, weight in before.items():
+        agree(after[name].detach(), by_peft[name].detach(), 1e-5, name)
+        changes = [not torch.equal(*pair) for pair in zip(after[name], weight, strict=True)] if name in experts else []
+        changes = changes or [not torch.equal(after[name], weight)]
+        assert all(changes) if name in adapted else not any(changes), f"{name}: changed {changes}"
+    agree(loss_of(model.load(out / "export")), evaluations(out)[-1], 1e-5, "losses merged")
+
+
+def four_bits(model: Model) -> None:
+    """Adapters beside weights in 4 bits learn, on two ranks; PEFT loads them beside the model in 4 bits, with the same loss.
+
+    A recipe refuses this on a CPU, where it is slow; the test allows it.
+    """
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig
+
+    out = model.run("4bits", *LORA, "--load_in_4bit", FOUR_BITS_ON_CPU="1")
+    trajectory(out)
+    before, after = evaluations(out)
+    assert after < before - 0.05
+    settings = load_settings(toy.Args(use_peft=True, load_in_4bit=True))
+    assert isinstance(settings["quantization_config"], BitsAndBytesConfig)
+    rounded = load_model(str(model.base), "auto", **settings)
+    agree(loss_of(rounded), before, 1e-5, "losses before training")
+    agree(loss_of(PeftModel.from_pretrained(rounded, str(out / "export"))), after, 1e-5, "losses with PEFT")
+
+
+CELLS: dict[str, Callable[[Model], None]] = {
+    "packed = unpacked": packed_as_unpacked,
+    "packed by trl": packing_by_trl,
+    "loss without logits": loss_without_logits,
+    "FSDP2 x 2": one_trajectory,
+    "recomputation": recomputation,
+    "kill, resume": killed_and_resumed,
+    "export": exported,
+    "generation": generation,
+    "LoRA": lora,
+    "4 bits, on a CPU": four_bits,
+}
+IN_PROCESS = ("packed = unpacked", "packed by trl", "loss without logits")  # the others start runs
+
+
+def cell(model: Model, name: str) -> str:
+    """Run a cell; returns `works` or the refusal.
+
+    Raises:
+        AssertionError: for a cell that is red.
+    """
+    wanted = REFUSED.get((model.name, name))
+    try:
+        CELLS[name](model)
+    except (Refused, ConfigError) as error:
+        said = first_line(error)
+        assert wanted and re.match(wanted, said), f"refused: {said}"
+        if name == "LoRA" and model.name in NAMED:
+            try_lora(model, NAMED[model.name])
+            return f"{WORKS} with `--lora_target_modules {' '.join(NAMED[model.name])}`; without: {said}"
+        return said
+    assert wanted is None, "works now, though the table says that it is refused"
+    return WORKS
+
+
+def measure(names: Sequence[str], found: dict[str, dict[str, str]]) -> list[str]:
+    """Run all cells of these architectures, and put into `found` what each is; returns what is red."""
+    red = []
+    with tempfile.TemporaryDirectory(prefix="models-") as folder:
+        server = ForkServer(Path(folder), (*IMPORTS, *modules_of_models()))
+        for name in names:
+            start, model = time.perf_counter(), Model(name, Path(folder), server)
+            found[name] = {"attention": attention_of(model)}
+            for title in CELLS:
+                try:
+                    found[name][title] = cell(model, title)
+                except Exception as error:
+                    red.append(f"{name}, {title}: {type(error).__name__}: {error}")
+            shutil.rmtree(model.folder)
+            print(f"{name}: {time.perf_counter() - start:.0f} s, {len(red)} cells are red", flush=True)
+        server.close()
+    return red
+
+
+def modules_of_models() -> list[str]:
+    """List the modules of all architectures, for a server that imports them once."""
+    types = {config.model_type.removesuffix("_text") for config in ARCHITECTURES.values()}
+    return [f"transformers.models.{name}.modeling_{name}" for name in sorted(types)]
+
+
+def attention_of(model: Model) -> str:
+    """Say which attention `auto` takes on a CPU, and what keeps documents apart in it."""
+    how = {Packing.POSITIONS: "positions", Packing.MASK: "our mask"}
+    return f"{model.attention}, {how[packing_of(model.load().config)]}"
+
+
+ATTENTION = """The attention that `auto` takes on a CPU, and what keeps the documents of a packed row apart in it:
+transformers sees from the positions where they begin, or the model gets a mask of ours."""
+ON_GPU = """This was not run on a GPU, except that what is refused is refused there too."""
+HEAD = """\
+# Models
+
+What works for which architecture, and what may not be combined. `make models` runs the cells and writes this page; a cell
+that fails, or is refused without being meant to be, fails the command. The models are tiny and random, two layers made from
+the architecture's own config class, in fp32 on a CPU: a cell says that loss, sharding, adapters and files are right, not that
+a published model of that architecture fits on your GPUs, or learns. Measured with transformers {transformers}, torch {torch},
+accelerate {accelerate}, peft {peft}, trl {trl} and bitsandbytes {bitsandbytes}, on {cores} cores.
+"""
+ENCODER_DECODERS = """\
+Encoder-decoders have no row, since their pairs are not packed. `recipes/t5.py` takes T5, T5 v1.1, FLAN-T5 and mT5, and refuses
+others, such as BART. `tests/test_t5.py` trains a T5 under all strategies, and a FLAN-T5; `tests/test_adapters.py` trains
+adapters in a T5 v1.1. An mT5 was loaded and differentiated, not trained.
+"""
+
+
+def page(result: dict) -> str:
+    """Write docs/models.md from the result of `make models`, and from the checks that refuse combinations."""
+    import combinations
+
+    notes, rows = combinations.Notes(), {}
+    for name, cells in result["cells"].items():
+        rows[name] = [cells["attention"]]
+        for title in CELLS:
+            said = cells.get(title, NOT_RUN)
+            short = WORKS if said.startswith(WORKS) else "refused"
+            rows[name].append(said if said in (WORKS, NOT_RUN) else f"{short} ({notes.of([said])})")
+        rows[name].append(NOT_RUN if rows[name][-1] == WORKS else rows[name][-1])
+    titles = ["attention", *CELLS, "4 bits, on a GPU"]
+    meanings = [ATTENTION, *(check.__doc__ or "" for check in CELLS.values()), ON_GPU]
+    lines = [HEAD.format(**result["machine"]), *combinations.table("", titles, rows), ""]
+    for title, meaning in zip(titles, meanings, strict=True):
+        text = f"- **{title}**: {' '.join(meaning.split())}"
+        lines += textwrap.wrap(text, 125, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    lines += ["", ENCODER_DECODERS, "The numbers in brackets:", "", *notes.lines, "", combinations.chapter()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all cells, or those of the architectures that are named; with --page only write the page anew."""
+    from importlib import metadata
+
+    asked = sys.argv[1:]
+    if unknown := set(asked) - {"--page", *ARCHITECTURES}:
+        sys.exit(f"{', '.join(unknown)}: there is no such architecture; there are {', '.join(ARCHITECTURES)}")
+    result = json.loads(RESULT.read_text()) if asked else {"cells": {}, "cpu_minutes": 0.0}
+    cells = dict(result["cells"])
+    if asked != ["--page"]:
+        if red := measure(asked or list(ARCHITECTURES), cells):
+            print(*red, f"{len(red)} cells are red; nothing was written", sep="\n", file=sys.stderr)
+            sys.exit(1)
+        packages = ("transformers", "torch", "accelerate", "peft", "trl", "bitsandbytes")
+        machine = {name: metadata.version(name) for name in packages} | {"cores": os.cpu_count()}
+        minutes = result["cpu_minutes"] if asked else round(cpu_seconds() / 60, 1)
+        cells = {name: cells[name] for name in ARCHITECTURES if name in cells}
+        result = {"command": "make models", "machine": machine, "cpu_minutes": minutes, "cells": cells}
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    PAGE.write_text(page(result))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Tests of docs/models.md: cells that start no runs for each architecture, all cells for two, and the refusals on the page."""
+
+import copy
+import itertools
+import json
+import re
+
+import combinations
+import models_table
+import pytest
+import torch
+import toy
+from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, environment, generic, strategy_problems
+from helpers import ROOT
+from models_table import ARCHITECTURES, CELLS, IN_PROCESS, NAMED, REFUSED, WORKS, Model, cell, page
+from test_causal_models import QWEN3_NEXT
+from transformers import AutoModelForSeq2SeqLM, BartConfig, MT5Config
+
+from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.launch.preflight import check
+from accelerate_recipes.losses import sequence_to_sequence_loss
+from accelerate_recipes.models import load_t5
+
+RESULT = json.loads(models_table.RESULT.read_text())
+
+
+@pytest.fixture(scope="module")
+def models(fork_server, tmp_path_factory):
+    """Tiny models by the name of their architecture."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def model(name: str) -> Model:
+        if name not in made:
+            made[name] = Model(name, folder, fork_server)
+        return made[name]
+
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packing_and_losses(models, name):
+    """Packing is proved for each class, by us and by trl, and the loss without logits; or the refusal is the page's."""
+    for title in IN_PROCESS:
+        assert cell(models(name), title) == RESULT["cells"][name][title]
+
+
+# GPT-OSS: a mask of ours, sinks, experts in one weight. DeepSeek V3: a buffer that is saved, named layers.
+THROUGH_RANKS = [
+    ("GPT-OSS", "FSDP2 x 2"), ("GPT-OSS", "export"), ("GPT-OSS", "generation"), ("GPT-OSS", "LoRA"), ("DeepSeek V3", "FSDP2 x 2"),
+]  # fmt: skip
+SLOW = [("GPT-OSS", "recomputation"), ("GPT-OSS", "kill, resume"), ("DeepSeek V3", "export"), ("DeepSeek V3", "LoRA")]
+
+
+@pytest.mark.parametrize(
+    "name, title", [*THROUGH_RANKS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
+)
+def test_through_ranks(models, name, title):
+    assert cell(models(name), title) == RESULT["cells"][name][title]
+
+
+@pytest.mark.parametrize("name, title", [pair for pair in REFUSED if pair[1] not in IN_PROCESS])
+def test_refusals(models, name, title):
+    """What the page says of adapters that are refused is what a run says."""
+    args = toy.Args(model_name_or_path=str(models(name).base), use_peft=True, lora_dropout=0.0)
+    args.load_in_4bit = title == "4 bits, on a CPU"
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(models(name).load(), args)
+    assert RESULT["cells"][name][title].endswith(models_table.first_line(caught.value))
+
+
+def test_encoder_decoders(tmp_path):
+    """A tiny mT5 has a loss and gradients; BART is refused before its weights are read."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 40}
+    AutoModelForSeq2SeqLM.from_config(MT5Config(decoder_start_token_id=0, **sizes)).save_pretrained(tmp_path / "mt5")
+    model = load_t5(str(tmp_path / "mt5"), "sdpa", dropout_rate=0.0)
+    ids = torch.arange(4, 12).reshape(2, 4)
+    sequence_to_sequence_loss(
+        model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    ).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    BartConfig().save_pretrained(tmp_path / "bart")
+    with pytest.raises(ConfigError, match="is a bart, not one of t5, mt5, umt5"):
+        load_t5(str(tmp_path / "bart"), "sdpa", dropout_rate=0.0)
+
+
+def test_the_page_is_what_is_generated():
+    assert models_table.PAGE.read_text() == page(RESULT), "run `make models`, or tests/models_table.py --page"
+
+
+def test_every_cell_is_there_and_none_is_empty():
+    assert RESULT["cells"].keys() == ARCHITECTURES.keys() and len(ARCHITECTURES) >= 14
+    for name, cells in RESULT["cells"].items():
+        assert cells.keys() == {"attention", *CELLS}
+        for title, said in cells.items():
+            if title != "attention" and said != WORKS:
+                assert (name, title) in REFUSED, f"{name}, {title}: {said}"
+    for name in NAMED:
+        assert RESULT["cells"][name]["LoRA"].startswith(f"{WORKS} with `--lora_target_modules ")
+
+
+def test_a_red_cell_fails_the_command(monkeypatch, tmp_path, capsys):
+    """A fault, an unexpected refusal and a refusal that no longer comes are red; then nothing is written."""
+
+    def raises(error: Exception):
+        def check(model):
+            raise error
+
+        return check
+
+    monkeypatch.setattr(models_table, "ForkServer", lambda *_: type("Server", (), {"close": lambda _: None})())
+    monkeypatch.setattr(models_table, "RESULT", tmp_path / "result.json")
+    monkeypatch.setattr(models_table, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(models_table, "ARCHITECTURES", {"GPT-2": ARCHITECTURES["GPT-2"]})
+    checks = {
+        "export": raises(AssertionError("losses differ by 1")),
+        "generation": raises(ConfigError("no")),
+        "LoRA": lambda model: None,
+        "recomputation": lambda model: None,
+    }
+    monkeypatch.setattr(models_table, "CELLS", checks)
+    monkeypatch.setattr(models_table.sys, "argv", ["models_table.py"])
+    with pytest.raises(SystemExit) as ended:
+        models_table.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and not list(tmp_path.iterdir())
+    for red in (
+        "export: AssertionError: losses differ by 1",
+        "generation: AssertionError: refused: no",
+        "LoRA: .*works now",
+    ):
+        assert re.search(f"^GPT-2, {red}", said, re.MULTILINE), said
+    assert "recomputation" not in said and "3 cells are red" in said
+
+
+def test_preflight_refuses_them_too(models, monkeypatch, tmp_path):
+    """An attention that a class does not support, rows that it cannot keep apart, a loss that needs whole logits."""
+    monkeypatch.chdir(ROOT)
+    gemma, crosses = str(models("Gemma 2").base), tmp_path / "qwen3_next"
+    config = copy.deepcopy(QWEN3_NEXT)
+    config.architectures = ["Qwen3NextForCausalLM"]
+    config.save_pretrained(crosses)
+    (crosses / "model.safetensors").touch()
+    where = ("--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--max_length", "32")
+    chess = ("recipes/chess.py", "--train_files", "data/chess/games_20k.parquet", *where)
+    c4 = ("recipes/c4.py", "--train_files", "data/en_fr/libreoffice.jsonl", *where, "--model_name_or_path", gemma)
+    refused = {
+        (
+            *chess,
+            "--model_name_or_path",
+            gemma,
+            "--attn_implementation",
+            "sdpa",
+        ): "gemma2 does not support it; give eager",
+        (*chess, "--model_name_or_path", str(crosses)): "qwen3_next models do not keep attention inside a document",
+        c4: "gemma2 has final_logit_softcapping 30.0 behind .* give --whole_logits",
+    }
+    for command, said in refused.items():
+        _, problems = check(["accelerate_configs/fsdp_full.yaml", *command])
+        assert re.search(said, " ".join(problems)), problems
+    for command in ((*chess, "--model_name_or_path", gemma), (*c4, "--whole_logits")):
+        _, problems = check(["accelerate_configs/fsdp_full.yaml", *command])
+        assert not re.search("does not support it|behind its output layer|keep attention", " ".join(problems)), problems
+    _, problems = check(
+        ["accelerate_configs/fsdp_full.yaml", *chess, "--model_name_or_path", str(crosses), "--no_document_mask"]
+    )
+    assert "qwen3_next" not in " ".join(problems)
+
+
+def test_three_are_refused_where_two_are():
+    """A recipe's arguments change nothing in what a strategy refuses, so that two tables say all."""
+    for machine, strategy, (launch_flags, flags) in itertools.product(MACHINES, STRATEGIES, LEVERS.values()):
+        found = {
+            tuple(map(generic, strategy_problems(strategy, machine, launch_flags, flags, name)))
+            for name in RECIPES
+            if not arguments(name, flags, 8)[1]
+        }
+        assert len(found) == 1, (machine, strategy, flags, found)
+
+
+def test_every_shipped_strategy_starts_alone():
+    for machine, strategy in itertools.product(MACHINES, STRATEGIES):
+        assert isinstance(environment(strategy, MACHINES[machine], ()), dict)
+    on_gpus = combinations.by_strategy("8 GPUs")
+    assert not any(on_gpus["", strategy] for strategy in STRATEGIES)
