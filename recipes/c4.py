@@ -107,9 +107,8 @@ def main(args: Args) -> None:
         tokenizer = make_or_resume(
             lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), args.vocab_size), run.resumed_from
         )
-    source = open_text(args, tokenizer, run.rank, run.world_size)
     train_loader = StreamLoader(
-        source, args, run.rank, run.world_size,
+        open_text(args, tokenizer, run.rank, run.world_size), args, run.rank, run.world_size,
         max_length=args.max_length, document_mask=args.document_mask, num_streams=args.num_streams,
     )  # fmt: skip
     validation = on_first_rank(
@@ -133,8 +132,8 @@ def main(args: Args) -> None:
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(
-        f"Data: {len(source.shards):,} shards, in rows of {args.max_length} tokens; validation on {len(validation.rows):,} "
-        f"rows, {validation.bytes_per_token:.2f} bytes per token"
+        f"Data: {len(train_loader.source.shards):,} shards, in rows of {args.max_length} tokens; validation on "
+        f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token"
     )
 
     # Training and evaluation

@@ -14,6 +14,7 @@ from torch.nn import functional
 from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
+from accelerate_recipes.data.conversations import SETTINGS
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
@@ -22,7 +23,6 @@ from accelerate_recipes.ranks import sum_over_ranks
 from accelerate_recipes.trainers import TrainerArgs
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
-FOR_TEMPLATE = ("tools", "chat_template_kwargs")  # columns that trl passes to the chat template
 
 
 @dataclass
@@ -77,7 +77,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
             check_numbers(rows, SCORES, source)
             pairs = pairs.filter(lambda row: difference(row) >= min_margin)
         pairs = pairs.map(maybe_extract_prompt)
-        pairs = pairs.select_columns([name for name in ("prompt", *PAIR, *FOR_TEMPLATE) if name in pairs.column_names])
+        pairs = pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
     else:
         raise ConfigError(
             f"{source} has the columns {', '.join(rows.column_names)}; DPO needs chosen and rejected, with or without "
