@@ -342,6 +342,15 @@ def test_upstream_still_takes_saved_buffers_for_parameters():
     assert run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", ours), **settings) == "fine"
 
 
+def test_buffers_that_are_saved_are_the_first_ranks(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda value, src: value.fill_(7 + src))
+    module = torch.nn.Module()
+    module.register_buffer("saved", torch.empty(2, device="meta"))
+    module.register_buffer("unsaved", torch.zeros(2), persistent=False)
+    assert distributed.hide_buffers(module, torch.device("cpu")) == [(module, "saved")]
+    assert module.saved.tolist() == [7, 7] and module.unsaved.tolist() == [0, 0] and not module.state_dict()
+
+
 def test_copies_are_an_error():
     """Copies on every rank, as Accelerate alone would make them for an FSDP launch on a CPU, are an error."""
     code = """
