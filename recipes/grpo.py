@@ -101,7 +101,8 @@ def main(args: Args) -> None:
     room = max_positions(model.config) - args.max_completion_length
     room = min(room, args.max_prompt_length or room)
     rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
-    rewards = load_rewards(args.rewards, rows["train"].column_names)
+    columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
+    rewards = load_rewards(args.rewards, columns)
 
     # Trainer
     config = trl_config(run, GRPOConfig)

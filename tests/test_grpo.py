@@ -124,6 +124,39 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
+def test_conversations(forks, base, rewards_file, tmp_path, name):
+    """Prompts and answers may be messages; rewards get messages, and the page shows them."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{{ '</s>' if m['role'] == 'assistant' }}{% endfor %}"
+    )
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    (tmp_path / "r.py").write_text(
+        "def ones(completions, **_):\n    return [c[0]['content'].count('1') for c in completions]\n"
+    )
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(64):
+            row = {"prompt": [{"role": "user", "content": f"{i}+1="}]}
+            if name == "dpo":
+                row |= {
+                    side: [{"role": "assistant", "content": f"{i + n}"}] for side, n in (("chosen", 1), ("rejected", 2))
+                }
+            file.write(json.dumps(row) + "\n")
+    args = ("--model_name_or_path", tmp_path / "chat", "--train_files", tmp_path / "rows.jsonl", "--max_steps", 2)
+    args += ("--total_batch_size", 8, "--per_device_train_batch_size", 4, "--logging_steps", 1, "--heldout_share", 0.2)
+    if name == "grpo":
+        args += ("--rewards", f"{tmp_path}/r.py:ones", "--max_completion_length", 5, "--learning_rate", 1e-3)
+    out = tmp_path / "out"
+    assert forks.run(out, *args, script=ROOT / f"recipes/{name}.py") == 0, log_of(out)[-3000:]
+    if name == "grpo":
+        rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+        assert {row["step"] for row in rows} == {0, 1, 2}
+        assert "<td class=text>user: " in (out / "samples.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_presets_run(forks, base, tmp_path, name):
     """The presets for sums run as on docs/rewards.md, after that of sft.py, which has made the base."""
     args = (
