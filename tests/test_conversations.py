@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ import torch
 import trl
 from datasets import Dataset
 from helpers import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+)
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe, supervised
@@ -19,7 +28,8 @@ from accelerate_recipes.checkpoint.check_export import ROWS, check_export
 from accelerate_recipes.data import conversations
 from accelerate_recipes.data.conversations import Rendering, differences, select, without_nulls
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.models import load_model, new_bpe_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.
@@ -311,6 +321,21 @@ def test_new_tokens(forks, tmp_path, tied):
         ConfigError, match="--new_tokens needs rows of the embedding, which --use_peft neither trains nor"
     ):
         recipe.prepare([str(SCRIPT), *map(str, arguments), "--use_peft"])
+
+
+def test_a_model_that_reads_images(base, tmp_path):
+    """It is refused by name, before its weights are read, by a run and by preflight."""
+    for config in (Gemma3Config(), Qwen2_5_VLConfig()):
+        folder = tmp_path / config.model_type
+        shutil.copytree(base, folder)
+        config.architectures = ["Gemma3ForConditionalGeneration"]
+        config.save_pretrained(folder)
+        said = f"{config.model_type}, which also reads images or sound"
+        with pytest.raises(ConfigError, match=said):
+            load_model(str(folder), "sdpa")
+        command = [str(SCRIPT), "--model_name_or_path", str(folder), "--train_files", str(base / "tokenizer.json")]
+        with pytest.raises(ConfigError, match=said):
+            preflight([str(ROOT / "accelerate_configs/fsdp_full.yaml"), *command])
 
 
 def test_commands_of_the_page(base, tmp_path, monkeypatch, capsys):

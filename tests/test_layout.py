@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "hub",
         "life",
         "losses",
+        "models",
         "optim",
         "recipe",
         "strategy",

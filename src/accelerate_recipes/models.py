@@ -78,9 +78,11 @@ def load_model(
     get theirs when the model is sharded.
 
     Raises:
-        ConfigError: for an attention, or for packed rows, that the model's class does not support.
+        ConfigError: for an attention, or for packed rows, that the model's class does not support, and for a model that
+            also reads images.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    check_reads_text(config, name)
     attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32), is_packed_here)
     if packed:
         config._attn_implementation = attention
@@ -88,6 +90,15 @@ def load_model(
     return AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=attention, use_safetensors=True, **settings, **cache.pinned(name)
     )
+
+
+def check_reads_text(config: PreTrainedConfig, name: str) -> None:
+    """Raise ConfigError for a model that also reads images or sound: text alone gives those parts no gradient."""
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        raise ConfigError(
+            f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
+            "alone: give one of those"
+        )
 
 
 def max_positions(config: PreTrainedConfig) -> int:

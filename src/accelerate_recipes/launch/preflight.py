@@ -39,6 +39,7 @@ from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing
+from accelerate_recipes.models import check_reads_text
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.strategy import (
     environment_problems,
@@ -172,9 +173,12 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             try:
                 config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+                check_reads_text(config, name)
                 (architecture,) = config.architectures or ["no architecture in its config.json"]
                 with torch.device("meta"):
                     models.append(getattr(transformers, architecture)(config))
+            except ConfigError as error:
+                problems.append(str(error))
             except (OSError, ValueError, AttributeError) as error:
                 problems.append(f"model {name!r} cannot be made: {error}")
     if needed.new_model and make_new:
