@@ -277,6 +277,10 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path):
     log = out.with_suffix(".log").read_text()
     number = len(json.loads((out / ROWS).read_text())["rows"])
     assert f"The export renders the first {number} rows as they were trained" in log, log[-3000:]
+    kept = (out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()
+    other = ("--train_files", write(tmp_path / "other.jsonl", ROWS_WITH_TOOLS[5:]), "--output_dir", out)
+    recipe.prepare([str(SCRIPT), *map(str, arguments), *map(str, other)])
+    assert kept == ((out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()), "rows of a run stay"
     said = check_export(out / "export", None, 3)
     assert f"{number} compared, all are rendered as they were trained" in said
     assert "generation stops at '<|im_end|>'" in said and "LlamaForCausalLM" in said

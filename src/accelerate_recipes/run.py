@@ -32,6 +32,7 @@ from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.hub.push import push
+from accelerate_recipes.life.status import read_status
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_run
@@ -87,6 +88,11 @@ class Run(Generic[Args]):
     def output_dir(self) -> Path:
         return Path(self.args.output_dir)
 
+    @property
+    def writes_rows(self) -> bool:
+        """False where only the data are wanted, in the directory of another run, whose rows must stay."""
+        return not (self.args.data_only and read_status(self.output_dir))
+
     def print(self, text: str) -> None:
         """Print on rank 0."""
         if self.is_first:
@@ -112,10 +118,12 @@ class Run(Generic[Args]):
 
         def show() -> str:
             parts = [(name, shown.rows_of(loader.first_batch(), tokenizer)) for name, loader in loaders.items()]
-            shown.write_rows(self.output_dir, parts)
+            if self.writes_rows:
+                shown.write_rows(self.output_dir, parts)
             line = "" if num_targets is None else shown.count_line(num_targets, counts or {})
             if line:
-                self.print(f"Rows to train on: {line}; the first are in {self.output_dir / 'rows.txt'}")
+                place = f"; the first are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""
+                self.print(f"Rows to train on: {line}{place}")
             return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
 
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):

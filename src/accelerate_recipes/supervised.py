@@ -44,10 +44,10 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         ends = self.model.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends])
+        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
         num_targets, num_ended = count_targets_of(self.train_dataset, ends)
         if num_targets.any() and not num_ended:
-            stops = " or ".join(repr(self.processing_class.decode([end])) for end in ends - {None}) or "nothing"
+            stops = " or ".join(repr(self.processing_class.decode([end])) for end in ends) or "nothing"
             last = self.processing_class.decode(next(ids for ids, targets in self.first if any(targets))[-2:])
             raise ConfigError(
                 f"no row has a target at which the model would stop: generation stops at {stops}, the first row ends with "
@@ -73,7 +73,9 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         if self.chat_template is None:
             if found := differences(self.first, self.source_rows, exported, **settings):
                 raise ConfigError(error_list("The export would not render what is trained", found))
-            return keep_rows(self.run.output_dir, self.source_rows, self.first, settings)
+            if self.run.writes_rows:
+                keep_rows(self.run.output_dir, self.source_rows, self.first, settings)
+            return
         everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.first]
         found = differences(everything, self.source_rows, exported, **settings | {"assistant_only": False})
         said = "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"
