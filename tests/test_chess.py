@@ -90,6 +90,8 @@ def test_it_leaves_exactly(undisturbed):
         "metrics.jsonl",
         "status.json",
         "result.png",
+        "rows.txt",
+        "rows.html",
         "export",
     }
     assert {path.name for path in (out / "export").iterdir()} == {

@@ -229,7 +229,7 @@ def test_every_config_and_flag_on_the_page_exists():
     known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
     known |= {f"--no_{name}" for names in recipes for name in names if names[name].default is True}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
-    ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib"}
+    ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib", "--seeds"}
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
     assert set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE + REWARDS)) <= known | launch | ours | of_jobs
     assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))

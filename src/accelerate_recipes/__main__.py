@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -123,7 +124,7 @@ def show_rows(command: list[str]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def add_export_commands(commands: argparse._SubParsersAction) -> None:
+def add_export_commands(commands: Any) -> None:
     """Add the commands that make and use an export."""
     out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
     out.add_argument("checkpoint", type=Path)
