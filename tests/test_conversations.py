@@ -342,7 +342,7 @@ def test_a_model_that_reads_images(base, tmp_path):
             preflight([str(ROOT / "accelerate_configs/fsdp_full.yaml"), *command])
 
 
-def test_commands_of_the_page(base, tmp_path, monkeypatch, capsys):
+def test_commands_of_the_page(base, games_file, tmp_path, monkeypatch, capsys):
     """The commands of docs/rows.md run, with a model and texts that are here."""
     texts = write(tmp_path / "texts.jsonl", [{"text": f"Question {i}. Yes."} for i in range(30)])
     here = {"outputs/demo-c4/export": str(base), "outputs/demo/export": str(base), "my_texts.jsonl": str(texts)}
@@ -352,8 +352,9 @@ def test_commands_of_the_page(base, tmp_path, monkeypatch, capsys):
     for command in (block + other).splitlines():
         if not command.startswith("#"):
             words = [here.get(word, word) for word in shlex.split(command)[2:]]
-            out = ["--output_dir", str(tmp_path / "out")] if ".py" in command else ["--max_new_tokens", "2"]
-            monkeypatch.setattr("sys.argv", [*words, *out])
+            more = ["--output_dir", str(tmp_path / "out")] if ".py" in command else ["--max_new_tokens", "2"]
+            more += ["--train_files", str(games_file)] if "chess" in command and ".py" in command else []
+            monkeypatch.setattr("sys.argv", [*words, *more])
             cli.main()
             printed.append(capsys.readouterr().out)
     assert "Rows to train on: " in printed[0] and "target |" in printed[0]

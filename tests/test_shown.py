@@ -94,16 +94,18 @@ def test_rows_without_a_target():
 @pytest.mark.parametrize(
     "name, wanted",
     [
-        ("chess", r"Training\n\n  row 1: 256 tokens, 25\d targets(.|\n)*Evaluation\n\n  row 1: 256 tokens"),
+        ("chess", r"Training\n\n  row 1: 2\d\d tokens, 2\d\d targets(.|\n)*Evaluation\n\n  row 1: 2\d\d tokens"),
         ("c4", r"Training\n\n  row 1: 256 tokens, 255 targets\n  read   \| <s>\n  target \| "),
         ("t5", r"row 1: \d+ tokens, 0 targets(.|\n)*  row 1, to write: (\d+) tokens, \2 targets"),
     ],
+    ids=["chess", "c4", "t5"],
 )
-def test_prepare(name, wanted, tmp_path, monkeypatch, capsys):
+def test_prepare(name, wanted, games_file, tmp_path, monkeypatch, capsys):
     """The data of any recipe are prepared, and shown, by one process, without a model or a checkpoint."""
     monkeypatch.chdir(ROOT)
     out = tmp_path / "out"
-    recipe.prepare([f"recipes/{name}.py", "--config", f"recipes/configs/{name}/laptop.yaml", "--output_dir", str(out)])
+    command = [f"recipes/{name}.py", "--config", f"recipes/configs/{name}/laptop.yaml", "--output_dir", str(out)]
+    recipe.prepare([*command, *(["--train_files", str(games_file)] if name == "chess" else [])])
     printed = capsys.readouterr().out
     assert re.search(wanted, printed), printed[:3000]
     assert (out / "rows.txt").read_text() in printed.replace("\033", ""), "what was printed is what lies there"
