@@ -155,3 +155,18 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     sides, num_rows = module.load_pairs(parse(module.Args, argv, world_size=1))
     train, test = (set(sides[name]["prompt"]) for name in ("train", "test"))
     assert num_rows == 120 and not train & test and 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
+
+
+def test_prepare(base, arguments, tmp_path, capsys):
+    """Pairs, and the prompts of GRPO, are shown without a model; the reference computes nothing."""
+    where = ("--output_dir", tmp_path / "out")
+    recipe.prepare([str(SCRIPT), *map(str, (*arguments, *where))])
+    shown = capsys.readouterr().out
+    assert (
+        "row 1, chosen: 8 tokens, 2 targets, 3 of padding left out\n  read   | <s>" in shown
+        and "target | 4|4|4|4|</s>" in shown
+    )
+    same = [str(part) for part in (*arguments, *where)]
+    rewards = ["--rewards", "think_format_reward", "--num_generations", "2", "--max_completion_length", "4"]
+    recipe.prepare([str(ROOT / "recipes/grpo.py"), *same, *rewards])
+    assert "row 1: 6 tokens, 0 targets\n  read   | <s>|" in capsys.readouterr().out

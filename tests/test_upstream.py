@@ -91,6 +91,7 @@ TOUCHED = [
     (Trainer, "_move_model_to_device", "trainers", "no weights to move where only the data are wanted", "self model device"),
     (SFTTrainer, "_prepare_dataset", "supervised", "rows between tokenising and cutting", "self dataset processing_class args packing formatting_func dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "trainers", "prompts are shown", "self prompts"),
+    (DPOTrainer, "_precompute_ref_logps", "trainers", "not where only the data are wanted", "self dataset name batch_size"),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),

@@ -181,7 +181,9 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     """Load the model; without its weights, on the meta device, for a run of which only the data are wanted."""
     if args.data_only:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
-        return new_model(config, args.attn_implementation)
+        model = new_model(config, args.attn_implementation)
+        model.state_dict = dict  # DPOTrainer hashes the weights
+        return model
     return load_model(
         args.model_name_or_path, args.attn_implementation, is_packed_here=args.is_packed_here, **load_settings(args)
     )
@@ -287,6 +289,9 @@ class RecipeTrainer:
             ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
             return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
         return self.data_collator(rows)
+
+    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
+        return rows if self.run.args.data_only else super()._precompute_ref_logps(rows, *others)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.run.args.data_only:  # else there are no weights to move
