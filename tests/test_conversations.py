@@ -26,7 +26,8 @@ from accelerate_recipes import recipe, supervised
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.check_export import ROWS, check_export
 from accelerate_recipes.data import conversations
-from accelerate_recipes.data.conversations import Rendering, differences, select, without_nulls
+from accelerate_recipes.data.conversations import select
+from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, new_bpe_tokenizer

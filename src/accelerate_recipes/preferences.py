@@ -14,8 +14,8 @@ from torch.nn import functional
 from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.data.conversations import SETTINGS
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop

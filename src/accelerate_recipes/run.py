@@ -31,7 +31,6 @@ from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.hub.push import push
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
@@ -248,4 +247,6 @@ def finish(
         print(places, flush=True)
     run.accelerator.end_training()
     if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
+        from accelerate_recipes.hub.push import push  # it imports `datasets`, which training does not need
+
         push(out, exported_files(out), run.args.push_to_hub)

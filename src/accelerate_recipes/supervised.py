@@ -11,7 +11,8 @@ from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.checkpoint.check_export import keep_rows
-from accelerate_recipes.data.conversations import NUM_COMPARED, Rendering, count_targets_of, differences, lengths_of
+from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, lengths_of
+from accelerate_recipes.data.rendering import Rendering, differences
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.trainers import RecipeTrainer
 

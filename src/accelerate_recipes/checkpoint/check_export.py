@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.data.conversations import Rendering, by_template, differences, without_nulls
+from accelerate_recipes.data.rendering import Rendering, by_template, differences, without_nulls
 from accelerate_recipes.disk import write_atomically
 
 ROWS = "rows.json"  # in the output directory, beside export/

@@ -12,8 +12,8 @@ import datasets
 import numpy as np
 
 from accelerate_recipes.args import ConfigError, arg
-from accelerate_recipes.data.conversations import SETTINGS
 from accelerate_recipes.data.files import falls_under, read_files, reading
+from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.hub import cache
 
 
