@@ -148,7 +148,7 @@ def main(args: Args) -> None:
     # Result
     tokens_of_texts = (tokenizer(text)["input_ids"] for text in validation.texts)
     starts = list(islice((tokens[:16] for tokens in tokens_of_texts if tokens), 3))  # an empty text has no tokens
-    continuations = generate_texts(run.accelerator, run.model, tokenizer, starts, 40, batch_size=1)
+    continuations = generate_texts(run.accelerator, run.model, tokenizer, starts, 40, batch_size=1).texts
 
     def result(before: dict, after: dict) -> Result:
         text = "".join(validation.texts).encode()

@@ -49,9 +49,8 @@ def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
         ConfigError: for rows of another form, and if a side is empty.
     """
     rows = args.read_rows()
-    sources = {"train": args.source, "test": ", ".join(args.eval_files)}
-    pairs = {name: to_pairs(side, sources[name], args.min_score_margin) for name, side in rows.items()}
-    return args.sides(pairs), sum(map(len, rows.values()))
+    pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
+    return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 
 
 class Trainer(RecipeTrainer, DPOTrainer):

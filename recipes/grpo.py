@@ -63,14 +63,14 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Datas
     """
     rows = args.read_rows()
     for name, side in rows.items():
-        check_texts_or_messages(side, {"prompt"}, args.source if name == "train" else ", ".join(args.eval_files))
+        check_texts_or_messages(side, {"prompt"}, args.sources[name])
         fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.chat_template_kwargs)]
         rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
         if not any(fits):
             raise ConfigError(
                 f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
             )
-    return args.sides(rows)
+    return args.sides(rows, "prompt")
 
 
 class Trainer(RecipeTrainer, GRPOTrainer):

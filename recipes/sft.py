@@ -11,6 +11,7 @@ Every argument of trl's SFTConfig about data and loss is also an argument here: 
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -20,11 +21,12 @@ from trl import SFTConfig
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.data.conversations import NUM_COMPARED, select
-from accelerate_recipes.data.files import check_texts_or_messages, read_files, reading
-from accelerate_recipes.data.heldout import split
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -32,23 +34,13 @@ from accelerate_recipes.run import finish, start
 from accelerate_recipes.supervised import SupervisedTrainer
 from accelerate_recipes.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
 
-FORMATS = ({"messages"}, {"prompt", "completion"})
+FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
 
 
 @dataclass
-class Args(NewModelArgs, SFTConfig):
+class Args(RowsArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
-    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
-    dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
-    train_split: str = arg("train", "Split to train on.")
-    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
-    heldout_share: float = arg(
-        0.05,
-        "Share of the rows to evaluate on, chosen by a hash of the text, the prompt, or all before the first answer.",
-        above=0,
-        below=1,
-    )
     new_tokens: list[str] = arg(
         [], "Tokens to add to the vocabulary, such as a template's; they get rows in the embedding, which are trained."
     )
@@ -64,11 +56,6 @@ class Args(NewModelArgs, SFTConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if bool(self.dataset_name) == bool(self.train_files):
-            found.append("give one of --dataset_name and --train_files")
-        found += self.file_problems("train_files", cache.BUILDERS)
-        if len({Path(file).suffix for file in self.train_files}) > 1:
-            found.append("--train_files must all be of one kind")
         if self.new_tokens and self.use_peft:
             found.append(
                 "--new_tokens needs rows of the embedding, which --use_peft neither trains nor saves; give one"
@@ -76,10 +63,6 @@ class Args(NewModelArgs, SFTConfig):
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)
         return found
-
-    @property
-    def dataset(self) -> cache.HubDataset:
-        return cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=(self.train_split,))
 
     @property
     def template_model(self) -> str:
@@ -92,47 +75,40 @@ def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
         tokenizers=[args.tokenizer_name, args.template_model],
-        datasets=[args.dataset] if args.dataset_name else [],
+        datasets=args.row_datasets,
         new_model=args.new_model,
     )
 
 
-def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> datasets.DatasetDict:
-    """Load the rows to train on and to evaluate on, as `train` and `test`; as `first` some of the former as written.
-
-    Rows that begin alike (see `beginning`), apart from case and white space, lie on one side, in any order of the rows.
+def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
+    """Load the rows to train on and to evaluate on, as `train` and `test`; returns also some of the former as written.
 
     Raises:
         DataError: for files that cannot be read, and rows that hold no text or messages.
         ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
     """
-    source = ", ".join(args.train_files) or args.dataset_name
-    if args.train_files:
-        rows = read_files(args.train_files)
-    else:
-        arguments = cache.load_arguments(args.dataset)
-        with reading(source):
-            rows = datasets.load_dataset(**arguments, split=args.train_split)
-    columns = next((c for c in (*FORMATS, {args.dataset_text_field}) if c <= set(rows.column_names)), None)
+    rows = args.read_rows()
+    features = rows["train"].features
+    columns = next((c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features}), None)
     if columns is None:
         raise ConfigError(
-            f"the rows have the columns {', '.join(rows.column_names)}; SFT needs messages, prompt and completion, or "
+            f"the rows have the columns {', '.join(features)}; SFT needs messages, prompt and completion, or "
             f"{args.dataset_text_field} (--dataset_text_field)"
         )
-    are_chats = any(isinstance(rows.features[name], datasets.List) for name in columns)
+    are_chats = any(isinstance(features[name], datasets.List) for name in columns)
     if are_chats and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
-    check_texts_or_messages(rows, columns, source)
-    read = select(rows, columns, source)
-    sides = split(read, args.heldout_share)
-    parts = {name: read.select(numbers) for name, numbers in sides.items()}
-    parts["first"] = rows.select(sides["train"][:NUM_COMPARED])
-    return datasets.DatasetDict(parts)  # pyright: ignore[reportCallIssue]
+    for name, side in rows.items():
+        check_texts_or_messages(side, columns, args.sources[name])
+    read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
+    asked = columns[0]
+    first = islice((row for row in rows["train"] if not args.is_heldout(row, asked)), NUM_COMPARED)
+    return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
 def without_targets(row: dict, number: int) -> dict:
     """Return a held-out row as trl prepared it; number -1 gets no targets."""
-    return row if number >= 0 else row | {"labels": [-100] * len(row["input_ids"])}
+    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -146,14 +122,14 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
-    rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
+    rows, first = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
 
     # Model and trainer
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
     model = make_or_load_model(args, tokenizer)
-    sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": rows["first"].to_list()}
+    sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, **sides)
     resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
@@ -176,8 +152,7 @@ def main(args: Args) -> None:
     records = trainer.train(evaluate_fn)
 
     # Result
-    source = ", ".join(args.train_files) or args.dataset_name
-    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(rows['train']):,} rows of {source}."
+    description = f"{args.base_model or 'A new model'}, fine-tuned on {len(rows['train']):,} rows of {args.source}."
     finish(run, records, description)
 
 

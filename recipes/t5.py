@@ -161,7 +161,7 @@ def main(args: Args) -> None:
         loss = evaluate_loss(run.accelerator, run.model, heldout_loader, sequence_to_sequence_loss, count_labels)
         texts = generate_texts(
             run.accelerator, run.model, tokenizer, prompts, batch_size=args.per_device_eval_batch_size, **generation
-        )
+        ).texts
         if run.is_first:
             write_predictions(predictions_dir / f"step-{step}.jsonl", sources, references, texts)
         return {"loss": loss} | on_first_rank(lambda: metrics.compute(texts, references, sources))

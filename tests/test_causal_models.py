@@ -186,7 +186,7 @@ def test_greedy_is_greedy_and_fits_the_positions(folder):
     assert len(prompts[1]) > max_positions(model.config) == 96
 
     def generate() -> list[str]:
-        return generate_texts(accelerator, model, tokenizer, prompts, 5, batch_size=1)
+        return generate_texts(accelerator, model, tokenizer, prompts, 5, batch_size=1).texts
 
     found = generate()
     ids = prompts[1][-91:]
@@ -199,7 +199,7 @@ def test_greedy_is_greedy_and_fits_the_positions(folder):
     model.generation_config.update(do_sample=True, temperature=3.0, top_k=50, repetition_penalty=9.0)
     assert generate() == found
     # More than all positions are asked for, as in a game against itself.
-    assert generate_texts(accelerator, model, tokenizer, [prompts[0][:1]], 200, batch_size=1)
+    assert generate_texts(accelerator, model, tokenizer, [prompts[0][:1]], 200, batch_size=1).texts
 
 
 def test_attention_stays_inside_a_game_or_it_is_an_error(folder):

@@ -111,17 +111,24 @@ def template_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates(name, tmp_path, capsys):
+def test_published_templates(name, tmp_path, capsys, monkeypatch):
     """With tools, a system prompt and several turns, the export renders what is trained, and the tools are in it."""
     tools = name not in WITHOUT_TOOLS
     save_base(tmp_path, template_of(name), PUBLISHED[name])
+    compared = []
+
+    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
+        compared[:] = zip(rows, trained, strict=True)
+        return differences(trained, rows, *args, **settings)
+
+    monkeypatch.setattr(supervised, "differences", compare)
     prepare(tmp_path, [conversation(i, tools=tools, system=name not in NOT_A_SYSTEM) for i in range(30)])
-    kept = json.loads((tmp_path / "out" / ROWS).read_text())
+    assert not (tmp_path / "out" / ROWS).exists(), "a run that only prepares data has no export"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [tokenizer.decode(ids) for ids, _ in kept["trained"]]
-    assert len(texts) == 16
+    assert len(compared) == 16
     if tools:
-        for row, text in zip(kept["rows"], texts, strict=True):
+        for row, (ids, _) in compared:
+            text = tokenizer.decode(ids)
             ours, other = ("weather", '"a"') if "weather" in row["tools"] else ("add", "town")
             assert ours in text and other not in text, "the row's own tools, without the fields of the other rows"
             assert "null" not in text and "None" not in text
@@ -237,6 +244,37 @@ def test_prompt_and_completion(base, tmp_path):
     assert re.findall(r"target \| +(.*)", (folder / "out/rows.txt").read_text())[0].replace("|", "") == "Yes.</s>"
 
 
+def test_rows_to_evaluate_on(tmp_path, capsys):
+    """They may lie in files of their own, which must not ask what rows of training ask."""
+    folder = save_base(tmp_path, None)
+    rows = [{"prompt": f"Question {i}", "completion": " Yes.", "id": i} for i in range(3)]
+    prepare(
+        folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}]))
+    )
+    assert re.search(r"Evaluation\n\n  row 1: .*\n.*And", (folder / "out/rows.txt").read_text().replace("|", ""))
+    assert capsys.readouterr().out.count("that are not used") == 1
+    with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of .* do; remove them from one"):
+        prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", rows[:2])))
+    with pytest.raises(ConfigError, match=r"of 3 rows none is left to train on: .*within --max_length 2; raise it"):
+        prepare(
+            folder,
+            rows,
+            "--max_length",
+            "2",
+            "--eval_files",
+            str(write(tmp_path / "eval.jsonl", [rows[0] | {"prompt": ""}])),
+        )
+
+
+def test_what_is_not_here(tmp_path):
+    """The command that downloads it is one that can be run."""
+    file = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    command = [str(SCRIPT), "--model_name_or_path", "no/such", "--train_files", str(file)]
+    said = f"where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        recipe.prepare(command)
+
+
 def test_columns(capsys):
     rows = [
         {"messages": [call("weather", town="Bern")], "tools": [TOOL], "chat_template_kwargs": {"a": 1}, "id": 3},
@@ -246,7 +284,7 @@ def test_columns(capsys):
     wanted = [[{"content": None} | message for message in row["messages"]] for row in rows]
     assert found[:]["messages"] == wanted, "without the fields of the other rows"
     assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
-    assert "Columns that are not used: id" in capsys.readouterr().out
+    assert "Columns of here that are not used: id" in capsys.readouterr().out
     plain = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
     assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
     for rows, error, said in (

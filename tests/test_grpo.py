@@ -288,7 +288,7 @@ def test_rows(tmp_path, base):
     assert len(sides["train"]) + len(sides["test"]) == 18 and sides["train"].column_names == ["prompt", "other"]
     assert load(rows, [{"prompt": "99+1="}])["test"]["prompt"][:] == ["99+1="]
     assert len(load([*rows, {"prompt": "1" * 30, "other": 0}], [{"prompt": "99+1="}])["train"]) == 18
-    with pytest.raises(ConfigError, match=r"2 of 2 prompts of --eval_files are also in"):
+    with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of"):
         load(rows, [{"prompt": "1+1="}] * 2)
     with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):
         load(rows, None, room=3)

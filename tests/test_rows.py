@@ -13,7 +13,7 @@ from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 
 from accelerate_recipes import ranks, recipe
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.shards import DataError, Retry, read_documents, text_of
 from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_columns
@@ -206,10 +206,9 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / "a.jsonl"
     file.write_bytes(content)
-    args = SimpleNamespace(
-        train_files=[str(file)], dataset_name="", dataset_text_field="text", chat_template_path=None, heldout_share=0.5, seed=0
-    )  # fmt: skip
     sft = recipe.load(ROOT / "recipes/sft.py")
+    argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
+    args = parse(sft.Args, argv, world_size=1)
     with pytest.raises(DataError) as error:
         sft.load_rows(args, SimpleNamespace(chat_template=None))
     assert str(error.value).startswith(f"{file}{message}")

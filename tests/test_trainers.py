@@ -244,7 +244,7 @@ def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Pat
     module = recipe.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
     loss_sum, num_targets = 0.0, 0
-    for row in module.load_rows(args, tokenizer)["test"]:
+    for row in module.load_rows(args, tokenizer)[0]["test"]:
         ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
         with torch.no_grad():
             loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
@@ -428,8 +428,9 @@ def test_held_out_by_hash(chats, tmp_path):
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         argv = ("--model_name_or_path", str(chats / "base"), "--train_files", str(file), "--heldout_share", "0.3")
-        split = module.load_rows(parse(module.Args, argv, world_size=1), tokenizer)
-        return tuple([beginning(row) for row in split[side]] for side in ("train", "test"))
+        split, _ = module.load_rows(parse(module.Args, argv, world_size=1), tokenizer)
+        (asked,) = {"text", "prompt", "messages"} & set(rows[0])
+        return tuple([beginning(row, asked) for row in split[side]] for side in ("train", "test"))
 
     for name, row in formats.items():
         train, test = sides(name, [row(i, copy) for copy in range(3) for i in range(100)])

@@ -12,8 +12,11 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
-    check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
-    check.add_argument("--show-row", action="store_true", help="prepare the data too, and print the first rows")
+    printed = check.add_mutually_exclusive_group()
+    printed.add_argument(
+        "--shell", action="store_true", help="print assignments for a job script; messages go to stderr"
+    )
+    printed.add_argument("--show-row", action="store_true", help="prepare the data too, and print the first rows")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])

@@ -201,6 +201,9 @@ class TrainArgs:
         "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
     )
 
+    # Whether the batches are made here, and so say where documents begin.
+    is_packed_here: ClassVar[bool] = True
+
     # Fields of other libraries that are not arguments here, and what decides instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 

@@ -23,6 +23,14 @@ class Sampling(NamedTuple):
     seed: int
 
 
+class Generated(NamedTuple):
+    """Texts that a model has generated, and their token ids up to the end token."""
+
+    texts: list[str]
+    ids: list[list[int]]
+
+
+@torch.no_grad()
 def generate_texts(
     accelerator: Accelerator,
     model: nn.Module,
@@ -32,29 +40,9 @@ def generate_texts(
     batch_size: int,
     num_beams: int = 1,
     length_penalty: float = 1.0,
-) -> list[str]:
-    """Generate a text for each prompt (token ids), greedily or with beams, as `generate_answers` does."""
-    beams = {"num_beams": num_beams, "length_penalty": length_penalty}
-    answers = generate_answers(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size, **beams)
-    return [text for text, _ in answers]
-
-
-@torch.no_grad()
-def generate_answers(
-    accelerator: Accelerator,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    num_beams: int = 1,
-    length_penalty: float = 1.0,
     sampling: Sampling | None = None,
-) -> list[tuple[str, list[int]]]:
+) -> Generated:
     """Generate a text for each prompt (token ids), greedily, with beams or by `sampling`; every rank gets all.
-
-    Returns:
-        Each text, with its token ids up to the end token.
 
     An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
     among its positions, it reads only the end of the prompt. No rank ever holds the whole model: the parts
@@ -117,7 +105,8 @@ def generate_answers(
                 answers[i] = (text, ids[: end + 1])
     model.train()
     found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
-    return [found[i] for i in range(len(prompts))]
+    in_order = [found[i] for i in range(len(prompts))]
+    return Generated([text for text, _ in in_order], [ids for _, ids in in_order])
 
 
 @contextlib.contextmanager

@@ -136,8 +136,12 @@ def tiny_model(config: PreTrainedConfig, attention: str) -> nn.Module | None:
         # The part for texts alone, where that is a model too.
         config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
         text, layers = config.get_text_config(), text.num_hidden_layers
-        lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers}
-        lists = {name: value for name, value in lists.items() if len(set(map(repr, value))) <= 4}  # kinds, not numbers
+        lists = {
+            name: value
+            for name, value in vars(text).items()
+            # A list of more values holds numbers, not kinds of layers.
+            if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
+        }
         kinds = list(zip(*lists.values(), strict=True))
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -19,6 +19,7 @@ from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
+from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import sum_over_ranks
 from accelerate_recipes.trainers import TrainerArgs
 
@@ -122,7 +123,7 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
 
 def log_probs(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the log-probability of each chosen and each rejected answer, by the forward pass that trl gave the model."""
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     chosen, rejected = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
     return chosen, rejected

@@ -83,7 +83,7 @@ def write_problems(args: TrainArgs) -> list[str]:
     return found
 
 
-def push_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
+def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
     """List what prevents the push of --push_to_hub, one sentence each; rank 0 pushes, perhaps on another machine."""
     if not args.push_to_hub:
         return []
@@ -119,6 +119,13 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
     return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
 
 
+def plain_lines_in_a_job() -> None:
+    """Leave out progress bars where nobody watches them."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+
+
 def prepare(command: Sequence[str]) -> None:
     """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
 
@@ -128,18 +135,19 @@ def prepare(command: Sequence[str]) -> None:
         ConfigError: for arguments that are not valid, and what is not here.
         DataError: for data that cannot be used.
     """
+    plain_lines_in_a_job()
     module = load(command[0])
     args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
     if problems := write_problems(args):
         raise ConfigError(error_list("The data cannot be prepared", problems))
-    provide(module.requirements(args))
+    provide(module.requirements(args), command)
     with contextlib.suppress(DataReady), read_only_as_permission():
         module.main(args)
 
 
 def problems_here(args: TrainArgs) -> list[str]:
     """List what prevents a run with these arguments in this process, one sentence each."""
-    return [*launch_problems(args), *write_problems(args), *push_problems(args, from_here=is_first())]
+    return [*launch_problems(args), *write_problems(args), *push_to_hub_problems(args, from_here=is_first())]
 
 
 def run_recipe(
@@ -148,9 +156,7 @@ def run_recipe(
     requirements: Callable[[Args], Requirements],
 ) -> None:
     """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
-    if not sys.stderr.isatty():  # a job's log: plain lines
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+    plain_lines_in_a_job()
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:
@@ -160,7 +166,7 @@ def run_recipe(
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
         watched = watch.start(Path(args.output_dir), partial(fail, args))
         with read_only_as_permission():
-            provide(requirements(args))
+            provide(requirements(args), sys.argv)
             main(args)
         end_with(args, state="finished")
     except DataReady:
@@ -218,8 +224,10 @@ def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     leave(2)
 
 
-def provide(needed: Requirements) -> None:
+def provide(needed: Requirements, command: Sequence[str]) -> None:
     """Make sure that what a run reads is here, before there is a process group or anything on a GPU.
+
+    `command` is the recipe with its arguments.
 
     Offline, every process checks that it is here. Otherwise the first process of each machine downloads what is missing,
     unless it is streamed, and the others wait.
@@ -232,10 +240,10 @@ def provide(needed: Requirements) -> None:
         needs = [need for need in needs if os.path.isdir(need.name) or not need.streamed]
         to_have = [need for need in needs if not os.path.isdir(need.name)]
         if is_first_of_machine():
-            download([need for need in to_have if cache.lacking(need)], sys.argv)
+            download([need for need in to_have if cache.lacking(need)], command)
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
-    if problems := lacking_problems(needs, sys.argv):
+    if problems := lacking_problems(needs, command):
         raise ConfigError(error_list("This run cannot start", problems))
 
 

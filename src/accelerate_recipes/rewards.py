@@ -23,7 +23,8 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, Range, arg, first_line
-from accelerate_recipes.generation import Sampling, generate_answers
+from accelerate_recipes.data.rendering import by_template
+from accelerate_recipes.generation import Generated, Sampling, generate_texts
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.samples import Samples
@@ -244,10 +245,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence, template_k
     """Tokenise prompts, texts or conversations, as trl does for an answer."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]  # pyright: ignore[reportReturnType]
-    found = tokenizer.apply_chat_template(
-        list(prompts), add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
-    )
-    return found["input_ids"]  # pyright: ignore[reportReturnType, reportCallIssue, reportArgumentType]
+    settings = {"add_generation_prompt": True} | (template_kwargs or {})
+    return [by_template(tokenizer, prompt, **settings)["input_ids"] for prompt in prompts]
 
 
 class HeldoutAnswers:
@@ -278,13 +277,11 @@ class HeldoutAnswers:
         """
         run, args = self.run, self.run.args
         size, length = args.per_device_eval_batch_size, args.max_completion_length
-        answers = generate_answers(
-            run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling
-        )
+        answers = generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
         return on_first_rank(lambda: self._score(step, answers, "held out, drawn" if sampling else "held out"))
 
-    def _score(self, step: int, answers: Sequence[tuple[str, list[int]]], source: str) -> dict[str, float]:
-        texts, ids = ([answer[i] for answer in answers] for i in (0, 1))
+    def _score(self, step: int, answers: Generated, source: str) -> dict[str, float]:
+        texts, ids = answers
         said = texts
         if not isinstance(self.prompts[0], str):
             said = [[{"role": "assistant", "content": text}] for text in texts]

@@ -164,8 +164,8 @@ class Run(Generic[Args]):
         self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
-        name, is_packed_here = getattr(self.args, "attn_implementation", ""), getattr(self.args, "is_packed_here", True)
-        attention, why = choose(name, model.config, self.args.param_dtype, is_packed_here)
+        name = getattr(self.args, "attn_implementation", "")
+        attention, why = choose(name, model.config, self.args.param_dtype, self.args.is_packed_here)
         if why:
             self.print(f"Attention: {attention}, since {why}")
         self.total_steps = total_steps
@@ -229,7 +229,8 @@ def finish(
     evaluation; by default everything that was measured is printed.
 
     Raises:
-        ConfigError: if the push fails, with the command that repeats it; everything else is done by then.
+        ConfigError: if the export does not render what was trained, and if the push fails, with the command that repeats
+            it; everything else is done by then.
     """
     out = run.output_dir / "export"
     if run.is_first:
@@ -240,11 +241,9 @@ def finish(
             draw_run(run.output_dir / "result.png", records, result.bars, result.curves)
             places += f"   picture: {run.output_dir / 'result.png'}"
         export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
-        compared = compare_rows(out)
-        print(result.text)
-        if compared:
-            print(f"The export renders the first {compared} rows as they were trained")
-        print(places, flush=True)
+        print(result.text, places, sep="\n", flush=True)
+        if compared := compare_rows(out):
+            print(f"The export renders the first {compared} rows as they were trained", flush=True)
     run.accelerator.end_training()
     if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
         from accelerate_recipes.hub.push import push  # it imports `datasets`, which training does not need

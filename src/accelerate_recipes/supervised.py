@@ -10,9 +10,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.checkpoint.check_export import keep_rows
+from accelerate_recipes.checkpoint.check_export import ROWS, keep_rows
 from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, lengths_of
 from accelerate_recipes.data.rendering import Rendering, differences
+from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.trainers import RecipeTrainer
 
@@ -36,7 +37,9 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
         if name == "train":
             first = whole.select(range(min(NUM_COMPARED, len(whole))))
-            self.first = [Rendering(row["input_ids"], [label != -100 for label in row["labels"]]) for row in first]
+            self.first = [
+                Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
+            ]
             lengths = lengths_of(whole)
             is_cut = config.max_length and not (packing and config.packing_strategy != "bfd")
             over = np.maximum(lengths - config.max_length, 0) if is_cut else np.zeros(1, int)
@@ -74,9 +77,11 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         if self.chat_template is None:
             if found := differences(self.first, self.source_rows, exported, **settings):
                 raise ConfigError(error_list("The export would not render what is trained", found))
-            if self.run.writes_rows:
+            if not self.run.args.data_only:
                 keep_rows(self.run.output_dir, self.source_rows, self.first, settings)
             return
+        if not self.run.args.data_only:
+            (self.run.output_dir / ROWS).unlink(missing_ok=True)  # of an earlier run, which the export need not render
         everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.first]
         found = differences(everything, self.source_rows, exported, **settings | {"assistant_only": False})
         said = "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"

@@ -42,7 +42,7 @@ from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.parent import start_worker
-from accelerate_recipes.losses import Packing, packing_of
+from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
@@ -76,7 +76,7 @@ class TrainerArgs(TrainArgs):
         fixed=False,
     )
 
-    is_packed_here = False
+    is_packed_here: ClassVar[bool] = False  # trl makes the batches
     fixed = frozenset({"train_sampling_strategy"})
     ranges = (
         dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
@@ -270,6 +270,12 @@ class RecipeTrainer:
                 "of the embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
+        for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
+            if (rows := settings.get(name)) is not None and not len(getattr(self, name)):
+                raise ConfigError(
+                    f"of {len(rows):,} rows none is left to {use} on: trl leaves out rows that have no room for an answer "
+                    f"within --max_length {getattr(config, 'max_length', None)}; raise it"
+                )
         loaders = {"Training": FirstRows(self, self.train_dataset)}
         if self.eval_dataset is not None:
             loaders["Evaluation"] = FirstRows(self, self.eval_dataset)
@@ -446,5 +452,5 @@ class RecipeTrainer:
 def count_targets(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Count the tokens of a batch that are targets of the loss."""
     if "labels" in inputs:
-        return (inputs["labels"][:, 1:] != -100).sum()
+        return (inputs["labels"][:, 1:] != IGNORE_INDEX).sum()
     return inputs["completion_mask"].sum()

@@ -64,7 +64,7 @@ def main(args: Args) -> None:
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,
     )
-    texts = generate_texts(run.accelerator, run.model, tokenizer, PROMPTS, NEW_TOKENS, batch_size=2)
+    texts = generate_texts(run.accelerator, run.model, tokenizer, PROMPTS, NEW_TOKENS, batch_size=2).texts
     if run.is_first:
         (run.output_dir / "texts.json").write_text(json.dumps(texts))
         export(run.checkpointer.newest, run.output_dir / "export", merge_adapter=args.merge_adapter)

@@ -96,7 +96,7 @@ def main(args: Args) -> None:
             "losses": losses,
             "distance": {key: ((grads[1][key] - g).norm() / g.norm()).item() for key, g in grads[0].items()},
             "trajectory": train(run),
-            "texts": generate_texts(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1),
+            "texts": generate_texts(accelerator, model, tokenizer, [[5, 6, 7], [8]], 4, batch_size=1).texts,
         }
         if accelerator.is_fsdp2:
             run = new(values, prefetch=2)

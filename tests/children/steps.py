@@ -79,7 +79,7 @@ def main(args: Args) -> None:
     model.train()
     trajectory = steps(0)
     prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
-    texts = generate_texts(accelerator, model, tokenizer, prompts, 4, batch_size=2)
+    texts = generate_texts(accelerator, model, tokenizer, prompts, 4, batch_size=2).texts
     # Go back to the middle: model, optimizer, schedule and random generators must come from the files, which were written
     # while the later steps changed the weights.
     checkpointer.wait()

@@ -1,6 +1,6 @@
 """Conversations and texts to train on: which columns are read, and how many targets they have."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -16,7 +16,7 @@ IMAGES = {"image", "images", "pixel_values"}
 NUM_COMPARED = 16  # rows whose rendering is compared
 
 
-def select(rows: datasets.Dataset, columns: set[str], source: str) -> datasets.Dataset:
+def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
     """Keep the columns that are read, as their rows were written: without the nulls that Arrow adds to unequal rows.
 
     The names of the other columns are printed.
@@ -27,9 +27,9 @@ def select(rows: datasets.Dataset, columns: set[str], source: str) -> datasets.D
     """
     if images := IMAGES & set(rows.column_names):
         raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
-    kept = sorted(columns | {name for name in SETTINGS if name in rows.column_names})
+    kept = sorted({*columns, *(name for name in SETTINGS if name in rows.column_names)})
     if (unread := [name for name in rows.column_names if name not in kept]) and is_first():
-        print(f"Columns that are not used: {', '.join(unread)}", flush=True)
+        print(f"Columns of {source} that are not used: {', '.join(unread)}", flush=True)
     rows = rows.select_columns(kept)
     changes = {name: target(rows.features[name]) for name in kept if is_rewritten(rows, name)}
     if changes:

@@ -13,7 +13,7 @@ import numpy as np
 
 from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.data.files import falls_under, read_files, reading
-from accelerate_recipes.data.rendering import SETTINGS
+from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.hub import cache
 
 
@@ -27,7 +27,10 @@ class RowsArgs:
     train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
     eval_files: list[str] = arg([], "Local files to evaluate on; without them a share of the rows is held out.")
     heldout_share: float = arg(
-        0.05, "Share of the rows to evaluate on, chosen by a hash of the prompt.", above=0, below=1
+        0.05,
+        "Share of the rows to evaluate on, chosen by a hash of the prompt, of all before the first answer, or of the text.",
+        above=0,
+        below=1,
     )
 
     def problems(self, world_size: int) -> list[str]:
@@ -52,6 +55,11 @@ class RowsArgs:
         """Name of the rows' source, for messages."""
         return ", ".join(self.train_files) or self.dataset_name
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Names of the sources of each part of the rows, for messages."""
+        return {"train": self.source, "test": ", ".join(self.eval_files)}
+
     def read_rows(self) -> dict[str, datasets.Dataset]:
         """Read the rows: those to train on as `train`; those of --eval_files as `test`, if there are any.
 
@@ -66,50 +74,45 @@ class RowsArgs:
                 rows = {"train": datasets.load_dataset(**arguments, split=self.train_split)}
         return rows | ({"test": read_files(self.eval_files)} if self.eval_files else {})
 
-    def sides(self, rows: dict[str, datasets.Dataset]) -> dict[str, datasets.Dataset]:
-        """Split rows with a `prompt` into `train` and `test`, unless there are rows of --eval_files.
+    def is_heldout(self, row: dict, asked: str) -> bool:
+        """Tell whether a row is one of --heldout_share; `asked` is the column that says what it asks the model."""
+        return not self.eval_files and falls_under(beginning(row, asked), self.heldout_share)
+
+    def sides(self, rows: dict[str, datasets.Dataset], asked: str) -> dict[str, datasets.Dataset]:
+        """Split rows into `train` and `test`, in order, unless there are rows of --eval_files.
+
+        `asked` is the column that says what a row asks the model. Rows that ask the same lie on one side.
 
         Raises:
-            ConfigError: if a side is empty, or a prompt lies on both.
+            ConfigError: if a side is empty, or what a row asks lies on both.
         """
+        whole = rows["train"]
         if "test" not in rows:
-            numbers = split(rows["train"].select_columns(["prompt"]), self.heldout_share)
-            return {name: rows["train"].select(chosen) for name, chosen in numbers.items()}
-        trained = {beginning(row) for row in rows["train"].select_columns(["prompt"])}
-        both = sum(beginning(row) in trained for row in rows["test"].select_columns(["prompt"]))
-        if both:
-            raise ConfigError(
-                f"{both:,} of {len(rows['test']):,} prompts of --eval_files are also in {self.source}; remove them from one"
-            )
+            heldout = whole.map(lambda row: {"heldout": self.is_heldout(row, asked)}, remove_columns=whole.column_names)
+            is_heldout = np.array(heldout["heldout"][:], dtype=bool)
+            numbers = {"train": np.flatnonzero(~is_heldout), "test": np.flatnonzero(is_heldout)}
+            rows = {name: whole.select(chosen) for name, chosen in numbers.items()}
+        else:
+            trained = {beginning(row, asked) for row in whole.select_columns([asked])}
+            both = sum(beginning(row, asked) in trained for row in rows["test"].select_columns([asked]))
+            if both:
+                raise ConfigError(
+                    f"{both:,} of {len(rows['test']):,} rows of --eval_files begin as rows of {self.source} do; remove them "
+                    "from one"
+                )
         for name, side in rows.items():
             if not len(side):
-                raise ConfigError(f"no row is left to {'train' if name == 'train' else 'evaluate'} on")
+                raise ConfigError(
+                    f"of {len(whole):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
+                    f"begin alike lie on one side; change --heldout_share {self.heldout_share}, or give more rows"
+                )
         return rows
 
 
-def beginning(row: dict) -> str:
-    """Return what a row asks the model: the messages up to the first answer, the prompt, or the whole text."""
-    (asked,) = (row[name] for name in sorted(row) if name not in ("completion", *SETTINGS))
-    if "messages" in row:
-        asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", asked)) or asked
-    return asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
-
-
-def split(rows: datasets.Dataset, share: float) -> dict[str, np.ndarray]:
-    """Split rows by the hash of what they ask into `train` and `test`: their numbers, in order.
-
-    A row has a `prompt`, `messages` or a text, and else only what does not count.
-
-    Raises:
-        ConfigError: if a side is empty.
-    """
-    heldout = rows.map(lambda row: {"heldout": falls_under(beginning(row), share)}, remove_columns=rows.column_names)
-    heldout = np.array(heldout["heldout"][:], dtype=bool)
-    sides = {"train": np.flatnonzero(~heldout), "test": np.flatnonzero(heldout)}
-    for name, side in sides.items():
-        if not len(side):
-            raise ConfigError(
-                f"of {len(rows):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
-                f"begin alike lie on one side; change --heldout_share {share}, or give more rows"
-            )
-    return sides
+def beginning(row: dict, asked: str) -> str:
+    """Return what a row asks the model: its messages up to the first answer, its prompt, or its whole text."""
+    said = row[asked]
+    if asked == "messages":
+        said = list(itertools.takewhile(lambda message: message.get("role") != "assistant", said)) or said
+    # Arrow adds nulls to messages that differ in their fields: what a row asks must not depend on other rows.
+    return said if isinstance(said, str) else json.dumps(without_nulls(said), ensure_ascii=False)

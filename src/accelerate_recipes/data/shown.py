@@ -36,7 +36,7 @@ class Token(NamedTuple):
     begins_document: bool
 
 
-class Row(NamedTuple):
+class ShownRow(NamedTuple):
     """One row as it is trained; `title` says which, `num_padding` tokens at its end are left out."""
 
     title: str
@@ -53,7 +53,7 @@ class Row(NamedTuple):
         return f"{self.title}: {', '.join(parts)}"
 
 
-def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[ShownRow]:
     """Take a batch apart into the rows that the model reads.
 
     `batch` holds `input_ids`, (B, T), and what says which of them are targets: `labels`, (B, T) for a causal model, (B, S)
@@ -75,11 +75,13 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[R
             # A causal model predicts a token from those before it: the first token of a row is no target.
             wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
         starts = batch["position_ids"][i].eq(0).tolist() if "position_ids" in batch else [False] * len(tokens)
-        rows.append(make_row(title, tokens, wanted, starts, mask[i], tokenizer))
-        if labels is not None and labels.ndim == 2 and not is_causal(batch):
-            targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
-            ones = [1] * len(targets)
-            rows.append(make_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
+        if labels is None or labels.ndim == 1 or is_causal(batch):
+            rows.append(make_row(title, tokens, wanted, starts, mask[i], tokenizer))
+            continue
+        rows.append(make_row(f"{title}, to read", tokens, wanted, starts, mask[i], tokenizer))
+        targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
+        ones = [1] * len(targets)
+        rows.append(make_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
     return rows
 
 
@@ -96,7 +98,7 @@ def make_row(
     starts: Sequence[bool],
     mask: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
-) -> Row:
+) -> ShownRow:
     """Make a row of tokens, without the padding at its end; in a packed row, which has `starts`, that may be of token 0."""
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
@@ -108,7 +110,7 @@ def make_row(
         for t, (token, text) in enumerate(zip(ids[:shown], spelt(ids[:shown], tokenizer), strict=True))
     ]
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
-    return Row(title, tokens, len(ids) - length)
+    return ShownRow(title, tokens, len(ids) - length)
 
 
 def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -120,7 +122,7 @@ def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         yield text[len(before) :] if is_whole else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def as_text(heading: str, rows: Iterable[Row], *, in_colour: bool = False) -> str:
+def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) -> str:
     """Write rows as lines: `read` or `target`, then tokens, divided by bars. A line ends where the kind changes."""
     colours = COLOURS if in_colour else dict.fromkeys(COLOURS, "")
     lines = [heading]
@@ -138,7 +140,7 @@ def as_text(heading: str, rows: Iterable[Row], *, in_colour: bool = False) -> st
     return "\n".join(lines) + "\n"
 
 
-def as_html(parts: Iterable[tuple[str, list[Row]]]) -> str:
+def as_html(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
     """Write rows as a page that needs no other file; a token's number is shown where the pointer is."""
     body = []
     for heading, rows in parts:
@@ -186,7 +188,7 @@ def count_line(num_targets: np.ndarray, counts: dict[str, int]) -> str:
     return "; ".join(parts)
 
 
-def write_rows(folder: Path, parts: Sequence[tuple[str, list[Row]]]) -> None:
+def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]]) -> None:
     """Write `rows.txt` and `rows.html` into a folder; `parts` are headings, each with its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "rows.txt", "\n".join(as_text(*part) for part in parts))

@@ -49,7 +49,7 @@ class NextMoves:
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Evaluate the greedy moves of `model`. Every rank takes its share; all get the result."""
         prompts = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions]
-        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size)
+        texts = generate_texts(accelerator, model, self.tokenizer, prompts, self.max_new_tokens, batch_size).texts
         return self._count([(text.split() or [""])[0] for text in texts])
 
     def baseline(self) -> dict[str, float]:
@@ -81,5 +81,5 @@ class NextMoves:
     def play(self, accelerator: Accelerator, model: nn.Module, num_moves: int) -> list[str]:
         """Let the model play against itself, up to the first illegal move."""
         start = [prompt_of(self.tokenizer, [])]
-        (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1)
+        (text,) = generate_texts(accelerator, model, self.tokenizer, start, num_moves * self.max_new_tokens, 1).texts
         return rules.legal_part(text.split()[:num_moves])

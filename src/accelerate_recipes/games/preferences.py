@@ -60,7 +60,7 @@ def make_pairs(
     for start in range(done, len(positions), chunk):
         part = positions[start : start + chunk]
         prompts = [prompt_of(tokenizer, position["prefix"]) for position in part]
-        texts = generate_texts(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size)
+        texts = generate_texts(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size).texts
         if accelerator.is_main_process:
             with partial.open("a") as lines:
                 for i, (position, text) in enumerate(zip(part, texts, strict=True), start):

@@ -213,8 +213,7 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel) -> list[str]:
     if not name or model.config.is_encoder_decoder:
         return []
     try:
-        is_packed_here = getattr(args, "is_packed_here", True)
-        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, is_packed_here)
+        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, args.is_packed_here)
         if getattr(args, "document_mask", False):
             check_packing(model.config)
         if not getattr(args, "whole_logits", True):
@@ -391,7 +390,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     if env:
         report.problems += lever_problems(args, env, request.num_devices)
         report.warnings += lever_warnings(args, env, request.num_devices)
-    report.problems += recipe.push_problems(args, from_here=not volumes)
+    report.problems += recipe.push_to_hub_problems(args, from_here=not volumes)
     if volumes:
         resumed_from, is_writable = None, check_volume(args, volumes[0], report)
     else:
