@@ -54,6 +54,10 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
     }  # fmt: skip
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
+    @property
+    def has_boundaries(self) -> bool:
+        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
         if self.new_tokens and self.use_peft:

@@ -319,7 +319,7 @@ def test_choice(config, asks, monkeypatch):
     assert choose("auto", config, torch.float32)[0] == plain
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert choose("auto", config, torch.float32)[0] == (plain if asks else "documents")
-    batches_of_trl = choose("auto", config, torch.bfloat16, is_packed_here=False)
+    batches_of_trl = choose("auto", config, torch.bfloat16, has_boundaries=False)
     assert batches_of_trl == (
         plain,
         f"the model has {asks}" if asks else "trl's batches do not say where documents begin",

@@ -1,5 +1,6 @@
 """Tests of the rows that a reader sees: their targets, documents and padding are those of the batch."""
 
+import copy
 import re
 
 import numpy as np
@@ -36,6 +37,23 @@ def test_padded_rows_of_a_causal_model():
     assert found[1:4] == ["  row 1: 3 tokens, 2 targets, 1 of padding left out", "  read   | a", "  target |  b| </s>"]
     batch["labels"][:, 1] = -100
     assert lines(batch)[2:4] == ["  read   | a| b", "  target |  </s>"]
+
+
+def test_padding_is_no_end():
+    """An end token that is also the padding token stays where it is a target; padding of packed rows is token 0."""
+    tokenizer = copy.deepcopy(WORDS)
+    tokenizer.pad_token = tokenizer.eos_token
+    ids = torch.tensor([[4, 2, 2, 2]])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[1, 1, 0, 0]]),
+        "labels": torch.tensor([[4, 2, -100, -100]]),
+    }
+    (row,) = shown.rows_of(batch, tokenizer)
+    assert row.summary == "row 1: 2 tokens, 1 targets, 2 of padding left out" and row.tokens[-1].is_target
+    packed = collate([make_row(np.array([1, 4, 5]), [3], 5, 0, document_mask=True)])
+    (row,) = shown.rows_of(packed, tokenizer)
+    assert row.summary == "row 1: 3 tokens, 2 targets, 2 of padding left out"
 
 
 def test_other_kinds_of_rows():

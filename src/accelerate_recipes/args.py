@@ -201,9 +201,6 @@ class TrainArgs:
         "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
     )
 
-    # Whether the batches are made here, and so say where documents begin.
-    is_packed_here: ClassVar[bool] = True
-
     # Fields of other libraries that are not arguments here, and what decides instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 
@@ -297,6 +294,11 @@ class TrainArgs:
     def base_model(self) -> str:
         """Name or folder of the pretrained model that a run begins with; empty if it makes a new one."""
         return "" if getattr(self, "from_scratch", False) else getattr(self, "model_name_or_path", "")
+
+    @property
+    def has_boundaries(self) -> bool:
+        """True if the batches say where documents begin, as some kernels of attention need."""
+        return True
 
     @property
     def param_dtype(self) -> torch.dtype:

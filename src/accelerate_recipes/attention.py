@@ -173,12 +173,12 @@ def lacking(config: PreTrainedConfig) -> dict[str, str]:
     return {name: "sdpa" if supported["sdpa"] else "eager" for name, is_there in supported.items() if not is_there}
 
 
-def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, is_packed_here: bool = True) -> tuple[str, str]:
+def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool = True) -> tuple[str, str]:
     """Choose the attention for `auto`; any other name stays. Returns its name, and why in words (empty if not `auto`).
 
     Args:
         dtype: that of the weights, in which the model computes unless the accelerate YAML says bf16.
-        is_packed_here: whether the batches are ours, which say where documents begin.
+        has_boundaries: whether the batches say where documents begin.
 
     Raises:
         ConfigError: for an attention that the model, the precision or the installed packages rule out.
@@ -208,7 +208,7 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, is_packed_he
         return name, ""
     if why := unable(config):
         return plain, f"the model has {why}"
-    if not is_packed_here:
+    if not has_boundaries:
         return plain, "trl's batches do not say where documents begin"
     if not torch.cuda.is_available():
         return plain, "there is no GPU"

@@ -66,13 +66,13 @@ def load_model(
     attn_implementation: str,
     *,
     packed: bool = False,
-    is_packed_here: bool = True,
+    has_boundaries: bool = True,
     **settings: Any,
 ) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     With `packed` a class of models is refused whose attention crosses the documents of a packed row;
-    `is_packed_here` is that of `attention.choose`.
+    `has_boundaries` is that of `attention.choose`.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
@@ -83,7 +83,7 @@ def load_model(
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
     check_reads_text(config, name)
-    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32), is_packed_here)
+    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32), has_boundaries)
     if packed:
         config._attn_implementation = attention
         check_packing(config)

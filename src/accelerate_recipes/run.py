@@ -165,7 +165,7 @@ class Run(Generic[Args]):
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         name = getattr(self.args, "attn_implementation", "")
-        attention, why = choose(name, model.config, self.args.param_dtype, self.args.is_packed_here)
+        attention, why = choose(name, model.config, self.args.param_dtype, self.args.has_boundaries)
         if why:
             self.print(f"Attention: {attention}, since {why}")
         self.total_steps = total_steps

@@ -72,11 +72,11 @@ class TrainerArgs(TrainArgs):
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg(
         "auto",
-        "Attention kernel, as transformers names it; auto: sdpa, or eager where a model has no sdpa.",
+        "Attention kernel, as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
+        "in bf16 on a GPU where that is possible, else sdpa, or eager where a model has no sdpa.",
         fixed=False,
     )
 
-    is_packed_here: ClassVar[bool] = False  # trl makes the batches
     fixed = frozenset({"train_sampling_strategy"})
     ranges = (
         dict.fromkeys(("dataloader_prefetch_factor", "torch_empty_cache_steps"), Range(min=1))
@@ -96,14 +96,18 @@ class TrainerArgs(TrainArgs):
     def __post_init__(self):
         """Skip that of TrainingArguments, which starts the process group; `trl_config` makes that config later."""
 
+    @property
+    def has_boundaries(self) -> bool:
+        return False
+
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
         if not self.model_name_or_path and not getattr(self, "from_scratch", False):
             found.append("--model_name_or_path is missing: a name on the Hub, or a folder such as outputs/demo/export")
-        if self.attn_implementation == DOCUMENTS:
+        if self.attn_implementation == DOCUMENTS and not self.has_boundaries:
             found.append(
-                f"--attn_implementation {DOCUMENTS}: trl's batches do not say where documents begin; give sdpa, or "
-                "flash_attention_2"
+                f"--attn_implementation {DOCUMENTS}: trl's batches do not say where documents begin; give sdpa, or train "
+                "by SFT with --packing or --padding_free"
             )
         multiple = str(self.pad_to_multiple_of or "none").lower()
         if multiple not in ("auto", "none") and not (multiple.isdecimal() and int(multiple)):
@@ -185,7 +189,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
         model.state_dict = dict  # DPOTrainer hashes the weights
         return model
     return load_model(
-        args.model_name_or_path, args.attn_implementation, is_packed_here=args.is_packed_here, **load_settings(args)
+        args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
     )
 
 

@@ -213,7 +213,7 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel) -> list[str]:
     if not name or model.config.is_encoder_decoder:
         return []
     try:
-        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, args.is_packed_here)
+        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, args.has_boundaries)
         if getattr(args, "document_mask", False):
             check_packing(model.config)
         if not getattr(args, "whole_logits", True):
