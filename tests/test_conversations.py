@@ -301,7 +301,8 @@ def test_differences_of_lengths():
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
     ids = tokenizer("a b</s>")["input_ids"]
     settings = {"text_field": "text", "completion_only": False, "assistant_only": False}
-    assert not differences([Rendering(ids, [True] * len(ids))], [{"text": "a b"}], tokenizer, **settings)
+    for text in ("a b", "a b</s>"):  # no second end
+        assert not differences([Rendering(ids, [True] * len(ids))], [{"text": text}], tokenizer, **settings)
     for other in (ids[:-1], [*ids, 5]):
         (said,) = differences([Rendering(other, [True] * len(other))], [{"text": "a b"}], tokenizer, **settings)
         assert f"row 1, token {min(len(other), len(ids)) + 1}: " in said
