@@ -26,7 +26,8 @@ from accelerate_recipes import recipe, supervised
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.check_export import ROWS, check_export
 from accelerate_recipes.data import conversations
-from accelerate_recipes.data.conversations import select
+from accelerate_recipes.data.conversations import count_targets_of, select
+from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.launch.preflight import preflight
@@ -264,6 +265,36 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
             "--eval_files",
             str(write(tmp_path / "eval.jsonl", [rows[0] | {"prompt": ""}])),
         )
+
+
+def test_rows_that_are_cut(tmp_path, capsys):
+    """They are counted where tokens are lost: trl's `bfd` cuts rows, `bfd_split` goes on with the rest."""
+    folder = save_base(tmp_path, None)
+    rows = [{"text": "Question? And? " * 9}] * 2 + [{"text": f"{i}"} for i in range(30)]
+    for strategy, said in (
+        ("bfd", "cut 2; tokens cut off 62; longest 41;"),
+        ("bfd_split", "cut 0; tokens cut off 0; longest 41;"),
+    ):
+        prepare(folder, rows, "--packing", "true", "--packing_strategy", strategy, "--max_length", "10")
+        assert said in (printed := capsys.readouterr().out), printed[-900:]
+
+
+def test_counts_of_targets():
+    """A row's first token is no target, since nothing comes before it; nor is it an end."""
+    labels = [[5, 6, 2], [2], [-100, 8], [], [-100, -100, 2]]
+    counts, num_ended = count_targets_of(Dataset.from_dict({"labels": labels}), {2})
+    assert counts.tolist() == [2, 0, 1, 0, 1] and num_ended == 2
+
+
+def test_what_a_row_asks_does_not_depend_on_other_rows():
+    """Arrow gives messages the fields of other rows' messages, as nulls."""
+    message = {"role": "user", "content": "Yes?"}
+    rows = Dataset.from_list([{"messages": [message]}, {"messages": [message | {"name": "Ada"}]}])
+    assert (
+        beginning(rows[0], "messages")
+        == beginning({"messages": [message]}, "messages")
+        != beginning(rows[1], "messages")
+    )
 
 
 def test_what_is_not_here(tmp_path):
