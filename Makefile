@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
-	mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-all test-long test-hub test-eval test-slurm test-image models \
+	coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -23,8 +23,8 @@ demo-t5: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml $(ARGS)
 
-# Two files at a time: the ranks of a run wait for each other half of the time.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two files at a time, in the order of tests/conftest.py: the ranks of a run wait for each other half of the time.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/dev
 	$(PYTEST) -m "not slow and not long and not hub and not slurm and not image"
@@ -37,6 +37,10 @@ test-fast: .venv/dev
 
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not long"
+
+# The tests of `make test` and `make test-slow` at once, which share runs.
+test-all: .venv/dev
+	$(PYTEST) -m "not long and not hub and not slurm and not image"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; and repetitions of
 # slow tests on another node or for another operator. Takes an hour.
@@ -58,14 +62,15 @@ test-eval: .venv/dev
 	@$(EVAL)/pip install --quiet -r requirements-eval.txt
 	$(EVAL)/python -m pytest tests/test_evaluate.py
 
-# Jobs under a real Slurm of two nodes, which the tests start and stop on this machine. Needs root.
+# Jobs under two real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time. Needs
+# root.
 test-slurm: .venv/dev
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
 	if [ "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			slurmctld slurmd slurm-client munge >/dev/null; fi
-	$(BIN)/python -m pytest -m slurm
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m slurm tests/test_slurm.py
 
 # Builds the container image on a Debian that it makes, and trains in it. Needs root, the network, and 8 GB in .cache/image, which stay.
 test-image: .venv/dev

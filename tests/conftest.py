@@ -15,6 +15,19 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="huggingface-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 
+# Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.
+LONGEST = (
+    "faults", "kubernetes_runs", "trainers", "adapters", "levers", "chess", "equivalence", "readme", "t5", "benchmarks", "grpo",
+    "models_table", "c4", "dpo", "attention", "streams", "kubernetes", "template", "losses", "download", "distributed",
+    "causal_models", "checkpoint", "push",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def exact_vector_math():
     """Resolve vector math for tests that compute in this process, as `make_accelerator` does for runs."""

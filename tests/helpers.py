@@ -159,13 +159,37 @@ class ForkServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        self._send(
+            script,
+            ["--output_dir", out, *args],
+            launched | env,
+            out.with_suffix(".log"),
+            int(launched["WORLD_SIZE"]),
+            True,
+        )
+
+    def run_python(self, folder: Path, script: Path | str, *args: object, **env: str) -> str:
+        """Run a script, or code, as `python` would in a new process without this project; returns what it printed."""
+        if isinstance(script, str):
+            (folder / "code.py").write_text(script)
+            script = folder / "code.py"
+        log = folder / f"{script.stem}.log"
+        log.unlink(missing_ok=True)
+        self._send(script, args, env, log, 1, False)
+        assert self.wait() == 0, log.read_text()[-3000:]
+        return log.read_text()
+
+    def _send(
+        self, script: Path, args: Sequence[object], env: dict[str, str], log: Path, world_size: int, is_recipe: bool
+    ) -> None:
         job = {
             "script": str(script),
-            "world_size": int(launched["WORLD_SIZE"]),
-            "env": {name: str(value) for name, value in (launched | env).items()},
-            "argv": ["--output_dir", str(out), *map(str, args)],
-            "log": str(out.with_suffix(".log")),
-            "seconds": 120,
+            "world_size": world_size,
+            "env": {name: str(value) for name, value in env.items()},
+            "argv": [str(arg) for arg in args],
+            "log": str(log),
+            "seconds": 300,
+            "is_recipe": is_recipe,
         }
         print(json.dumps(job), file=self.process.stdin, flush=True)
 

@@ -166,19 +166,22 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["one process, accumulation", "fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_4_bits_stay_as_they_were_rounded(run, base, no_repacking, name):
+    weights = dict(in_4_bits(base, torch.float32).named_parameters())
+    packed = {key for key in weights if "_proj" in key}
+    assert len(packed) == 7 * 3 and all(weights[key].shape[1:] == (1,) for key in packed)
+    for key, tensor in load_file(run(name, *IN_4_BITS) / "frozen.safetensors").items():
+        assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
+
+
 def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
-    """The frozen weights stay as they were rounded; killed and resumed, bit for bit; PEFT loads the adapters beside them."""
+    """Killed and resumed, 4 bits are the same bit for bit; PEFT loads the adapters beside them."""
     out = run("fsdp2", *IN_4_BITS)
     for (loss, _), (wanted, _) in zip(trajectory(out), trajectory(run("fsdp2")), strict=True):
         assert loss != wanted and loss == pytest.approx(wanted, rel=0.05)  # 4 bits of weights as coarse as these
     rounded = in_4_bits(base, torch.float32)
     assert num_weights(rounded.get_submodule("model.layers.0.mlp.up_proj").weight) == 32 * 64
-    weights = dict(rounded.named_parameters())
-    packed = {name for name in weights if "_proj" in name}
-    assert len(packed) == 7 * 3 and all(weights[name].shape[1:] == (1,) for name in packed)
-    for name in ("one process, accumulation", "ddp", "fsdp2"):
-        for key, tensor in load_file(run(name, *IN_4_BITS) / "frozen.safetensors").items():
-            assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
     loaded = PeftModel.from_pretrained(rounded, out / "export")
     assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
     with pytest.raises(ConfigError, match="checkpoint-10 holds adapters of a model in 4 bits"):
@@ -235,20 +238,19 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
         assert problem in said, said
 
 
-def test_what_trains_is_what_peft_trains(run, base):
+@pytest.mark.parametrize("name", [*FAST, pytest.param("offload", marks=pytest.mark.slow)])
+def test_what_trains_is_what_peft_trains(run, base, name):
     """The trained parameters are as many as PEFT counts; all others stay the same bit for bit, under each strategy."""
     model = AutoModelForCausalLM.from_pretrained(base)
     before = dict(model.named_parameters())
     config = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
     trained, total = get_peft_model(model, config).get_nb_trainable_parameters()
-    for name in ("one process, accumulation", "ddp", "fsdp2", "offload"):
-        out = run(name)
-        said = re.findall(r"adapters: ([\d,]+) parameters are trained, .* of ([\d,]+) parameters", log_of(out))
-        assert [int(number.replace(",", "")) for number in said[0]] == [trained, total]
-        frozen = load_file(out / "frozen.safetensors")
-        assert len(frozen) == len(before)
-        for key, tensor in frozen.items():
-            assert torch.equal(tensor, before[key.replace(".base_layer", "")]), key
+    said = re.findall(r"adapters: ([\d,]+) parameters are trained, .* of ([\d,]+) parameters", log_of(run(name)))
+    assert [int(number.replace(",", "")) for number in said[0]] == [trained, total]
+    frozen = load_file(run(name) / "frozen.safetensors")
+    assert len(frozen) == len(before)
+    for key, tensor in frozen.items():
+        assert torch.equal(tensor, before[key.replace(".base_layer", "")]), key
 
 
 def test_first_weights(forks, arguments, base, tmp_path):
@@ -300,11 +302,14 @@ def test_a_checkpoint_holds_the_adapters_alone(run, base):
     assert files.read_marker(out / f"checkpoint-{LAST}")["base_model"]["name"] == str(base)
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
+@pytest.mark.parametrize(
+    "num_processes, variant",
+    [(2, DROPOUT[:2]), pytest.param(2, DROPOUT, marks=pytest.mark.slow), pytest.param(4, (), marks=pytest.mark.slow)],
+    ids=["dropout", "dropout, dora", "4 ranks"],
+)
+def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes, variant):
     """A run killed by SIGKILL in step 8 resumes step 6; with dropout, on the same number of ranks, bit for bit."""
-    args = DROPOUT if num_processes == 2 else ()
-    args += ("--async_save", "false", "--per_device_train_batch_size", 8 // num_processes)
+    args = (*variant, "--async_save", "false", "--per_device_train_batch_size", 8 // num_processes)
     fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
     out = tmp_path / "out"
     assert forks.run(out, *arguments, *args, TOY_FAULT=json.dumps(fault)) == -9
@@ -312,7 +317,7 @@ def test_killed_and_resumed(forks, arguments, run, tmp_path, num_processes):
     code = forks.run(out, *arguments, *args, num_processes=num_processes)
     assert code == 0 and "(step 6, saved by 2 x" in log_of(out), log_of(out)[-3000:]
     if num_processes == 2:
-        assert trajectory(out) == trajectory(run("fsdp2", *DROPOUT)) != trajectory(run("fsdp2"))
+        assert trajectory(out) == trajectory(run("fsdp2", *variant)) != trajectory(run("fsdp2"))
     else:
         for step, wanted in zip(trajectory(out), trajectory(run("fsdp2")), strict=True):
             assert step == pytest.approx(wanted, rel=1e-5)
@@ -379,31 +384,37 @@ def test_export_without_merging(run, base):
     assert f"Low-rank adapters of {base}" in (out / "export/README.md").read_text()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "export")
     assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
-    checkpoint_files = {path.name for path in (run("full state dict") / f"checkpoint-{LAST}").iterdir()}
-    assert "adapter_model.safetensors" in checkpoint_files
 
 
-def test_bf16(run, forks, arguments, base, tmp_path):
+@pytest.mark.slow
+def test_a_full_state_dict_is_pefts(run):
+    assert (run("full state dict") / f"checkpoint-{LAST}/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "config, variant",
+    [("fsdp_full", ()), *(pytest.param(n, ("--use_dora",), marks=pytest.mark.slow) for n in ("single", "fsdp_full"))],
+    ids=["fsdp2", "one process, dora", "fsdp2, dora"],
+)
+def test_bf16(run, forks, arguments, base, tmp_path, config, variant):
     """Frozen weights are kept in bf16, adapters in fp32; the losses are those of fp32 except for rounding."""
-    for config, num_processes in (("single", 1), ("fsdp_full", 2)):
-        out = tmp_path / config
-        args = (*arguments, "--per_device_train_batch_size", 4, "--use_dora", "--merge_adapter")
-        bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        assert forks.run(out, *args, config=config, num_processes=num_processes, **bf16) == 0, log_of(out)[-3000:]
-        assert "precision bf16, weights bfloat16" in log_of(out)
-        for step, wanted in zip(trajectory(out), trajectory(run("fsdp2", "--use_dora")), strict=True):
-            assert step == pytest.approx(wanted, rel=0.02)
-        whole = load_file(base / "model.safetensors")
-        for key, tensor in load_file(out / "frozen.safetensors").items():
-            assert torch.equal(tensor, whole[key.replace(".base_layer", "")].bfloat16()), key
-        adapter = load_file(out / "export/adapter/adapter_model.safetensors")
-        assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
-        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
-        merged = load_file(out / "export/model.safetensors")
-        assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16} and merged.keys() == whole.keys()
-        assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(
-            evaluations(out)[-1], rel=0.01
-        )
+    out = tmp_path / "out"
+    args = (*arguments, "--per_device_train_batch_size", 4, *variant, "--merge_adapter")
+    assert forks.run(out, *args, config=config, ACCELERATE_MIXED_PRECISION="bf16") == 0, log_of(out)[-3000:]
+    assert "precision bf16, weights bfloat16" in log_of(out)
+    for step, wanted in zip(trajectory(out), trajectory(run("fsdp2", *variant)), strict=True):
+        assert step == pytest.approx(wanted, rel=0.02)
+    whole = load_file(base / "model.safetensors")
+    for key, tensor in load_file(out / "frozen.safetensors").items():
+        assert torch.equal(tensor, whole[key.replace(".base_layer", "")].bfloat16()), key
+    adapter = load_file(out / "export/adapter/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in adapter.values())
+    merged = load_file(out / "export/model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16} and merged.keys() == whole.keys()
+    assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(
+        evaluations(out)[-1], rel=0.01
+    )
 
 
 CHESS = ("recipes/chess.py", "--train_files", "data/chess/games_20k.parquet")

@@ -111,14 +111,12 @@ def test_it_learns(undisturbed):
     assert evaluations[1]["eval_legal_move_rate_opening"] > evaluations[0]["eval_legal_move_rate_opening"]
 
 
-def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, tiny):
+def test_export_gives_the_loss_of_the_last_evaluation(undisturbed, fork_server, tmp_path):
     """The export is loaded by name alone, in a process without this project, and gets games one by one."""
     out, _ = undisturbed
     (cache,) = Path(yaml.safe_load((out / "args.yaml").read_text())["data_cache_dir"]).iterdir()
-    command = [sys.executable, str(CHILDREN / "export_loss.py"), str(out / "export"), str(cache / "heldout")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=1e-4)
+    printed = fork_server.run_python(tmp_path, CHILDREN / "export_loss.py", out / "export", cache / "heldout")
+    assert float(printed.splitlines()[-1]) == pytest.approx(read_metrics(out)[-1]["eval_loss"], rel=1e-4)
 
 
 def test_killed_and_resumed_is_as_if_it_had_not_been(run_forked, killed, undisturbed, tiny, tmp_path):
@@ -235,7 +233,9 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) ->
     assert "src/accelerate_recipes" not in done.stderr and 'recipes/chess.py", line' not in done.stderr, done.stderr
 
 
-def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
+def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp_path, launched):
+    """Also under `accelerate launch`, which has something to say about a process that fails."""
     arguments = [
         "--lerning_rate",
         1,
@@ -245,7 +245,10 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(tiny, tmp_path):
         "--train_files",
         "no.pgn",
     ]
-    done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
+    if launched:
+        done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
+    else:
+        done = run_forked(*tiny, *arguments)
     assert_one_clear_error(
         done,
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
@@ -289,10 +292,12 @@ def run_forked(forks, tmp_path):
     return run
 
 
-def test_a_file_without_moves(games_file, tiny, tmp_path):
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "by hand"])
+def test_a_file_without_moves(run_forked, games_file, tiny, tmp_path, alone):
     table = pq.read_table(games_file).rename_columns(["moves", "Result"])
     pq.write_table(table, tmp_path / "other.parquet")
-    done = run_alone(tmp_path, *tiny, "--train_files", tmp_path / "other.parquet")
+    arguments = [*tiny, "--train_files", tmp_path / "other.parquet"]
+    done = run_alone(tmp_path, *arguments) if alone else run_forked(*arguments, config="single")
     assert_one_clear_error(done, "has the columns ['moves', 'Result']; chess needs `Moves`")
     assert_failed_without_a_trace(tmp_path / "out")
 

@@ -1,8 +1,6 @@
 """Tests of strategies: what is refused by name, what gets a warning, and which workarounds upstream still needs."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -166,21 +164,21 @@ def test_idle_gpus_and_crowded_cores_are_named():
     assert environment_warnings(FSDP2, num_devices=0, num_cores=4) == []
 
 
-def run_python(code: str, **env: str) -> str:
-    """Run code in a new process, as the only rank of a launch with FSDP."""
-    launched = {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | launched | env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+@pytest.fixture
+def run_python(fork_server, tmp_path):
+    """Run code in a new process, as the only rank of a launch with FSDP; returns the last line that it prints."""
+
+    def run(code: str, **env: str) -> str:
+        launched = {
+            "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        }  # fmt: skip
+        return fork_server.run_python(tmp_path, textwrap.dedent(code), **launched | env).strip().splitlines()[-1]
+
+    return run
 
 
-def test_upstream_still_needs_the_bridge():
+def test_upstream_still_needs_the_bridge(run_python):
     """When this fails, Accelerate shards on a CPU by itself: remove distributed.start_on_cpu's detour."""
     plain = """
         from accelerate import Accelerator
@@ -189,7 +187,7 @@ def test_upstream_still_needs_the_bridge():
     assert run_python(plain) == "NO"
 
 
-def test_the_bridge():
+def test_the_bridge(run_python):
     bridged = """
         from accelerate_recipes.args import TrainArgs
         from accelerate_recipes.distributed import make_accelerator
@@ -266,7 +264,7 @@ T5_UNDER_FSDP2 = """
 
 
 @pytest.mark.slow
-def test_upstream_still_divides_a_tied_embedding():
+def test_upstream_still_divides_a_tied_embedding(run_python):
     """When this fails, a T5's embedding is one module upstream: models.share_embedding can leave out its last line."""
     assert "is shared with a parameter already managed by another FSDP group" in run_python(
         T5_UNDER_FSDP2.replace("SHARE", "").replace("CALL", "model(input_ids=ids, decoder_input_ids=ids)")
@@ -274,7 +272,7 @@ def test_upstream_still_divides_a_tied_embedding():
 
 
 @pytest.mark.slow
-def test_upstream_still_generates_beside_the_forward_pass():
+def test_upstream_still_generates_beside_the_forward_pass(run_python):
     """When this fails, an encoder's call gathers the root: distributed.prepare need not register `generate`."""
     shared = T5_UNDER_FSDP2.replace("SHARE", "share_embedding(model)")
     call = "model.generate(ids, max_new_tokens=2)"
@@ -304,7 +302,7 @@ BERT_UNDER_FSDP2 = """
 
 
 @pytest.mark.slow
-def test_upstream_still_wraps_an_embedding_twice():
+def test_upstream_still_wraps_an_embedding_twice(run_python):
     """When this fails, Accelerate wraps an embedding once: remove distributed.leave_embedding_to_accelerate."""
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
     layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
@@ -332,7 +330,7 @@ SAVED_BUFFER_UNDER_FSDP2 = """
 
 
 @pytest.mark.slow
-def test_upstream_still_takes_saved_buffers_for_parameters():
+def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
     """When this fails, Accelerate sends buffers to all ranks: remove distributed.hide_buffers."""
     settings = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
@@ -351,7 +349,7 @@ def test_buffers_that_are_saved_are_the_first_ranks(monkeypatch):
     assert module.saved.tolist() == [7, 7] and module.unsaved.tolist() == [0, 0] and not module.state_dict()
 
 
-def test_copies_are_an_error():
+def test_copies_are_an_error(run_python):
     """Copies on every rank, as Accelerate alone would make them for an FSDP launch on a CPU, are an error."""
     code = """
         import torch.distributed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import CHILDREN, CONFIGS, ROOT, ForkServer, environment, read_metrics
+from helpers import CHILDREN, CONFIGS, ROOT, environment, read_metrics
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 
@@ -186,34 +186,31 @@ def test_fetches_what_the_run_reads(server, commands, home):
     assert "all here" in commands.ok(home / "hf/hub", "download", *CHESS) and len(server.sent) == len(names)
 
 
-def test_runs_without_network(server, home, monkeypatch):
+def test_runs_without_network(server, home, forks, monkeypatch):
     """Both recipes run without a request to the Hub, whose address is set; after `--update` they use another model."""
-    forks = ForkServer(home)
+    hub = {"TESTED_CACHE": home / "hf/hub", "HF_ENDPOINT": server.url}
     asked = len(server.requests)
-    try:
-        for command, more in (
-            (CHESS, ["--num_positions", 6, "--heldout_share", 0.1, "--max_length", 128, "--max_steps", 2]),
-            (C4, ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1,
-                  "--num_validation_rows", 4, "--max_length", 64]),
-        ):  # fmt: skip
-            out = home / Path(command[0]).stem
-            batch = ["--total_batch_size", 4, "--per_device_eval_batch_size", 2]
-            batch += ["--data_cache_dir", home / "data"] if command is CHESS else []
-            code = forks.run(out, *command[1:], *more, *batch, script=ROOT / command[0], HF_ENDPOINT=server.url)
-            assert code == 0, out.with_suffix(".log").read_text()[-4000:]
-            assert read_metrics(out)[-1]["step"] == 2 and (out / "export/model.safetensors").is_file()
-        assert len(server.requests) == asked
-        assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()
+    for command, more in (
+        (CHESS, ["--num_positions", 6, "--heldout_share", 0.1, "--max_length", 128, "--max_steps", 2]),
+        (C4, ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1,
+              "--num_validation_rows", 4, "--max_length", 64]),
+    ):  # fmt: skip
+        out = home / Path(command[0]).stem
+        batch = ["--total_batch_size", 4, "--per_device_eval_batch_size", 2]
+        batch += ["--data_cache_dir", home / "data"] if command is CHESS else []
+        code = forks.run(out, *command[1:], *more, *batch, script=ROOT / command[0], **hub)
+        assert code == 0, out.with_suffix(".log").read_text()[-4000:]
+        assert read_metrics(out)[-1]["step"] == 2 and (out / "export/model.safetensors").is_file()
+    assert len(server.requests) == asked
+    assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()
 
-        # Each rank reports missing files before there is a process group, with the command.
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
-        lost = folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
-        link = os.readlink(lost)
-        lost.unlink()
-        assert forks.run(home / "missing", *CHESS[1:], script=ROOT / CHESS[0]) == 2
-        lost.symlink_to(link)
-    finally:
-        forks.close()
+    # Each rank reports missing files before there is a process group, with the command.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hf/hub"))
+    lost = folder("model", "tiny/llama") / "model-00002-of-00002.safetensors"
+    link = os.readlink(lost)
+    lost.unlink()
+    assert forks.run(home / "missing", *CHESS[1:], script=ROOT / CHESS[0], **hub) == 2
+    lost.symlink_to(link)
     log = (home / "missing.log").read_text()
     assert "model 'tiny/llama' is incomplete in " in log and "it lacks model-00002-of-00002.safetensors" in log
     assert f"python -m accelerate_recipes download {ROOT}/recipes/chess.py --output_dir" in log

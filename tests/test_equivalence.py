@@ -1,6 +1,7 @@
 """Tests that the arithmetic does not depend on the strategy: one trajectory for all.
 
-One strategy of each kind runs through `accelerate launch`; the others are forked, with the variables that it would set.
+The runs are forked, with the variables that `accelerate launch` would set. tests/test_chess.py launches one of FSDP2, and the
+slow tests one of each other kind.
 """
 
 import functools
@@ -36,7 +37,6 @@ FAST = (
 )
 NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
 SCRIPT = CHILDREN / "steps.py"
-LAUNCHED = {"one process", "ddp", "fsdp1"}  # and FSDP2 by tests/test_chess.py
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,28 @@ def run_steps(forks, tmp_path_factory):
             config, world_size, size, flags, _, _ = STRATEGIES[name]
             tmp_path = tmp_path_factory.mktemp("steps")
             out = tmp_path / "out"
-            sizes = ("--per_device_train_batch_size", size)
-            if "inductor" not in flags and (args or name not in LAUNCHED):
-                code = forks.run(out, *sizes, *args, config=config, num_processes=world_size, flags=flags)
-                assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+            args_of_run = ("--per_device_train_batch_size", size, *args)
+            if "inductor" in flags:  # inductor's workers do not survive a fork
+                launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *args_of_run, flags=flags)
             else:
-                launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *sizes, *args, flags=flags)
+                code = forks.run(out, *args_of_run, config=config, num_processes=world_size, flags=flags)
+                assert code == 0, out.with_suffix(".log").read_text()[-3000:]
             done[name, *args] = json.loads((out / "result.json").read_text())
         return done[name, *args]
 
     return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one process", "ddp", "fsdp1"])
+def test_launched_is_forked(run_steps, tmp_path, name):
+    """`accelerate launch` gives the numbers of the forked run, bit for bit."""
+    config, _, size, flags, _, _ = STRATEGIES[name]
+    args = ("--output_dir", tmp_path / "out", "--per_device_train_batch_size", size)
+    launch_ok(tmp_path, config, SCRIPT, *args, flags=flags)
+    found, forked = json.loads((tmp_path / "out/result.json").read_text()), run_steps(name)
+    found["args"]["output_dir"] = forked["args"]["output_dir"]
+    assert found == forked
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,7 +126,12 @@ def test_tied_embeddings(run_steps):
     assert found["resumed"] == found["trajectory"][2:]
 
 
-BY_DOCUMENTS = {"fsdp2": (), "fsdp1": (), "activation checkpointing": (), "ddp": pytest.mark.slow}
+BY_DOCUMENTS = {
+    "fsdp2": (),
+    "fsdp1": pytest.mark.slow,
+    "activation checkpointing": pytest.mark.slow,
+    "ddp": pytest.mark.slow,
+}
 BY_DOCUMENTS |= {"hybrid 2 x 2, accumulation": pytest.mark.slow, "no wrap": pytest.mark.slow}
 
 

@@ -63,16 +63,15 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others with all ranks killed,
-# and `make test-long` with one.
+# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others with all ranks killed, and
+# two more with one; `make test-long` the others with one.
 ALL_RANKS = ["in a step", "before a random state", "before the marker", "in the middle of the removal", "in the export"]
 ONE_RANK = [
-    "in a step",
     "before the first file of the other rank",
     "before the other rank's random state",
-    "before the marker",
     "between renaming and retention",
 ]
+ONE_RANK_SLOWLY = ["in a step", "before the marker"]
 
 
 def fault(point: str, everyone: bool) -> dict[str, str]:
@@ -108,7 +107,9 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
     + [
         pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.long)
         for point in POINTS
-    ],
+        if point not in ONE_RANK_SLOWLY
+    ]
+    + [pytest.param(point, False, id=f"one, {point}", marks=pytest.mark.slow) for point in ONE_RANK_SLOWLY],
 )
 def test_killed(forks, undisturbed, tmp_path, point, everyone):
     """A surviving rank ends by itself, and says which other rank is gone."""
@@ -155,7 +156,13 @@ def without_dropout(forks, tmp_path_factory) -> dict[int, float]:
     return losses(out)
 
 
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+SLOW_CHAINS = {"FSDP2 -> DDP -> FSDP2"}  # the last one goes through DDP too
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [pytest.param(CHAINS[name], id=name, marks=pytest.mark.slow if name in SLOW_CHAINS else ()) for name in CHAINS],
+)
 def test_chain_of_resumes(forks, without_dropout, tmp_path, chain):
     """Each link but the last is killed after its first save; together they train on every row of the epoch once."""
     out, log = tmp_path / "out", tmp_path / "out.log"

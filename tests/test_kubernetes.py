@@ -2,16 +2,15 @@
 
 import copy
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import CHILDREN, ROOT, environment
+from helpers import CHILDREN, ROOT
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import recipe
+from accelerate_recipes import __main__, recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.launch import kubernetes
 from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
@@ -325,23 +324,19 @@ def test_what_only_the_cluster_knows_is_left_to_the_run():
         render("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn", "/checkpoints/games.txt"])
 
 
-def test_no_token_in_the_output(tmp_path):
+def test_no_token_in_the_output(monkeypatch, capfd):
     """The command prints only the manifest on stdout and messages on stderr; the token is in neither."""
     token = "hf_" + "secret" * 5
-    command = [sys.executable, "-m", "accelerate_recipes", "k8s", "trainjob", *GPUS, "--token-secret", "hf-token", FULL]
-    done = subprocess.run(
-        [*command, *LAPTOP, *FLAGS["laptop"]],
-        cwd=ROOT,
-        env=environment(tmp_path) | {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": token},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    found = list(yaml.safe_load_all(done.stdout))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, token)
+    command = ["accelerate_recipes", "k8s", "trainjob", *GPUS, "--token-secret", "hf-token", FULL]
+    monkeypatch.setattr(sys, "argv", [*command, *LAPTOP, *FLAGS["laptop"]])
+    __main__.main()
+    done = capfd.readouterr()
+    found = list(yaml.safe_load_all(done.out))
     assert problems(found) == []
-    assert "Ready: fsdp_full.yaml with 32 processes" in done.stderr
-    assert token not in done.stdout + done.stderr
+    assert "Ready: fsdp_full.yaml with 32 processes" in done.err
+    assert token not in done.out + done.err
     (variable,) = [one for one in the_pod(found)["containers"][0]["env"] if one["name"] == "HF_TOKEN"]
     assert variable == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token"}}}
 

@@ -1,4 +1,4 @@
-"""Tests that run a rendered job as the operators would: two pods of two processes, deleted, restarted, resumed."""
+"""Tests that run a rendered job as the operators would: two pods of two processes, or of one, deleted, restarted, resumed."""
 
 import json
 import re
@@ -12,7 +12,8 @@ from accelerate_recipes.launch.kubernetes import CHECKPOINTS
 
 SCRIPT = CHILDREN / "toy.py"
 JOB = ["--image", "registry.example/accelerate-recipes:1.0", "--checkpoints-pvc", "claim", "--nodes", "2"]
-JOB += ["--gpus-per-node", "0", "--cpus-per-node", "2"]
+JOB += ["--gpus-per-node", "0", "--cpus-per-node"]
+TWO, ONE = [*JOB, "2"], [*JOB, "1"]  # processes of a pod
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]
 OUT = ["--output_dir", f"{CHECKPOINTS}/out"]
 TOY = [str(SCRIPT.relative_to(ROOT)), "--per_device_train_batch_size", "2"]
@@ -67,7 +68,7 @@ def test_exit_code_of_a_run_that_was_stopped(forks, tmp_path, command, code):
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_pod_is_deleted(toy_losses, tmp_path, node):
     """All pods save and end as failed, so that they are restarted; they continue from that step."""
-    with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+    with Pods("pytorchjob", tmp_path, *TWO, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 4)
         assert pods.delete(node) < pods.grace
         code = pods.processes[1 - node].wait(timeout=30)
@@ -91,7 +92,7 @@ def chess_losses(tmp_path_factory) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
 def test_chess(chess_losses, tmp_path, kind):
-    with Pods(kind, tmp_path, *JOB, *FP32, *CHESS, *OUT) as pods:
+    with Pods(kind, tmp_path, *TWO, *FP32, *CHESS, *OUT) as pods:
         pods.finish()
     log = pods.log.read_text()
     assert pods.restarts == 0 and log.count("Strategy: ") == 1 and "FSDP2 full shard | 4 x cpu" in log
@@ -110,7 +111,7 @@ def slow_save(tmp_path: Path, step: int, seconds: int) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
     """The save takes longer than the launcher's default of 30 s, but the grace period counts."""
-    job = [*JOB, "--grace-seconds", "75"]
+    job = [*ONE, "--grace-seconds", "75"]
     with Pods("trainjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 3, 40)) as pods:
         pods.wait_until((tmp_path / "saving").exists)
         assert 31 < pods.delete(1) < 60
@@ -124,7 +125,7 @@ def test_a_pod_is_deleted_during_a_long_save(toy_losses, tmp_path):
 @pytest.mark.slow
 def test_the_grace_period_is_too_short(toy_losses, tmp_path):
     """If the time is too short for the second save, the first one is used; the other pod notices the loss."""
-    job = [*JOB, "--grace-seconds", "30"]
+    job = [*ONE, "--grace-seconds", "30"]
     with Pods("pytorchjob", tmp_path, *job, *FP32, *TOY, *OUT, **slow_save(tmp_path, 6, 25)) as pods:
         pods.wait_until((tmp_path / "saving").exists)
         assert 14 < pods.delete(0) < 25, "killed by the launcher, before the kubelet would"
@@ -139,7 +140,7 @@ def test_the_grace_period_is_too_short(toy_losses, tmp_path):
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_is_lost(toy_losses, tmp_path, node):
     """Without a signal the surviving pod ends by itself, and both continue from the newest checkpoint."""
-    with Pods("pytorchjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+    with Pods("pytorchjob", tmp_path, *TWO, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 5)
         pods.kill(node)
         assert pods.processes[1 - node].wait(timeout=60) != 0
@@ -152,7 +153,7 @@ def test_a_node_is_lost(toy_losses, tmp_path, node):
 @pytest.mark.slow
 def test_a_person_stops_it(tmp_path):
     """A file `stop` ends the job, and nothing is restarted."""
-    with Pods("trainjob", tmp_path, *JOB, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
+    with Pods("trainjob", tmp_path, *ONE, *FP32, *TOY, *OUT, TOY_PACE="0.3") as pods:
         pods.wait_until(lambda: last_step(pods.out) >= 4)
         (pods.out / "stop").touch()
         pods.finish()

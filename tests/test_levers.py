@@ -1,5 +1,6 @@
 """Tests that each lever does what it says, and changes nothing else in the arithmetic. Two forked ranks."""
 
+import itertools
 import json
 import shutil
 from collections import defaultdict
@@ -36,8 +37,15 @@ def levers(forks, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("config", ["fsdp_full", "fsdp1_full"])
-@pytest.mark.parametrize("n, calls", [(1, [2, 2, 2]), (2, [2, 1, 2])])
+@pytest.mark.parametrize(
+    "config, n, calls",
+    [
+        ("fsdp_full", 1, [2, 2, 2]),
+        ("fsdp_full", 2, [2, 1, 2]),
+        pytest.param("fsdp1_full", 1, [2, 2, 2], marks=pytest.mark.slow),
+        ("fsdp1_full", 2, [2, 1, 2]),
+    ],
+)
 def test_each_nth_layer_is_recomputed(levers, config, n, calls):
     """A recomputed layer is called twice a step; losses are those of a run without recomputation, bit for bit."""
     plain, log = levers(config=config)
@@ -55,16 +63,25 @@ def test_where_inputs_are_kept_on_the_cpu_the_other_layers_keep_theirs(levers):
     assert "activations of 2 of 3 layers recomputed from inputs kept on the CPU" in log
 
 
-@pytest.mark.parametrize("config", ["fsdp_full", pytest.param("fsdp1_full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype, name", [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
-@pytest.mark.parametrize("precision", ["no", "bf16", "pure bf16"])
-def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, config, dtype, name, precision):
+# Each precision with gradients summed in the other one; the slow tests sum them in the same, and under FSDP1.
+OTHER_PRECISION = {("no", "bf16"), ("bf16", "fp32"), ("pure bf16", "fp32")}
+
+
+@pytest.mark.parametrize(
+    "precision, dtype, config",
+    [
+        pytest.param(*cell, config, marks=() if cell in OTHER_PRECISION and config == "fsdp_full" else pytest.mark.slow)
+        for cell in itertools.product(("no", "bf16", "pure bf16"), ("fp32", "bf16"))
+        for config in ("fsdp_full", "fsdp1_full")
+    ],
+)
+def test_gradients_are_summed_over_the_ranks_in_the_precision_asked_for(levers, config, dtype, precision):
     """The requested precision holds whatever the layers compute in, and does not change the precision of kept weights."""
     args = KAHAN if precision == "pure bf16" else ()
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if precision == "bf16" else {}
     found, log = levers("--reduce_dtype", dtype, *args, config=config, **env)
     assert ("precision no, weights bfloat16 |" in log) == (precision == "pure bf16")
-    assert found["reduced"] == [name]
+    assert found["reduced"] == [{"fp32": "torch.float32", "bf16": "torch.bfloat16"}[dtype]]
     assert found["stored"] == ["torch.bfloat16" if precision == "pure bf16" else "torch.float32"]
     assert found["losses"] == pytest.approx(levers()[0]["losses"], rel=3e-3)
 
@@ -122,8 +139,18 @@ def test_an_export_has_the_precision_that_was_trained(whole_runs, optim, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("optim", ["adamw_bf16_kahan", "adafactor", "adamw_8bit"])
-@pytest.mark.parametrize("before, after", [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), (2, 1)])
+OPTIMIZERS = ("adamw_bf16_kahan", "adafactor", "adamw_8bit")
+
+
+@pytest.mark.parametrize(
+    "optim, before, after",
+    [
+        *((optim, 2, 2) for optim in OPTIMIZERS),
+        ("adamw_bf16_kahan", 2, 1),
+        *(pytest.param(optim, 2, 1, marks=pytest.mark.slow) for optim in OPTIMIZERS[1:]),
+        *(pytest.param(optim, 1, 1, marks=pytest.mark.slow) for optim in OPTIMIZERS),
+    ],
+)
 def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, after):
     """A new process resumes step 3 bit for bit, and on another number of ranks within rounding."""
     config = {1: "single", 2: "ddp" if optim == "adamw_8bit" else "fsdp_full"}

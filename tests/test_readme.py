@@ -76,7 +76,12 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("readme-cache")
 
 
-@pytest.mark.parametrize("command", LAUNCHES)
+IS_DEMO = {command: f"\t{command}\n" in DEMOS for command in LAUNCHES}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(command, marks=pytest.mark.slow if IS_DEMO[command] else ()) for command in LAUNCHES]
+)
 def test_launch_runs(command, fork_server, shortened, tmp_path):
     """Each launch runs in forked processes, with the environment that the launcher would give them."""
     words = shortened(command)
@@ -89,7 +94,7 @@ def test_launch_runs(command, fork_server, shortened, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for command in LAUNCHES if f"\t{command}\n" not in DEMOS])
+@pytest.mark.parametrize("command", [command for command in LAUNCHES if not IS_DEMO[command]])
 def test_launch_runs_as_typed(command, shortened, tmp_path):
     words = shortened(command)
     run([sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]], ROOT, tmp_path)
@@ -169,8 +174,8 @@ def test_table_of_sizes():
         assert [int(cell.split(",")[0]) for cell in cells.split(" | ")] == [preset[key] for key in keys], name
 
 
-def test_python_example(tmp_path):
-    """The example works with a small model instead of the demo's."""
+def test_python_example(fork_server, tmp_path):
+    """The example works with a small model instead of the demo's, and does not import this project."""
     from accelerate_recipes.games.rules import all_uci_moves
     from accelerate_recipes.models import new_llama, new_word_tokenizer
     from accelerate_recipes.weights import initialize
@@ -185,16 +190,9 @@ def test_python_example(tmp_path):
     model.save_pretrained(export)
     tokenizer.save_pretrained(export)
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("<s> e2e4 c7c5 g1f3")
+    before = f"import os, sys; os.chdir({str(tmp_path)!r})\n"
+    alone = "\nassert 'accelerate_recipes' not in sys.modules"
+    assert "\n<s> e2e4 c7c5 g1f3" in "\n" + fork_server.run_python(tmp_path, before + code + alone)
 
 
 def test_every_lever_exists_and_has_its_line():

@@ -136,6 +136,7 @@ def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
     assert after < before - 0.2
 
 
+@pytest.mark.slow
 def test_sft_in_4_bits(forks, arguments, chats, tmp_path):
     args = (*arguments, "--per_device_train_batch_size", 4, "--model_name_or_path", chats / "base")
     args = (*args, "--use_peft", "--lora_r", 4, "--lora_dropout", 0, "--load_in_4bit")
@@ -316,9 +317,20 @@ def test_which_moves_make_a_pair():
     assert [is_worse(position, move, "not_played") for move in moves] == [False, True, True, True, True]
 
 
-def test_dpo(forks, killed_and_resumed, chess, tmp_path):
+# tests/test_dpo.py and tests/test_grpo.py kill and resume on the same trainers.
+KILLED = pytest.mark.parametrize(
+    "is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"]
+)
+
+
+@KILLED
+def test_dpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
     args = (*chess, "--num_train_positions", 60, "--total_batch_size", 8, "--per_device_train_batch_size", 2)
-    whole, out = killed_and_resumed(DPO, *args)
+    if is_killed:
+        whole, out = killed_and_resumed(DPO, *args)
+    else:
+        whole = out = tmp_path / "whole"
+        assert forks.run(out, *args, script=DPO) == 0, log_of(out)[-3000:]
     # Policy and reference are the same model before the first step, on all ranks.
     assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
     assert losses(out)[STEPS] < 0.66
@@ -367,9 +379,15 @@ def test_dpo_of_adapters(forks, chess, tmp_path):
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(chess[1]), out / "export")
 
 
-def test_grpo(killed_and_resumed, chess):
+@KILLED
+def test_grpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
     args = ("--num_train_positions", 60, "--total_batch_size", 64, "--per_device_train_batch_size", 16)
-    _, out = killed_and_resumed(GRPO, *chess, *args, "--num_generations", 16, "--stockfish", ENGINE)
+    args = (*chess, *args, "--num_generations", 16, "--stockfish", ENGINE)
+    if is_killed:
+        _, out = killed_and_resumed(GRPO, *args)
+    else:
+        out = tmp_path / "out"
+        assert forks.run(out, *args, script=GRPO) == 0, log_of(out)[-3000:]
     records = [record for record in read_metrics(out) if "loss" in record]
     assert any(record["grad_norm"] > 0.01 for record in records), "no group had different rewards"
     for record in records:

@@ -1,20 +1,22 @@
 """Run recipes many times without importing the libraries again: a launch costs ten seconds, a fork nothing.
 
 The arguments are the modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv",
-"log", "seconds"}. The ranks are forked into their own process group, so that a fault may kill them all. As under a
-launcher, the other ranks get SIGTERM when one fails, and what still runs after `seconds` is killed. The answer is a line with
-the exit code of the first rank that failed (128 + n for signal n; -n if the signal killed the whole group), or 0. A rank
-that uses the network beyond this machine ends with 99.
+"log", "seconds", "is_recipe"}; what is no recipe runs as `python script` would. The ranks are forked into their own process
+group, so that a fault may kill them all. As under a launcher, the other ranks get SIGTERM when one fails, and what still runs
+after `seconds` is killed. The answer is a line with the exit code of the first rank that failed (128 + n for signal n; -n if
+the signal killed the whole group), or 0. A rank that uses the network beyond this machine ends with 99.
 """
 
 import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
 
-from forked import run_and_exit
+from forked import run_and_exit, use_hub
+from huggingface_hub import constants
 
 HERE = {None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()}
 
@@ -40,11 +42,17 @@ def rank_process(rank: int, job: dict) -> int:
 
     def run() -> None:
         sys.addaudithook(refuse_network)
+        if not job["is_recipe"]:
+            runpy.run_path(job["script"], run_name="__main__")
+            return
         import faults
 
         from accelerate_recipes import recipe, strategy
 
         faults.arm()
+        if cache := os.environ.get("TESTED_CACHE"):  # huggingface_hub was imported with another one
+            constants.HF_HUB_CACHE = cache
+            use_hub(os.environ["HF_ENDPOINT"], is_offline=True)
         if "FOUR_BITS_ON_CPU" in os.environ:  # a recipe refuses this, but bitsandbytes can do it
             strategy.lever_problems = lambda *_: []
             # On a CPU bitsandbytes repacks weights in place at evaluation, which confuses FSDP's shards; on GPUs it does not.

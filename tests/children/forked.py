@@ -27,7 +27,7 @@ def run_and_exit(run: Callable[[], None], log: str) -> NoReturn:
         os._exit(code)
 
 
-def use_hub(url: str) -> None:
-    """Let huggingface_hub, which has read its variables, ask another Hub, without Xet."""
-    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET, constants.ENDPOINT = False, True, url
+def use_hub(url: str, is_offline: bool = False) -> None:
+    """Let huggingface_hub, which has read its variables, ask another Hub, without Xet; or know it, but not ask."""
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET, constants.ENDPOINT = is_offline, True, url
     constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
