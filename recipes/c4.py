@@ -108,16 +108,15 @@ def main(args: Args) -> None:
             lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), args.vocab_size), run.resumed_from
         )
     train_loader = StreamLoader(
-        open_text(args, tokenizer, run.rank, run.world_size), args, run.rank, run.world_size,
+        open_text(args, tokenizer, run.rank, run.world_size), args, run.data_rank, run.data_world_size,
         max_length=args.max_length, document_mask=args.document_mask, num_streams=args.num_streams,
+        min_document_tokens=args.min_document_tokens,
     )  # fmt: skip
-    validation = on_first_rank(
-        lambda: validation_rows(
-            TextShards(args.validation_shards(), tokenizer, args.text_column),
-            args.num_validation_rows, args.max_length, tokenizer.pad_token_id, args.document_mask,
-        )
-    )  # fmt: skip
-    validation_loader = make_eval_loader(validation.rows, args, run.rank, run.world_size, collate_fn=collate)
+    validation = on_first_rank(lambda: validation_rows(
+        TextShards(args.validation_shards(), tokenizer, args.text_column), args.num_validation_rows, args.max_length,
+        tokenizer.pad_token_id, args.document_mask, args.min_document_tokens,
+    ))  # fmt: skip
+    validation_loader = make_eval_loader(validation.rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
     run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": validation_loader})
 
     # Model

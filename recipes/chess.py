@@ -38,6 +38,8 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 @dataclass
 class Args(GamesArgs, TrainArgs):
+    shares_rows = True
+
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
     from_scratch: bool = arg(
@@ -107,9 +109,9 @@ def main(args: Args) -> None:
         for name in ("train", "heldout")
     )
     train_loader = make_train_loader(
-        train_rows, args, run.rank, run.world_size, collate_fn=collate, content=facts["content"]
+        train_rows, args, run.data_rank, run.data_world_size, collate_fn=collate, content=facts["content"]
     )
-    heldout_loader = make_eval_loader(heldout_rows, args, run.rank, run.world_size, collate_fn=collate)
+    heldout_loader = make_eval_loader(heldout_rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
     run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": heldout_loader}, train_rows.num_targets)
 
     # Model

@@ -65,6 +65,8 @@ def environment(strategy: str, num_devices: int, flags: tuple[str, ...]) -> dict
     if strategy == "fsdp_hybrid":
         launch += ["--parallelism_config_dp_replicate_size", "2"]
         launch += ["--parallelism_config_dp_shard_size", str(num_processes // 2)]
+    if strategy == "fsdp_long":
+        launch += ["--parallelism_config_dp_shard_size", str(num_processes // 2)]
     try:
         return launch_environment([*launch, *flags, "recipe.py"])
     except ValueError as error:
@@ -177,7 +179,7 @@ def model_problems(model: PreTrainedModel, flags: tuple[str, ...], env: dict[str
     args, _ = arguments("chess", tuple(flag for flag in flags if flag != "--merge_adapter"), 8)  # merging reads files
     with mock.patch.dict(os.environ, env), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = attention_problems(args, model)
+        found = attention_problems(args, model, env)
         try:
             add_adapters(model, args)
             if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":

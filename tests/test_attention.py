@@ -35,7 +35,7 @@ from transformers import (
 
 from accelerate_recipes import attention
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.attention import boundaries, choose, keep_cudnn_from_masks, unable, with_padding
+from accelerate_recipes.attention import beyond_documents, boundaries, choose, keep_cudnn_from_masks, with_padding
 from accelerate_recipes.losses import next_token_loss
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
@@ -310,7 +310,7 @@ def test_generation_goes_back_to_sdpa():
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
 def test_choice(config, asks, monkeypatch):
-    assert unable(config) == asks
+    assert ", ".join(beyond_documents(config)) == asks
     assert choose("eager", config, torch.bfloat16) == ("eager", "")
     plain = "eager" if config.model_type in ("gemma2", "gpt_oss", "gptj") else "sdpa"  # what transformers supports
     assert choose("auto", config, torch.bfloat16)[0] == plain

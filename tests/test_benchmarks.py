@@ -29,11 +29,12 @@ COMMANDS = {
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "export_memory": f"--rounds 1 {TINY_LLAMA} {TINY_HEADS} --vocab_size 500",
+    "long_rows": "--length 256 --slice_length 512",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
     "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
-LONG = set(COMMANDS) - {"data_throughput"}
+LONG = set(COMMANDS) - {"data_throughput", "long_rows"}
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.

@@ -219,3 +219,15 @@ def test_a_loss_of_any_size_has_its_units(loss, perplexity):
     found = ValidationRows(None, [], bytes_per_token=4.0).measures(loss)
     assert found["perplexity"] == pytest.approx(perplexity, nan_ok=True)
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) / 4, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_rows_that_ranks_share(forks, arguments, undisturbed, tmp_path):
+    """Two groups of two ranks read the streams as two ranks do: the same losses, and each token counted once."""
+    out = tmp_path / "out"
+    code = forks.run(out, *arguments, config="fsdp_long", num_processes=4, PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
+    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    for found, wanted in zip(read_metrics(out), read_metrics(undisturbed[0]), strict=True):
+        for name in ("loss", "grad_norm", "eval_loss", "tokens_seen", "documents_seen"):
+            assert found.get(name) == pytest.approx(wanted.get(name), rel=1e-4 if name == "grad_norm" else 1e-5)
+    assert (out / "export/model.safetensors").exists()

@@ -73,7 +73,25 @@ def test_sound_environments(env):
             4,
             ["2 replicas x 4 shards = 8 processes, but 4", "--parallelism_config_dp_shard_size"],
         ),
-        (HYBRID | {"PARALLELISM_CONFIG_TP_SIZE": "4"}, 4, ["tp, cp or sp"]),
+        (HYBRID | {"PARALLELISM_CONFIG_TP_SIZE": "4"}, 4, ["tp_size is 4", "set it to 1"]),
+        (HYBRID | {"PARALLELISM_CONFIG_SP_SIZE": "4"}, 4, ["sp_size is 4", "parallelism_config_cp_size to 4"]),
+        (HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "0"}, 4, ["1, 1, 1, 0, 1", "at least 1"]),
+        (
+            HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "3"},
+            4,
+            ["x 3 ranks that share a row = 3 processes, but 4", "--parallelism_config_cp_size C so that R x S x C = 4"],
+        ),
+        (
+            HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+            4,
+            ["2 replicas of weights", "parallelism_config_dp_shard_size to 2"],
+        ),
+        (HYBRID | FSDP1 | {"PARALLELISM_CONFIG_CP_SIZE": "4"}, 4, ["cp_size is 4", "fsdp_long.yaml"]),
+        (
+            HYBRID | {"ACCELERATE_USE_FSDP": "false", "PARALLELISM_CONFIG_CP_SIZE": "4"},
+            4,
+            ["cp_size is 4", "fsdp_long.yaml"],
+        ),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, 4, ["DeepSpeed"]),
     ],
 )
@@ -83,6 +101,7 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
         assert name in problem
 
 
+SHARED = HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 
@@ -103,6 +122,7 @@ RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
         ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
         ({"optim": "adamw_8bit"}, FSDP2, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
         ({"optim": "adamw_8bit"}, FSDP1, ["--optim adamw_8bit", "bitsandbytes", "ddp.yaml"]),
+        ({}, SHARED, ["cp_size is 2, but in this recipe a row is whole", "recipes/c4.py"]),
         (
             {"optim": "adamw_bf16_kahan"},
             FSDP2 | {"ACCELERATE_MIXED_PRECISION": "bf16"},

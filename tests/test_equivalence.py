@@ -23,6 +23,38 @@ STRATEGIES = {
     "offload": ("fsdp_offload", 2, 4, (), 5, 1 / 2),
     "activation checkpointing": ("fsdp_full", 2, 4, ("--fsdp_activation_checkpointing", "true"), 5, 1 / 2),
     "no wrap": ("fsdp_no_wrap", 2, 4, (), 3, 1 / 2),
+    "rows shared by 2": ("fsdp_long", 2, 4, (), 5, 1 / 2),
+    "rows shared by 2, 2 shards": (
+        "fsdp_long",
+        4,
+        2,
+        ("--num_processes", "4", "--parallelism_config_dp_shard_size", "2"),
+        5,
+        1 / 4,
+    ),
+    "rows shared by 4, with 2 heads for keys": (
+        "fsdp_long",
+        4,
+        4,
+        ("--num_processes", "4", "--parallelism_config_cp_size", "4"),
+        5,
+        1 / 4,
+    ),
+    "rows shared by 2, hybrid 2 x 2": (
+        "fsdp_long",
+        8,
+        1,
+        (
+            "--num_processes",
+            "8",
+            "--parallelism_config_dp_replicate_size",
+            "2",
+            "--parallelism_config_dp_shard_size",
+            "2",
+        ),
+        5,
+        1 / 4,
+    ),
     "fsdp1": ("fsdp1_full", 2, 4, (), 4, 1 / 2),
     "fsdp1 by size": ("fsdp1_size_wrap", 2, 4, ("--fsdp_min_num_params", "5000"), 5, 1 / 2),
 }
@@ -33,6 +65,9 @@ FAST = (
     "fsdp2",
     "hybrid 2 x 2, accumulation",
     "activation checkpointing",
+    "rows shared by 2",
+    "rows shared by 2, 2 shards",
+    "rows shared by 4, with 2 heads for keys",
     "fsdp1",
 )
 NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
@@ -126,11 +161,24 @@ def test_tied_embeddings(run_steps):
     assert found["resumed"] == found["trajectory"][2:]
 
 
+@pytest.mark.slow
+def test_shared_rows_without_their_documents(run_steps):
+    """The tests above would notice documents that see each other, as with Accelerate's own cp_size."""
+    found = run_steps("rows shared by 2", "--document_mask", "false")["trajectory"]
+    for step, wanted in zip(found, run_steps("one process")["trajectory"], strict=True):
+        assert step != pytest.approx(wanted, rel=1e-3)
+
+
 BY_DOCUMENTS = {
     "fsdp2": (),
     "fsdp1": pytest.mark.slow,
     "activation checkpointing": pytest.mark.slow,
     "ddp": pytest.mark.slow,
+}
+BY_DOCUMENTS |= {
+    "rows shared by 2": (),
+    "rows shared by 2, 2 shards": pytest.mark.slow,
+    "rows shared by 4, with 2 heads for keys": pytest.mark.slow,
 }
 BY_DOCUMENTS |= {"hybrid 2 x 2, accumulation": pytest.mark.slow, "no wrap": pytest.mark.slow}
 

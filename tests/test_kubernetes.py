@@ -61,6 +61,8 @@ def test_every_preset(preset):
     if preset.stem.endswith("_one_gpu"):  # in pure bf16; without DDP a pod would hear of no signal
         gpus = [*JOB, "--nodes", "1", "--gpus-per-node", "1"]
         strategy, flags = "accelerate_configs/ddp.yaml", ["--mixed_precision", "no"]
+    if preset.stem.endswith("_128k"):
+        strategy, flags = "accelerate_configs/fsdp_long.yaml", ["--parallelism_config_cp_size", "8"]
     for kind in KINDS:
         found = documents(kind, *gpus, "--instance-type", "p5.48xlarge", strategy, *flags, script, *run)
         assert problems(found) == []

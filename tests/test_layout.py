@@ -19,7 +19,7 @@ LIBRARY = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init_
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # Our modules and folders that a folder, or a flat module, may import. A module that is not listed may import any.
 MAY_IMPORT = {
-    "args": set(),
+    "args": {"ranks"},
     "disk": set(),
     "picture": set(),
     "ranks": set(),
@@ -27,12 +27,13 @@ MAY_IMPORT = {
     "attention": {"args"},
     "hub": {"args", "disk"},
     "life": {"args", "disk", "ranks"},
-    "losses": {"args", "attention"},
+    "losses": {"args", "attention", "ranks", "sequence"},
     "metrics": {"disk"},
     "optim": {"args", "ranks", "weights"},
-    "strategy": {"args", "weights"},
+    "sequence": {"args", "attention"},
+    "strategy": {"args", "ranks", "weights"},
     "data": {"args", "attention", "disk", "hub", "life", "losses", "ranks"},
-    "distributed": {"args", "attention", "optim", "ranks", "strategy", "weights"},
+    "distributed": {"args", "attention", "optim", "ranks", "sequence", "strategy", "weights"},
     "checkpoint": {
         "adapters",
         "args",
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     },
     "games": {"args", "data", "generation", "hub", "ranks"},
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
-    "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run"},
+    "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
     "launch": {
         "adapters",
         "args",
@@ -60,6 +61,7 @@ MAY_IMPORT = {
         "losses",
         "models",
         "optim",
+        "ranks",
         "recipe",
         "strategy",
     },

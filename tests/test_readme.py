@@ -1,4 +1,5 @@
-"""Tests of every command in the READMEs, docs/offline.md, docs/kubernetes.md, docs/rewards.md and docs/serving.md.
+"""Tests of every command in the READMEs, docs/offline.md, docs/kubernetes.md, docs/rewards.md, docs/serving.md and
+docs/long-context.md.
 
 A command is shortened and run; if it needs GPUs, Slurm or Kubernetes, it is checked as far as possible. Downloads are run in
 tests/test_download.py, with a Hub of the tests; sbatch's own flags are checked in tests/test_slurm.py.
@@ -30,8 +31,9 @@ SLURM = (ROOT / "slurm/README.md").read_text()
 KUBERNETES = (ROOT / "docs/kubernetes.md").read_text()
 SERVING = (ROOT / "docs/serving.md").read_text()
 REWARDS = (ROOT / "docs/rewards.md").read_text()
+LONG = (ROOT / "docs/long-context.md").read_text()
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
-BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES + SERVING + REWARDS, re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES + SERVING + REWARDS + LONG, re.DOTALL)
 SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
@@ -165,7 +167,7 @@ def test_table_of_sizes():
     rows = re.findall(r"^\| `(\w+)` \| (\d.*) \|$", SLURM, re.MULTILINE)
     presets = {path.stem for path in (ROOT / "recipes/configs/c4").glob("*.yaml")}
     assert {name for name, _ in rows} == {
-        name for name in presets if name != "laptop" and not name.endswith(("_lora", "_one_gpu"))
+        name for name in presets if not name.startswith("laptop") and not name.endswith(("_lora", "_one_gpu", "_128k"))
     }
     keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
     keys += ["intermediate_size", "max_length"]
@@ -227,9 +229,13 @@ def test_every_config_and_flag_on_the_page_exists():
     known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
     known |= {f"--no_{name}" for names in recipes for name in names if names[name].default is True}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
+    launch |= {"--parallelism_config_cp_size", "--parallelism_config_dp_shard_size"}
     ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib", "--seeds"}
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
-    assert set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE + REWARDS)) <= known | launch | ours | of_jobs
+    assert (
+        set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE + REWARDS + LONG))
+        <= known | launch | ours | of_jobs
+    )
     assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE + REWARDS):
         assert (ROOT / Path(path)).exists(), path

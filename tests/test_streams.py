@@ -146,7 +146,7 @@ class Ranks:
             return steps
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.loaders)) as pool:
-            patch.setattr(streams, "on_all_ranks", self.on_all_ranks)
+            patch.setattr(streams, "on_all_data_ranks", self.on_all_ranks)
             batches = [iter(loader) for loader in self.loaders]
             done = [pool.submit(steps_of, rank, part) for rank, part in enumerate(batches)]
             found = [future.result() for future in done]
@@ -350,6 +350,48 @@ def test_resume_is_exact(source, alone, before, after, step):
     streams = [loader.state()["streams"] for loader in second]
     assert {stream: state for part in streams for stream, state in part.items()} == whole.state()["streams"]
     assert sum(loader.counts()["documents_seen"] for loader in second) == whole.counts()["documents_seen"]
+
+
+def test_short_documents_are_left_out(text_shards, corpus, tokenizer):
+    """Rows hold the long documents alone, each once in an epoch, and the others are counted, also across a resume."""
+    settings = {"max_length": MAX_LENGTH, "num_streams": NUM_STREAMS, "shuffle_block": BLOCK, "min_document_tokens": 20}
+    args = TrainArgs(total_batch_size=12, per_device_train_batch_size=1, seed=5)
+    lengths = [len(tokens) for tokens in text_shards.encode(corpus)]
+    long = sum(length >= 20 for length in lengths)
+    assert 0 < long < len(lengths)
+
+    def loader(*place: int) -> StreamLoader:
+        return StreamLoader(text_shards, args, *place, **settings)
+
+    whole = loader(0, 1)
+    rows = run_steps([whole], 30)
+    seen = [token for row in itertools.chain(*rows) for token in row]
+    texts = [text.split() for text in corpus]
+    words = {n: set(tokenizer.convert_tokens_to_ids(text)) for n, text in enumerate(texts)}
+    short = set().union(*(words[n] for n, length in enumerate(lengths) if length < 20))
+    assert not short & set(seen)
+    counts, epochs = whole.counts(), {state.epoch for state in whole.consumed.values()}
+    assert min(epochs) >= 1, "each document was met"
+    first = [loader(rank, 2) for rank in range(2)]
+    begun = run_steps(first, 7)
+    states = json.loads(json.dumps([part.state() for part in first]))
+    second = [loader(rank, 4) for rank in range(4)]
+    for part in second:
+        part.start_at(7, states)
+    assert begun + run_steps(second, 23) == rows
+    for name in ("documents_left_out", "documents_seen"):
+        assert sum(part.counts()[name] for part in second) == counts[name] > 0
+    with pytest.raises(ConfigError, match="min_document_tokens is 0, the checkpoint has 20; set it back"):
+        make_loader(text_shards).start_at(7, states)
+    old = json.loads(json.dumps(make_loader(text_shards).state()))
+    del old["order"]["min_document_tokens"]
+    old["streams"] = {stream: state[:7] for stream, state in old["streams"].items()}
+    make_loader(text_shards).start_at(0, [old])
+    with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to train on"):
+        run_steps([StreamLoader(text_shards, args, 0, 1, **settings | {"min_document_tokens": 999})], 1)
+    with pytest.raises(DataError, match="no document of --min_document_tokens 999 or more to validate on"):
+        validation_rows(text_shards, 2, MAX_LENGTH, 0, True, min_document_tokens=999)
+    assert min(len(text_shards.encode([t])[0]) for t in validation_rows(text_shards, 9, 16, 0, True, 20).texts) >= 20
 
 
 def test_state_is_of_whole_steps(source):

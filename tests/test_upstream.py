@@ -66,6 +66,7 @@ TOUCHED = [
     # accelerate
     (PartialState, "_shared_state", "distributed", "DDP on a CPU in one process", None),
     (Accelerator, "_optimizers", "distributed", "the optimizer is made on the sharded model", None),
+    (Accelerator, "_prepare_cp", "distributed", "rows that ranks share keep their masks", "self args"),
     (Accelerator, "ao_recipe_handler", "distributed", "which layers compute in fp8", None),
     (launch, "_validate_launch_command", "preflight", "what the launcher would start", "args"),
     # transformers

@@ -20,6 +20,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from accelerate_recipes.ranks import data_world_size
+
 # Flags that other scripts have, but that the accelerate YAML or another argument decides here.
 OWNED_ELSEWHERE = {
     "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
@@ -208,6 +210,9 @@ class TrainArgs:
     ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
+    # Whether ranks can share a row (parallelism_config_cp_size): the rows are packed, and the loss is ours.
+    shares_rows: ClassVar[bool] = False
+
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 
@@ -360,13 +365,13 @@ def parse(
 ) -> Args:
     """Resolve the arguments of a recipe.
 
-    `world_size` defaults to what the launcher put into the environment. `other_problems` finds problems of the launch with
-    these arguments; they are reported together with those found here.
+    `world_size` is the number of shares of the data; default: what the launcher put into the environment. `other_problems`
+    finds problems of the launch with these arguments; they are reported together with those found here.
 
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+    world_size = data_world_size() if world_size is None else world_size
     args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size)
     if errors := [*other_problems(args), *errors]:
         raise ConfigError(error_list("This run cannot start", errors))

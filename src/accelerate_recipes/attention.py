@@ -112,7 +112,7 @@ def documents(
         (B, T, H, D).
 
     Raises:
-        ValueError: for what this kernel does not compute; `unable` finds that beforehand.
+        ValueError: for what this kernel does not compute; `beyond_documents` finds that beforehand.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or dropout or softcap is not None or s_aux is not None or not causal:
@@ -142,21 +142,25 @@ def documents(
     return found.unflatten(0, (rows, length)), None
 
 
-def unable(config: PreTrainedConfig) -> str:
-    """Say what a model needs of its attention that `documents` does not compute; empty if nothing."""
+SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
+
+
+def beyond_documents(config: PreTrainedConfig) -> list[str]:
+    """List what a model needs of its attention that `documents` does not compute."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     heads = getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     asks = {
-        "softcapped scores": getattr(text, "attn_logit_softcapping", None) is not None,
-        "attention sinks": text.model_type == "gpt_oss",
+        SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
+        SINKS: text.model_type == "gpt_oss",
+        CHUNKS: "chunked_attention" in (getattr(text, "layer_types", None) or ()),
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
-        "an attention of its own": model_class is None or not model_class._supports_attention_backend,
+        OWN: model_class is None or not model_class._supports_attention_backend,
         f"heads {width} wide": width > 256 or width % 8 > 0,
         "values of another width than keys": getattr(text, "v_head_dim", width) != getattr(text, "qk_head_dim", width),
     }
-    return ", ".join(what for what, is_asked in asks.items() if is_asked)
+    return [what for what, is_asked in asks.items() if is_asked]
 
 
 def lacking(config: PreTrainedConfig) -> dict[str, str]:
@@ -173,12 +177,15 @@ def lacking(config: PreTrainedConfig) -> dict[str, str]:
     return {name: "sdpa" if supported["sdpa"] else "eager" for name, is_there in supported.items() if not is_there}
 
 
-def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool = True) -> tuple[str, str]:
+def choose(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool = True, is_shared: bool = False
+) -> tuple[str, str]:
     """Choose the attention for `auto`; any other name stays. Returns its name, and why in words (empty if not `auto`).
 
     Args:
         dtype: that of the weights, in which the model computes unless the accelerate YAML says bf16.
         has_boundaries: whether the batches say where documents begin.
+        is_shared: whether ranks share a row (see `sequence`); then it is `documents` on any device, or `sdpa` with a mask.
 
     Raises:
         ConfigError: for an attention that the model, the precision or the installed packages rule out.
@@ -190,8 +197,13 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundari
             f"--attn_implementation {name}: transformers' {config.get_text_config().model_type} does not support it; give "
             f"{lacks[name]}, or auto"
         )
+    if is_shared and name not in ("auto", DOCUMENTS, "sdpa"):
+        raise ConfigError(
+            f"--attn_implementation {name}: rows that ranks share (parallelism_config_cp_size) have {DOCUMENTS}, or sdpa "
+            "with a mask; give auto"
+        )
     plain = lacks.get("sdpa", "sdpa")
-    if name == DOCUMENTS and (why := unable(config)):
+    if name == DOCUMENTS and (why := ", ".join(beyond_documents(config))):
         raise ConfigError(f"--attn_implementation {DOCUMENTS}: the model has {why}; give {plain}, or auto")
     if name == DOCUMENTS and torch.cuda.is_available() and not is_bf16:
         raise ConfigError(
@@ -206,14 +218,16 @@ def choose(name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundari
         )
     if name != "auto":
         return name, ""
-    if why := unable(config):
+    if why := ", ".join(beyond_documents(config)):
         return plain, f"the model has {why}"
     if not has_boundaries:
         return plain, "trl's batches do not say where documents begin"
+    if not is_bf16 and torch.cuda.is_available():
+        return plain, "the precision is not bf16"
+    if is_shared:
+        return DOCUMENTS, "ranks share a row"
     if not torch.cuda.is_available():
         return plain, "there is no GPU"
-    if not is_bf16:
-        return plain, "the precision is not bf16"
     return DOCUMENTS, "bf16 on a GPU"
 
 

@@ -39,7 +39,8 @@ from transformers import PreTrainedModel
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, computes_in_bf16, error_list
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.optim import local_shard, optimizer_fn
-from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank
+from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
+from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_problems, launch_warnings, num_accelerators
 from accelerate_recipes.weights import initialize
 
@@ -69,6 +70,8 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     resolve_vector_math()
     keep_memory_in_one_piece()
     keep_cudnn_from_masks()
+    if ranks_a_row() > 1:
+        share_attention()
     if args.full_determinism:
         make_deterministic()
     timeout = timedelta(seconds=args.ddp_timeout)
@@ -91,8 +94,19 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             f"{accelerator.num_processes} ({accelerator.distributed_type.value}): each would train a copy of its own. "
             "Launch with `accelerate launch --config_file accelerate_configs/...`"
         )
+    keep_masks(accelerator)
     set_seed(args.seed)
     return accelerator
+
+
+def keep_masks(accelerator: Accelerator) -> None:
+    """Keep Accelerate from throwing attention masks away where ranks share rows.
+
+    With cp_size Accelerate 1.15 (_prepare_cp) hangs a hook on each attention that removes its mask, for a ring attention
+    on GPUs: packed documents would see each other, silently. Here `sequence` shares the rows, with their masks.
+    tests/test_sequence.py fails once upstream no longer does this.
+    """
+    accelerator._prepare_cp = lambda *prepared: prepared
 
 
 # Functions that torch leaves to MKL, element by element.
@@ -392,7 +406,7 @@ def shard_world_size(accelerator: Accelerator) -> int:
     if accelerator.distributed_type != DistributedType.FSDP:
         return 1
     mesh = accelerator.torch_device_mesh
-    return mesh["dp_shard"].size() if mesh is not None else accelerator.num_processes
+    return mesh["dp_shard_cp"].size() if mesh is not None else accelerator.num_processes
 
 
 def num_replicas(accelerator: Accelerator) -> int:
@@ -411,6 +425,8 @@ def strategy_name(accelerator: Accelerator) -> str:
         name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
     if num_replicas(accelerator) > 1:
         name += f" in {num_replicas(accelerator)} replicas"
+    if ranks_a_row() > 1:
+        name += f", rows shared by {ranks_a_row()}"
     if plugin.activation_checkpointing:
         name += ", activation checkpointing"
     if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):

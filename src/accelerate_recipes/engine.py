@@ -22,8 +22,9 @@ from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints,
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
-from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
+from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_ranks
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import part_of_rows, row_group
 
 Batch = dict[str, Any]  # tensors; and numbers, such as of documents
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
@@ -136,14 +137,14 @@ def train(
     step = agenda.begin()
     train_loader.start_at(step, checkpointer.data_states)
     micro_batches = iter(train_loader)
-    accumulation_steps = args.accumulation_steps(run.world_size)
+    accumulation_steps = args.accumulation_steps(run.data_world_size)
     window = Window()
     run.model.train()
     while step < run.total_steps:
         # Retries on a failing network may take longer than a step may: each retry restarts the clock.
         agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
-        batches = [to_device(next(micro_batches), accelerator.device) for _ in range(accumulation_steps)]
+        batches = [on_this_rank(next(micro_batches), accelerator) for _ in range(accumulation_steps)]
         data_seconds = time.perf_counter() - start
         agenda.expect(f"step {step + 1}")
         try:
@@ -165,7 +166,7 @@ def train(
         window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
         agenda.completed(step, seconds, wants_stop=done.stop)
         if agenda.log_is_due:
-            parts = on_all_ranks(train_loader.counts())
+            parts = on_all_data_ranks(train_loader.counts())
             counts = {name: sum(part[name] for part in parts) for name in parts[0]}
             agenda.log_window(window, done.grad_norm.item(), lr, counts)
             window = Window()
@@ -216,11 +217,16 @@ def evaluate_loss(
     num_targets = torch.zeros((), device=accelerator.device, dtype=torch.int64)
     for batch in batches:
         stop.raise_if_requested(accelerator)
-        batch = to_device(batch, accelerator.device)
+        batch = on_this_rank(batch, accelerator)
         loss_sum += loss_fn(model, batch)
         num_targets += count_fn(batch)
     model.train()
     return (sum_over_ranks(loss_sum) / sum_over_ranks(num_targets)).item()
+
+
+def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:
+    """Copy a batch to the device: of rows that ranks share, this rank's part."""
+    return to_device(part_of_rows(batch, row_group(accelerator)), accelerator.device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -14,6 +14,7 @@ from accelerate_recipes.attention import with_padding
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.ranks import on_all_ranks
+from accelerate_recipes.sequence import whole_rows
 
 
 class Sampling(NamedTuple):
@@ -72,6 +73,7 @@ def generate_texts(
     model.eval()
     # `generate` calls an encoder without the model's own forward, where Accelerate puts autocast.
     with (
+        whole_rows(),
         with_padding(generator),
         uncompiled(generator),
         whole_root(model),

@@ -9,13 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.args import ConfigError, computes_in_bf16
-from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks, lacking
+from accelerate_recipes.args import ConfigError, computes_in_bf16, error_list
+from accelerate_recipes.attention import (
+    CHUNKS,
+    DOCUMENTS,
+    OWN,
+    READ_BOUNDARIES,
+    SINKS,
+    SOFTCAP,
+    beyond_documents,
+    boundaries,
+    boundary_arguments,
+    document_masks,
+    lacking,
+)
+from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
-IGNORE_INDEX = -100
+LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 # What a model may do to its logits behind the output layer, and the value that does nothing, besides None.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
 CROSSES = (
@@ -83,11 +97,105 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)
-    if packing_of(config) is Packing.MASK:
+    is_shared = "sequence_group" in batch
+    needs_mask = is_shared and config._attn_implementation not in READ_BOUNDARIES
+    if needs_mask or packing_of(config) is Packing.MASK:
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
-        inputs |= document_masks(config, batch["position_ids"], dtype)
+        inputs |= document_masks(config, batch["row_position_ids" if is_shared else "position_ids"], dtype)
+    if is_shared:
+        inputs["sequence_group"] = batch["sequence_group"]
     output = model(**inputs, use_cache=False)
     return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
+
+
+def alone(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **settings: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend to nothing but the position itself, as an attention function of transformers; for `shares_in_small`.
+
+    Raises:
+        KeyError: if the model has not handed `sequence_group` on.
+    """
+    settings["sequence_group"]
+    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
+AttentionInterface.register("alone", alone)
+
+
+def check_sharing(config: PreTrainedConfig) -> None:
+    """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of models with this configuration."""
+    size = ranks_a_row()
+    if size > 1 and (problems := sharing_problems(config, size)):
+        raise ConfigError(error_list("Ranks cannot share rows (parallelism_config_cp_size)", problems))
+
+
+def sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
+    """List why `size` ranks cannot share the rows of models with this configuration, one sentence each."""
+    text = config.get_text_config()
+    name, heads = text.model_type, getattr(text, "num_attention_heads", 0) or 0
+    if config.is_encoder_decoder:
+        return [f"{name} is an encoder-decoder, whose rows are not packed; set parallelism_config_cp_size to 1"]
+    found = []
+    if not heads or heads % size:
+        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        found.append(
+            f"{name} has {heads} query heads, which parallelism_config_cp_size {size} does not divide; set it to one of "
+            f"{sizes or 1}"
+        )
+    if asked := [what for what in beyond_documents(config) if what in (SOFTCAP, SINKS, CHUNKS, OWN)]:
+        found.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
+    elif not shares_in_small(config):
+        found.append(
+            f"layers of {name} mix positions beside attention (a linear attention, a state space, a convolution), or do not "
+            "call attention by transformers' interface: a rank would see only its part of a row; set "
+            "parallelism_config_cp_size to 1"
+        )
+    if moving := {kind for kind in rope_types(text) if kind in ("dynamic", "longrope")}:
+        found.append(
+            f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
+            "set parallelism_config_cp_size to 1"
+        )
+    return found
+
+
+def check_shared_masks(attention: str, max_length: int) -> None:
+    """Raise ConfigError if rows of `max_length` tokens that ranks share would have too large a mask with this attention."""
+    if attention == "sdpa" and max_length > LONGEST_MASK:
+        raise ConfigError(
+            f"--max_length {max_length}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for at most "
+            f"{LONGEST_MASK} tokens; shorten them, or give --attn_implementation {DOCUMENTS}"
+        )
+
+
+def rope_types(text: PreTrainedConfig) -> set[str]:
+    """Return the kinds of rotary embedding of a model: one, or one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return {part["rope_type"] for part in parts if "rope_type" in part}
+
+
+@torch.no_grad()
+def shares_in_small(config: PreTrainedConfig) -> bool:
+    """Tell whether a tiny model of this configuration computes parts of a row as in the whole row, but for attention.
+
+    Attention, which `sequence` exchanges, is replaced by one that sees only the position itself.
+    """
+    group = {"sequence_group": None, "use_cache": False}
+    model = tiny_model(config, "alone", sequence_group=None)
+    if model is None:
+        return False
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
+        try:
+            whole = model(input_ids=tokens, position_ids=positions, **group).logits
+            parts = [
+                model(input_ids=t, position_ids=p, **group).logits
+                for t, p in zip(tokens.split(6, 1), positions.split(6, 1), strict=True)
+            ]
+        except (TypeError, ValueError, RuntimeError, KeyError):
+            return False
+    return bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
 
 
 class Packing(Enum):
@@ -102,6 +210,7 @@ class Packing(Enum):
 _packing: dict[tuple, Packing] = {}  # what `packing_of` has found out
 
 
+@whole_rows()
 def packing_of(config: PreTrainedConfig) -> Packing:
     """Find out how models with this configuration keep attention inside a document, by a tiny one of the same class.
 
@@ -126,7 +235,7 @@ def packing_of(config: PreTrainedConfig) -> Packing:
     return _packing[key]
 
 
-def tiny_model(config: PreTrainedConfig, attention: str) -> nn.Module | None:
+def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
     """Make a model with one layer of each kind, two heads and few words, and with random weights; None if that fails.
 
     The heads keep their width, for which positions may have tables. Up to 32 experts stay, which may be in groups.
@@ -161,7 +270,7 @@ def tiny_model(config: PreTrainedConfig, attention: str) -> nn.Module | None:
         with torch.random.fork_rng([]), torch.device("cpu"):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
     except Exception:  # whatever an unusual configuration brings: only the real model can tell
         return None
     return model.eval()
@@ -188,6 +297,7 @@ def check_packing(config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
+@whole_rows()
 def check_document_mask(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a model that lets attention cross the documents of a packed row.
 
@@ -271,8 +381,12 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the target of each position, (B x T,). Shifts the labels, because shifting the logits would copy them."""
-    return F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    """Return the target of each position, (B x T,). Shifts the labels, because shifting the logits would copy them.
+
+    Labels of rows that ranks share have one column more: the target of the last position.
+    """
+    missing = 1 + batch["input_ids"].shape[1] - batch["labels"].shape[1]
+    return F.pad(batch["labels"][:, 1:], (0, missing), value=IGNORE_INDEX).flatten()
 
 
 def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:

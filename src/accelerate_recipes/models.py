@@ -35,8 +35,8 @@ from transformers import (
 from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import check_head, check_packing
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.losses import check_head, check_packing, check_sharing
+from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
 T5_TYPES = ("t5", "mt5", "umt5")
@@ -78,12 +78,14 @@ def load_model(
     get theirs when the model is sharded.
 
     Raises:
-        ConfigError: for an attention, or for packed rows, that the model's class does not support, and for a model that
-            also reads images.
+        ConfigError: for an attention, packed rows, or rows that ranks share, that the model's class does not support, and
+            for a model that also reads images.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
     check_reads_text(config, name)
-    attention, _ = choose(attn_implementation, config, settings.get("dtype", torch.float32), has_boundaries)
+    check_sharing(config)
+    dtype = settings.get("dtype", torch.float32)
+    attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
     if packed:
         config._attn_implementation = attention
         check_packing(config)
@@ -244,7 +246,8 @@ def new_model(
 
     `distributed.prepare` gives it its first weights; outside of a run `weights.initialize` does.
     """
-    attention, _ = choose(attn_implementation, config, dtype)
+    check_sharing(config)
+    attention, _ = choose(attn_implementation, config, dtype, is_shared=ranks_a_row() > 1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.config.architectures = [type(model).__name__]

@@ -2,10 +2,13 @@
 
 The launcher's environment gives the numbers, so they are known before there is a process group; without a launcher there is
 one process. The collectives work without a process group, too.
+
+With `parallelism_config_cp_size: N` in the accelerate YAML, N neighbouring ranks share each row (see `sequence`): they read
+the same rows, so for the data they are one rank.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +30,27 @@ def is_first() -> bool:
 def is_first_of_machine() -> bool:
     """Tell whether this is the first process of its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def ranks_a_row(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks share a row; at least 1."""
+    is_used = env.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() in ("true", "1")
+    return max(1, int(env.get("PARALLELISM_CONFIG_CP_SIZE", 1))) if is_used else 1
+
+
+def data_rank() -> int:
+    """Return the number of this process's share of the data: the same on all ranks that share rows."""
+    return rank() // ranks_a_row()
+
+
+def data_world_size(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of shares of the data: that of the processes, or of the groups that share rows."""
+    return max(1, int(env.get("WORLD_SIZE", 1)) // ranks_a_row(env))
+
+
+def on_all_data_ranks(value: Any) -> list:
+    """Gather the value of each share of the data, once, on every rank."""
+    return on_all_ranks(value)[:: ranks_a_row()]
 
 
 def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
 from accelerate_recipes.attention import choose
@@ -32,10 +33,11 @@ from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_run
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 
 # The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
 # recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:
@@ -77,6 +79,16 @@ class Run(Generic[Args]):
     @property
     def world_size(self) -> int:
         return self.accelerator.num_processes
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's share of the data: the same on all ranks that share rows."""
+        return ranks.data_rank()
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of shares of the data: the ranks, or the groups of ranks that share rows."""
+        return ranks.data_world_size()
 
     @property
     def is_first(self) -> bool:
@@ -157,6 +169,8 @@ class Run(Generic[Args]):
         Raises:
             ConfigError: for adapters, a strategy or settings that do not fit the model.
         """
+        if ranks_a_row() > 1:
+            check_shared_masks(model.config._attn_implementation, getattr(self.args, "max_length", 0))
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
@@ -165,7 +179,9 @@ class Run(Generic[Args]):
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         name = getattr(self.args, "attn_implementation", "")
-        attention, why = choose(name, model.config, self.args.param_dtype, self.args.has_boundaries)
+        attention, why = choose(
+            name, model.config, self.args.param_dtype, self.args.has_boundaries, is_shared=ranks_a_row() > 1
+        )
         if why:
             self.print(f"Attention: {attention}, since {why}")
         self.total_steps = total_steps

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs
+from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.weights import linear_layers_and_experts
 
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
@@ -127,19 +128,42 @@ def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
     """List what is wrong with the YAML's parallelism_config for `world` processes."""
     found = []
     sizes = [int(env.get(f"PARALLELISM_CONFIG_{name}", 1)) for name in PARALLEL_SIZES]
-    replicate, shard, *others = sizes
-    if max(sizes) == 1:
+    replicate, shard, tensor, row, sequence = sizes
+    if min(sizes) < 1:
+        found.append(f"parallelism_config has the sizes {', '.join(map(str, sizes))}; each must be at least 1")
+    elif max(sizes) == 1:
         found.append(
             "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
             "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
         )
-    elif max(others) > 1:
-        found.append("parallelism_config sets tp, cp or sp; this collection shards data-parallel only: set them to 1")
-    elif replicate * shard != world:
+    elif tensor > 1:
         found.append(
-            f"parallelism_config asks for {replicate} replicas x {shard} shards = {replicate * shard} processes, "
-            f"but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
-            f"--parallelism_config_dp_shard_size S so that R x S = {world}"
+            f"parallelism_config_tp_size is {tensor}: Accelerate 1.15's tensor parallelism needs a name that transformers "
+            "5.23 no longer has; set it to 1: FSDP divides the weights, and parallelism_config_cp_size the activations"
+        )
+    elif sequence > 1:
+        found.append(
+            f"parallelism_config_sp_size is {sequence}: Accelerate 1.15 hands it to DeepSpeed, and with FSDP2 ignores it; "
+            f"set it to 1, and parallelism_config_cp_size to {sequence}"
+        )
+    elif replicate * shard * row != world:
+        by_row = f" x {row} ranks that share a row" if row > 1 else ""
+        flag, factor = (" --parallelism_config_cp_size C", " x C") if row > 1 else ("", "")
+        found.append(
+            f"parallelism_config asks for {replicate} replicas x {shard} shards{by_row} = {replicate * shard * row} "
+            f"processes, but {world} were launched; launch with --parallelism_config_dp_replicate_size R "
+            f"--parallelism_config_dp_shard_size S{flag} so that R x S{factor} = {world}"
+        )
+    elif row > 1 and replicate > 1 and shard == 1:
+        found.append(
+            f"parallelism_config asks for {replicate} replicas of weights that only the ranks of a row share, which "
+            "Accelerate 1.15 refuses; set parallelism_config_dp_replicate_size to 1 and parallelism_config_dp_shard_size to "
+            f"{replicate}"
+        )
+    if row > 1 and not (is_on(env, "ACCELERATE_USE_FSDP") and env.get("FSDP_VERSION") == "2"):
+        found.append(
+            f"parallelism_config_cp_size is {row}: only under FSDP2 can ranks share rows; take "
+            "accelerate_configs/fsdp_long.yaml"
         )
     return found
 
@@ -205,6 +229,8 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
             "--load_in_4bit needs a GPU, and there is none: a CPU would unpack each weight in each pass; leave it out, "
             "which trains adapters beside the model in bf16"
         )
+    if (size := ranks_a_row(env)) > 1:
+        found += sharing_problems(args, size)
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     wraps_layers = env.get("FSDP_AUTO_WRAP_POLICY") == "TRANSFORMER_BASED_WRAP"
     if args.prefetch_layers > 0 and not (use_fsdp and env.get("FSDP_VERSION") == "2" and wraps_layers):
@@ -251,6 +277,24 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
     return found
 
 
+def sharing_problems(args: TrainArgs, size: int) -> list[str]:
+    """List the arguments that do not work where `size` ranks share each row, one sentence each."""
+    if not args.shares_rows:
+        return [
+            f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1, and "
+            "where activations do not fit fsdp_activation_checkpointing (then ..._offload) to true; "
+            "recipes/chess.py and recipes/c4.py share rows, c4.py those of any text, such as conversations written out"
+        ]
+    length = getattr(args, "max_length", 0)
+    if length % size:
+        near = [n for n in (length // size * size, (length // size + 1) * size) if n]
+        return [
+            f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; "
+            f"lengths that work: {' or '.join(map(str, near))}"
+        ]
+    return []
+
+
 def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: int) -> list[str]:
     """List settings that work but are probably not intended."""
     local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
@@ -265,19 +309,26 @@ def environment_warnings(env: Mapping[str, str], num_devices: int, num_cores: in
 
 
 def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List arguments that work under the strategy in `env`, but make a GPU slow, which is probably not intended."""
+    """List arguments that work under the strategy in `env`, but slowly, which is probably not intended."""
+    found = []
+    if (size := ranks_a_row(env)) > 1 and int(env.get("LOCAL_WORLD_SIZE", 1)) % size:
+        found.append(
+            f"{size} ranks share a row, but a machine has {env.get('LOCAL_WORLD_SIZE', 1)} processes: some rows lie on two "
+            "machines, and each layer sends their activations over the network, 60 KB a token of an 8B model; choose a "
+            "parallelism_config_cp_size that divides the processes of a machine"
+        )
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     if num_devices and precision == "no" and args.param_dtype == torch.float32:
-        return [
+        found.append(
             f"mixed_precision: no with --optim {args.optim} computes in fp32; set `mixed_precision: bf16`, or --optim "
             "adamw_bf16_kahan, for bf16"
-        ]
+        )
     if num_devices and precision == "fp8" and not is_compiled(env):
-        return [
+        found.append(
             "mixed_precision: fp8 without dynamo_backend casts in kernels of its own, which takes what fp8 saves; take "
             "dynamo_config from accelerate_configs/fsdp_fp8.yaml"
-        ]
-    return []
+        )
+    return found
 
 
 def launch_warnings(args: TrainArgs, num_cores: int) -> list[str]:

@@ -18,7 +18,7 @@ from toy import requirements
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import fsdp_units, local_numel, make_accelerator
-from accelerate_recipes.engine import to_device, train_step
+from accelerate_recipes.engine import on_this_rank, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.recipe import run_recipe
@@ -32,6 +32,7 @@ STEPS = 4
 class Args(toy.Args):
     num_train_epochs: float = 1.5  # 20 rows an epoch: the last of 4 batches is not full
     num_rows: int = 20
+    document_mask: bool = True
 
 
 def checksums(model: nn.Module) -> dict[str, list[float]]:
@@ -53,8 +54,8 @@ def main(args: Args) -> None:
     run.prepare(model, tokenizer, 2 * STEPS)
     model, checkpointer = run.model, run.checkpointer
     start = checksums(model)
-    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, document_mask=True)
-    loader = make_train_loader(rows, args, accelerator.process_index, accelerator.num_processes, collate_fn=collate)
+    rows = PackedRows(toy.make_rows(args.num_rows), toy.LENGTH, 0, args.document_mask)
+    loader = make_train_loader(rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
 
     def steps(first: int) -> tuple[list[float], list[float]]:
         loader.start_at(first, checkpointer.data_states)
@@ -62,8 +63,7 @@ def main(args: Args) -> None:
         found = []
         for _ in range(first, STEPS):
             micro = [
-                to_device(next(batches), accelerator.device)
-                for _ in range(args.accumulation_steps(accelerator.num_processes))
+                on_this_rank(next(batches), accelerator) for _ in range(args.accumulation_steps(run.data_world_size))
             ]
             done = train_step(run, micro, next_token_loss, count_next_tokens)
             run.scheduler.step()

@@ -31,6 +31,7 @@ from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import Flops
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
+from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import start
 from accelerate_recipes.weights import WRAPPERS
@@ -40,6 +41,9 @@ LENGTH = 32
 
 @dataclass
 class Args(TrainArgs):
+    shares_rows = True
+    max_length = LENGTH
+
     num_train_epochs: float = 2.0
     total_batch_size: int = 8
     per_device_train_batch_size: int = 2
@@ -89,7 +93,7 @@ def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def main(args: Args) -> None:
     run = start(args)
-    rank, world_size = run.rank, run.world_size
+    rank, world_size = run.data_rank, run.data_world_size
 
     def look_at_data(step: int) -> None:
         if rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
@@ -107,8 +111,9 @@ def main(args: Args) -> None:
         nonlocal num_passes
         step = first_step + num_passes // args.accumulation_steps(world_size) + 1
         num_passes += 1
-        with (run.output_dir / "rows.jsonl").open("a") as file:
-            file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
+        if run.rank % ranks_a_row() == 0:
+            with (run.output_dir / "rows.jsonl").open("a") as file:
+                file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
         look_at_data(step)
         if rank == 1 and os.environ.get("TOY_HANG") == str(step):

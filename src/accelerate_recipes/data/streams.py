@@ -14,7 +14,7 @@ The order of an epoch depends on (seed, epoch). The shards are permuted and deal
 (all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each
 takes every k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
 
-Every row carries the state of its stream after that row, seven numbers, so a checkpoint knows what was consumed, not what
+Every row carries the state of its stream after that row, eight numbers, so a checkpoint knows what was consumed, not what
 workers have prepared. To resume, each stream decompresses at most one shard from its start.
 """
 
@@ -56,7 +56,7 @@ from accelerate_recipes.data.shards import (
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.parent import start_worker
-from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
 
 NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
@@ -81,6 +81,8 @@ def stream_problems(num_streams: int, world_size: int) -> list[str]:
 class TextArgs:
     """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
 
+    shares_rows = True
+
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
     )
@@ -101,6 +103,10 @@ class TextArgs:
         NUM_STREAMS,
         "Number of logical streams: a multiple of each number of processes on which the run may go on.",
         min=1,
+    )
+
+    min_document_tokens: int = arg(
+        0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
     )
 
     def problems(self, world_size: int) -> list[str]:
@@ -212,6 +218,7 @@ class StreamState(NamedTuple):
     rows: int = 0  # since the start of the epoch
     tokens: int = 0  # since the start of the run
     documents: int = 0  # documents that ended since the start of the run
+    left_out: int = 0  # documents with too few tokens since the start of the run
 
 
 class Order(NamedTuple):
@@ -221,6 +228,7 @@ class Order(NamedTuple):
     max_length: int
     seed: int
     shuffle_block: int = SHUFFLE_BLOCK
+    min_document_tokens: int = 0
 
 
 class Row(NamedTuple):
@@ -300,8 +308,11 @@ def stream_rows(
 
     while True:
         pieces, space = [], order.max_length
-        start, tokens_seen, ended = state.token, state.tokens, state.documents
+        start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
         for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
+            if len(tokens) < order.min_document_tokens:
+                left_out += 1
+                continue
             while start < len(tokens):
                 piece = tokens[start : start + space]
                 pieces.append(piece)
@@ -312,22 +323,31 @@ def stream_rows(
                 ended += is_end
                 if space == 0:
                     place = (document + 1, 0) if is_end else (document, start)
-                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended)
+                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
                     yield row(False, behind)
                     state, pieces, space = behind, [], order.max_length
             start = 0
         if not pieces and state.rows == 0:
-            check_not_empty(source, on_retry)
-        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended)
+            check_not_empty(source, order, on_retry)
+        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended, left_out=left_out)
         yield row(True, behind)
         state = behind
 
 
-def check_not_empty(source: Documents, on_retry: Callable[[], None]) -> None:
-    """Raise DataError if no shard has a document: a stream would search for one for ever."""
-    if not any(list(islice(source.read(i, 0, 1, on_retry), 1)) for i in range(len(source.shards))):
+def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
+    """Raise DataError if no shard has a document that is long enough: a stream would search for one for ever."""
+
+    def has_one(shard: int) -> bool:
+        documents = source.read(shard, 0, 1, on_retry)
+        while members := list(islice(documents, order.shuffle_block)):
+            if any(len(tokens) >= order.min_document_tokens for tokens in source.tokens(shard, members)):
+                return True
+        return False
+
+    if not any(map(has_one, range(len(source.shards)))):
         more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
-        raise DataError(f"there is no document to train on in {source.shards[0]}{more}")
+        least = f" of --min_document_tokens {order.min_document_tokens} or more" if order.min_document_tokens else ""
+        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}")
 
 
 class StreamRows(IterableDataset):
@@ -394,6 +414,7 @@ class StreamLoader:
         document_mask: bool = True,
         num_streams: int = NUM_STREAMS,
         shuffle_block: int = SHUFFLE_BLOCK,
+        min_document_tokens: int = 0,
     ):
         if problems := stream_problems(num_streams, world_size):
             raise ConfigError(problems[0])
@@ -402,7 +423,7 @@ class StreamLoader:
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
-        self.order = Order(num_streams, max_length, args.seed, shuffle_block)
+        self.order = Order(num_streams, max_length, args.seed, shuffle_block, min_document_tokens)
         self.step = 0
         self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
         # Each worker writes the entries of its own streams; the main process reads them.
@@ -492,7 +513,7 @@ class StreamLoader:
         num_rows, num_offered = self.share * self.world_size, self.share + 1
         while True:
             offer = [(row.key, len(row.tokens)) for row in ahead.first(num_offered)]
-            offers = on_all_ranks(offer)
+            offers = on_all_data_ranks(offer)
             # Beyond this key, a rank's rows after its offer may come before other ranks' offers.
             bound = min(offered[-1][0] for offered in offers)
             known = sorted((*row, rank) for rank, offered in enumerate(offers) for row in offered if row[0] <= bound)
@@ -515,7 +536,7 @@ class StreamLoader:
         found = {row.key: row for row in own}
         moves = [(key, owner) for taker, rows in enumerate(shares) for key, _, owner in chain(*rows) if owner != taker]
         if moves:
-            for handed_over in on_all_ranks({key: found[key] for key, owner in moves if owner == self.rank}):
+            for handed_over in on_all_data_ranks({key: found[key] for key, owner in moves if owner == self.rank}):
                 found |= handed_over
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
@@ -553,8 +574,9 @@ class StreamLoader:
             return
         then, now = states[0], self.state()
         for name, value in now["order"].items():
-            if then["order"][name] != value:
-                raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
+            before = then["order"].get(name, Order._field_defaults.get(name))  # an early checkpoint has fewer
+            if before != value:
+                raise ConfigError(f"{name} is {value}, the checkpoint has {before}; set it back")
         if then["shards"] != now["shards"]:
             raise ConfigError(
                 f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {then['shards'][0]} then"
@@ -568,7 +590,7 @@ class StreamLoader:
                     "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
                 )
         streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        if any(len(state) != len(StreamState._fields) for state in streams.values()):
+        if any(len(state) not in (7, len(StreamState._fields)) for state in streams.values()):
             raise ConfigError(
                 "the checkpoint is of an earlier version, in which streams did not wait for each other at the end of an "
                 "epoch; it cannot be continued exactly. Go on from its model: `python -m accelerate_recipes export`, then "
@@ -585,6 +607,11 @@ class StreamLoader:
         return {
             "tokens_seen": sum(state.tokens for state in states),
             "documents_seen": sum(state.documents for state in states),
+            **(
+                {"documents_left_out": sum(state.left_out for state in states)}
+                if self.order.min_document_tokens
+                else {}
+            ),
             "retries": int(self.retries.sum()),
         }
 
@@ -659,7 +686,12 @@ class ValidationRows(NamedTuple):
 
 
 def validation_rows(
-    source: TextShards, num_rows: int, max_length: int, pad_token_id: int, document_mask: bool
+    source: TextShards,
+    num_rows: int,
+    max_length: int,
+    pad_token_id: int,
+    document_mask: bool,
+    min_document_tokens: int = 0,
 ) -> ValidationRows:
     """Read the first `num_rows` rows of the documents in their own order into memory; fewer if the shards hold fewer.
 
@@ -674,11 +706,15 @@ def validation_rows(
     for shard in range(len(source.shards)):
         documents = source.read(shard, 0, 1, on_retry=lambda: None)
         while num_tokens < wanted and (document := list(islice(documents, 1))):
-            texts.append(text_of(source.shards[shard], *document[0], source.text_column))
-            pieces += source.encode(texts[-1:])
-            num_tokens += len(pieces[-1])
+            text = text_of(source.shards[shard], *document[0], source.text_column)
+            (tokens,) = source.encode([text])
+            if len(tokens) >= min_document_tokens:
+                texts.append(text)
+                pieces.append(tokens)
+                num_tokens += len(tokens)
     if not texts:
-        raise DataError(f"there is no document to validate on in {', '.join(source.shards)}")
+        least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
+        raise DataError(f"there is no document{least} to validate on in {', '.join(source.shards)}")
     bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
     tokens = np.concatenate(pieces)[:wanted]
     is_start = np.zeros(num_tokens, dtype=bool)

@@ -38,9 +38,10 @@ from accelerate_recipes.checkpoint import files, resume
 from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.losses import check_head, check_packing
+from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, sharing_problems
 from accelerate_recipes.models import check_reads_text
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
+from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.strategy import (
     environment_problems,
     fp8_layers,
@@ -207,13 +208,19 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     ]
 
 
-def attention_problems(args: TrainArgs, model: PreTrainedModel) -> list[str]:
+def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
     name = getattr(args, "attn_implementation", "")
     if not name or model.config.is_encoder_decoder:
         return []
+    size = ranks_a_row(env)
+    if size > 1 and (problems := sharing_problems(model.config, size)):
+        return problems
     try:
-        model.config._attn_implementation, _ = choose(name, model.config, args.param_dtype, args.has_boundaries)
+        attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
+        model.config._attn_implementation = attention
+        if size > 1:
+            check_shared_masks(attention, getattr(args, "max_length", 0))
         if getattr(args, "document_mask", False):
             check_packing(model.config)
         if not getattr(args, "whole_logits", True):
@@ -295,12 +302,20 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def launch_flags(config: Path, nodes: int, processes_per_node: int) -> list[str]:
-    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between."""
+def launch_flags(config: Path, nodes: int, processes_per_node: int, size: int | None = None) -> list[str]:
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between.
+
+    Where `size` ranks share a row (default: as many as the config says), there are as many shards as are left, and replicas
+    only if the config has some.
+    """
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
-    if "parallelism_config" in read_yaml(config):
-        flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
-        flags += ["--parallelism_config_dp_shard_size", str(processes_per_node)]
+    sizes = read_yaml(config).get("parallelism_config")
+    if sizes is None:
+        return flags
+    sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
+    replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
+    flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
+    flags += ["--parallelism_config_dp_shard_size", str(max(1, nodes * processes_per_node // (replicas * sharing)))]
     return flags
 
 
@@ -385,7 +400,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
-    args, found = resolve(module.Args, request.command[1:], world_size, elsewhere=volumes)
+    args, found = resolve(module.Args, request.command[1:], data_world_size(env), elsewhere=volumes)
     report.problems += found
     if env:
         report.problems += lever_problems(args, env, request.num_devices)
@@ -398,9 +413,11 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
 
     needed = module.requirements(args)
     models = check_model_and_data(args, needed, request.command, env, report, is_here=not volumes)
+    shares, size = data_world_size(env), ranks_a_row(env)
+    readers = f"{shares} groups of {size} processes that share rows" if size > 1 else f"{world_size} processes"
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
-        f"{world_size} processes x {args.per_device_train_batch_size} x {args.accumulation_steps(world_size)} micro-batches"
+        f"{readers} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"
     ]
     if models and is_writable:
         lines.append(check_space(args, models, env, report, is_here=not volumes))
@@ -430,7 +447,8 @@ def read_request(argv: Sequence[str]) -> Request:
     launch = ["--config_file", *argv]
     if not problems and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
-        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node)
+        size = launch_command_parser().parse_args(launch).parallelism_config_cp_size
+        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size)
     parsed = launch_command_parser().parse_args(launch)
     command = [parsed.training_script, *parsed.training_script_args]
     # A login node has no GPUs, or other GPUs than the job.
@@ -508,7 +526,7 @@ def check_model_and_data(
     report.problems += found
     report.warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     for model in models:
-        report.problems += wrap_problems(model, env) + attention_problems(args, model)
+        report.problems += wrap_problems(model, env) + attention_problems(args, model, env)
     try:
         for model in models:
             add_adapters(model, args)

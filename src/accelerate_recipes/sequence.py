@@ -1,0 +1,149 @@
+"""Rows that several ranks share: each has some of a row's positions, and in attention some of the heads.
+
+Everything but attention computes a position by itself, so a rank with T / N of a row's T positions needs 1 / N of the
+activations. Around attention, all-to-alls give it all T positions of 1 / N of the heads, and afterwards its own positions of
+all heads. The kernel sees whole rows: documents and windows are what they are in one process, and nothing is approximated.
+
+`parallelism_config_cp_size: N` in the accelerate YAML asks for this. The ranks of a row are neighbours. The weights are
+sharded over all of them, as without it.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.attention import DOCUMENTS
+
+IGNORE_INDEX = -100  # label of a position that is no target
+
+_rows_are_whole = False
+
+
+def row_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
+    """Return the ranks with which this one shares rows; None if its rows are its own."""
+    mesh = accelerator.torch_device_mesh
+    return mesh["cp"].get_group() if mesh is not None and "cp" in (mesh.mesh_dim_names or ()) else None
+
+
+def part_of_rows(batch: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Return this rank's part of a batch of packed rows, which is the same on all ranks of the group.
+
+    Where documents begin is still said of the whole rows. `labels` have a column more than `input_ids`, (B, T / N + 1): what
+    the last position predicts is the first token of the next rank. `row_position_ids` are those of the whole rows, (B, T).
+
+    Raises:
+        ConfigError: for rows that the ranks cannot divide.
+    """
+    if group is None:
+        return batch
+    row = batch["input_ids"].shape[1]
+    length, rest = divmod(row, group.size())
+    if rest:
+        raise ConfigError(f"parallelism_config_cp_size {group.size()} does not divide rows of {row} tokens")
+    start = group.rank() * length
+    labels = F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)
+    return batch | {
+        "input_ids": batch["input_ids"][:, start : start + length],
+        "position_ids": batch["position_ids"][:, start : start + length],
+        "labels": labels[:, start : start + length + 1],
+        "row_position_ids": batch["position_ids"],
+        "sequence_group": group,
+    }
+
+
+@contextlib.contextmanager
+def whole_rows() -> Iterator[None]:
+    """Compute rows inside this context that no other rank shares, such as a text that is generated."""
+    global _rows_are_whole
+    before, _rows_are_whole = _rows_are_whole, True
+    try:
+        yield
+    finally:
+        _rows_are_whole = before
+
+
+def share_attention() -> None:
+    """Let attention be shared, in this process, from now on.
+
+    transformers hands `sequence_group`, an argument of the model, on to attention. Layers whose activations are recomputed
+    get it again. A call without it is an error, unless the rows are whole.
+    """
+    for name in (DOCUMENTS, "sdpa"):
+        attend = ALL_ATTENTION_FUNCTIONS[name]
+        if getattr(attend, "func", None) is not attend_shared:
+            AttentionInterface.register(name, partial(attend_shared, attend))
+
+
+def attend_shared(
+    attend: Callable,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sequence_group: dist.ProcessGroup | None = None,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute `attend`, an attention function of transformers, on rows that the ranks of `sequence_group` share.
+
+    Args:
+        query: (B, H, T / N, D); key and value (B, H or a divisor, T / N, D).
+        attention_mask: of whole rows, as everything in `settings`.
+
+    Returns:
+        (B, T / N, H, D).
+
+    Raises:
+        ConfigError: for a model that did not hand the group on, which would see only this rank's part of a row.
+    """
+    if sequence_group is None:
+        if not _rows_are_whole:
+            raise ConfigError(
+                f"{type(module).__name__} did not get the ranks that share its rows, so it would see only a part of each; "
+                "set parallelism_config_cp_size to 1"
+            )
+        return attend(module, query, key, value, attention_mask, **settings)
+    size, heads = sequence_group.size(), key.shape[1]
+    if copies := math.lcm(heads, size) // heads - 1:  # fewer of them than ranks, and each rank needs one
+        key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
+        groups = query.shape[1] // key.shape[1]
+        causal = getattr(module, "is_causal", True)
+        module = SimpleNamespace(num_key_value_groups=groups, is_causal=causal, training=module.training)
+    query, key, value = (Exchange.apply(tensor, sequence_group, 1, 2) for tensor in (query, key, value))
+    output, _ = attend(module, query, key, value, attention_mask, **settings)
+    return Exchange.apply(output, sequence_group, 1, 2), None
+
+
+class Exchange(torch.autograd.Function):
+    """`exchange`, whose gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx, tensor, group, split, join):
+        ctx.way_back = group, join, split
+        return exchange(tensor, group, split, join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange(grad, *ctx.way_back), None, None, None
+
+
+def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
+    """Give each rank of the group its part along dimension `split`, whole along `join`, of which it had a part."""
+    sent = torch.stack(tensor.chunk(group.size(), split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), join)

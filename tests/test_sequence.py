@@ -1,0 +1,353 @@
+"""Tests of rows that ranks share; tests/test_equivalence.py shows that they change no trajectory."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses, read_metrics
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MiniMaxConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    T5Config,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, TrainArgs, resolve
+from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.launch.preflight import launch_environment, launch_flags, preflight
+from accelerate_recipes.losses import (
+    IGNORE_INDEX,
+    check_shared_masks,
+    count_next_tokens,
+    next_token_loss,
+    next_tokens,
+    sharing_problems,
+)
+from accelerate_recipes.ranks import data_world_size, ranks_a_row
+from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows
+from accelerate_recipes.strategy import lever_problems, lever_warnings
+
+SCRIPT = CHILDREN / "toy.py"
+CHESS = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
+LONG = str(CONFIGS / "fsdp_long.yaml")
+
+
+def rank_of(rank: int, size: int) -> SimpleNamespace:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def test_parts_are_the_whole():
+    """The ranks' targets are those of the whole rows, each once; documents are those of whole rows on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 50, (3, 12), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n), torch.arange(12 - n)]) for n in (3, 6, 11)])
+    labels = torch.where(positions == 0, IGNORE_INDEX, ids)
+    batch = {"input_ids": ids, "position_ids": positions, "labels": labels, **boundaries(positions)}
+    for size in (1, 2, 3, 4, 6, 12):
+        parts = [part_of_rows(batch, rank_of(rank, size)) for rank in range(size)]
+        targets = [next_tokens(part).view(3, -1) for part in parts]
+        assert torch.equal(torch.cat(targets, 1), next_tokens(batch).view(3, 12))
+        assert sum(count_next_tokens(part) for part in parts) == count_next_tokens(batch)
+        for name in ("input_ids", "position_ids"):
+            assert torch.equal(torch.cat([part[name] for part in parts], 1), batch[name])
+        for part in parts:
+            assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"])
+            assert torch.equal(part["row_position_ids"], positions)
+    with pytest.raises(ConfigError, match="parallelism_config_cp_size 5 does not divide rows of 12 tokens"):
+        part_of_rows(batch, rank_of(0, 5))
+    assert part_of_rows(batch, None) is batch
+
+
+class OwnAttention(torch.nn.Module):
+    """Layer that keeps what it does not know, as a model's class may do with arguments for its attention."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, hidden, **_):
+        return self.attend(self, hidden, hidden, hidden, None)[0]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_attention_that_does_not_get_the_group_is_an_error(mode):
+    """In training and in evaluation; where rows are whole it is as ever."""
+
+    def attend(module, query, key, value, mask):
+        return value.transpose(1, 2), None
+
+    layer = OwnAttention(lambda *args: attend_shared(attend, *args)).train(mode)
+    hidden = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match=r"OwnAttention did not get the ranks .* parallelism_config_cp_size to 1"):
+        layer(hidden, sequence_group="unused")
+    with whole_rows():
+        assert layer(hidden).shape == (1, 3, 2, 4)
+    with pytest.raises(ConfigError):
+        layer(hidden)
+
+
+def test_accelerate_still_drops_masks():
+    """As long as its hooks do, distributed.keep_masks must keep them away; if this fails, they may stay."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn = Seen()
+
+        def forward(self, mask):
+            return self.self_attn(attention_mask=mask)
+
+    class Seen(torch.nn.Module):
+        def forward(self, attention_mask=None, is_causal=False):
+            return attention_mask
+
+    layer = Layer()
+    assert layer("a mask") == "a mask"
+    _attach_context_parallel_hooks(layer)
+    assert layer("a mask") is None
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+ROPE = {"rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "config, size, words",
+    [
+        (LlamaConfig(**TINY), 4, ""),
+        (LlamaConfig(**TINY, rope_parameters={"rope_type": "linear", **ROPE}), 2, ""),
+        (MistralConfig(**TINY, sliding_window=8), 2, ""),
+        (Gemma3TextConfig(**TINY, head_dim=8), 2, ""),
+        (Qwen3Config(**TINY, head_dim=8), 2, ""),
+        (MixtralConfig(**TINY), 2, ""),
+        (
+            LlamaConfig(**TINY),
+            3,
+            "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4",
+        ),
+        (
+            LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", **ROPE}),
+            2,
+            r"rotary embedding of llama \(dynamic\)",
+        ),
+        (Gemma2Config(**TINY, head_dim=8), 2, "gemma2 has softcapped scores"),
+        (GptOssConfig(**TINY, head_dim=8), 2, "gpt_oss has attention sinks"),
+        (GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4), 2, "gptj has an attention of its own"),
+        (Mamba2Config(), 2, "mamba2 has .*"),
+        (Qwen3NextConfig(**TINY), 2, "qwen3_next has an attention of its own"),
+        (GraniteMoeHybridConfig(), 2, "layers of granitemoehybrid mix positions beside attention"),
+        (MiniMaxConfig(), 2, "layers of minimax mix positions beside attention"),
+        (
+            Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+            2,
+            "layers of lfm2 mix positions beside attention",
+        ),
+        (
+            Llama4TextConfig(**TINY, layer_types=["chunked_attention", "full_attention"]),
+            2,
+            "llama4_text has attention in chunks",
+        ),
+        (T5Config(), 2, "t5 is an encoder-decoder"),
+    ],
+    ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
+)
+def test_models_that_can_share_rows(config, size, words):
+    found = sharing_problems(config, size)
+    assert bool(found) == bool(words)
+    assert not words or re.search(words, found[0])
+
+
+def test_phi3_with_two_tables_of_frequencies():
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    config = Phi3Config(**TINY, rope_parameters=factors, original_max_position_embeddings=2048, pad_token_id=0)
+    assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(sharing_problems(config, 2))
+
+
+def test_the_kernel_is_documents_unless_the_model_needs_another():
+    llama = LlamaConfig(**TINY)
+    assert choose("auto", llama, torch.float32, is_shared=True) == (DOCUMENTS, "ranks share a row")
+    assert choose("sdpa", llama, torch.float32, is_shared=True) == ("sdpa", "")
+    narrow = LlamaConfig(**TINY | {"hidden_size": 16})
+    assert choose("auto", narrow, torch.float32, is_shared=True) == ("sdpa", "the model has heads 4 wide")
+    for name in ("eager", "flex_attention"):
+        with pytest.raises(ConfigError, match=rf"{name}: rows that ranks share .* give auto"):
+            choose(name, llama, torch.float32, is_shared=True)
+    check_shared_masks("sdpa", 8192)
+    check_shared_masks(DOCUMENTS, 2**20)
+    with pytest.raises(ConfigError, match=r"--max_length 8200: with sdpa, .* at most 8192 tokens"):
+        check_shared_masks("sdpa", 8200)
+
+
+def chess_args(*flags: str) -> TrainArgs:
+    return resolve(recipe.load(CHESS[0]).Args, [*CHESS[1:], *flags], 1)[0]
+
+
+def environment(*flags: str) -> dict[str, str]:
+    return launch_environment(["--config_file", LONG, *flags, "recipe.py"])
+
+
+def test_what_a_launch_says(monkeypatch):
+    """The batch is divided among the groups of ranks that share rows; a length that they cannot divide is an error."""
+    monkeypatch.chdir(ROOT)
+    env = environment("--num_processes", "4", "--parallelism_config_dp_shard_size", "2")
+    assert (ranks_a_row(env), data_world_size(env), ranks_a_row({"PARALLELISM_CONFIG_CP_SIZE": "2"})) == (2, 2, 1)
+    assert lever_problems(chess_args(), env, 0) == lever_warnings(chess_args(), env, 0) == []
+    (problem,) = lever_problems(chess_args("--max_length", "255"), env, 0)
+    assert "--max_length 255 is not a multiple of parallelism_config_cp_size 2" in problem and "254 or 256" in problem
+    (warning,) = lever_warnings(chess_args(), env | {"LOCAL_WORLD_SIZE": "3"}, 0)
+    assert "2 ranks share a row, but a machine has 3 processes" in warning
+    shards = ["--num_processes", "4", "--parallelism_config_dp_shard_size", "2"]
+    found, _ = preflight([LONG, *shards, *CHESS])
+    assert "16 sequences a step = 2 groups of 2 processes that share rows x 8 x 1 micro-batches" in found
+    with pytest.raises(
+        ConfigError, match="llama has 4 query heads, which parallelism_config_cp_size 3 does not divide"
+    ):
+        preflight([LONG, "--num_processes", "3", "--parallelism_config_cp_size", "3", *CHESS, "--max_length", "255"])
+    trl = [str(ROOT / "recipes/sft.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
+    with pytest.raises(ConfigError, match="in this recipe a row is whole on each process"):
+        preflight([LONG, *trl])
+
+
+@pytest.mark.parametrize(
+    "nodes, gpus, size, flags",
+    [(1, 8, None, "1 4"), (1, 8, 8, "1 1"), (4, 8, 8, "1 4"), (2, 2, 2, "1 2"), (1, 2, 16, "1 1")],
+)
+def test_a_job_has_as_many_shards_as_are_left(nodes, gpus, size, flags):
+    replicate, shard = flags.split()
+    wanted = ["--parallelism_config_dp_replicate_size", replicate, "--parallelism_config_dp_shard_size", shard]
+    assert launch_flags(CONFIGS / "fsdp_long.yaml", nodes, gpus, size)[4:] == wanted
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the most elements that an operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
+
+
+@pytest.fixture
+def shared_attention():
+    """Let this process share attention, and undo it."""
+    before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in (DOCUMENTS, "sdpa")}
+    share_attention()
+    yield
+    for name, attend in before.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+
+
+def bytes_kept(size: int, length: int) -> tuple[int, int]:
+    """Return the bytes that a forward pass keeps on a rank, and the most elements of a tensor of the whole step."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=256, intermediate_size=640, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=length, attn_implementation=DOCUMENTS,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    positions = torch.cat([torch.arange(length // 4), torch.arange(length - length // 4)])[None]
+    batch = boundaries(positions)
+    batch |= {"input_ids": torch.empty_like(positions, device="meta"), "position_ids": positions.to("meta")}
+    batch |= {"labels": batch["input_ids"], "cu_seqlens": batch["cu_seqlens"].to("meta")}
+    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
+    kept, weights = {}, {id(parameter) for parameter in model.parameters()}
+
+    def keep(tensor):
+        if id(tensor) not in weights:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    try:
+        batch = part_of_rows(batch, dist.group.WORLD)
+        with Sizes() as sizes:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = next_token_loss(model, batch)
+            loss.backward()
+    finally:
+        dist.destroy_process_group()
+    return sum(kept.values()), sizes.largest
+
+
+def test_memory_of_a_row_is_divided(shared_attention, monkeypatch):
+    """At 32,768 tokens no tensor grows with the square of the length, and a rank keeps its part of the activations."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it does not know the meta device
+    length = 32768
+    whole, _ = bytes_kept(1, length)
+    for size in (2, 4):
+        kept, largest = bytes_kept(size, length)
+        assert kept == pytest.approx(whole / size, rel=0.1)
+        assert largest < length**2 / 64
+
+
+KILLED_IN_STEP_5 = {
+    "TOY_FAULT": json.dumps({"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "everyone": True})
+}
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(forks, tmp_path):
+    """With dropout in the attention, a run that was killed goes on bit for bit; the export is the whole model."""
+    whole, out = tmp_path / "whole/out", tmp_path / "out"
+    args = ("--dropout", 0.1, "--save_steps", 3, "--async_save", "false")
+    whole.parent.mkdir()
+    assert forks.run(whole, *args, config="fsdp_long") == 0, log_of(whole)[-3000:]
+    assert forks.run(out, *args, config="fsdp_long", **KILLED_IN_STEP_5) == -9, log_of(out)[-3000:]
+    assert forks.run(out, *args, config="fsdp_long") == 0, log_of(out)[-3000:]
+    assert "Resumed" in log_of(out) and "rows shared by 2" in log_of(out)
+    assert losses(out) == losses(whole)
+    assert [r["eval_loss"] for r in read_metrics(out) if "eval_loss" in r] == [
+        r["eval_loss"] for r in read_metrics(whole) if "eval_loss" in r
+    ]
+    assert AutoModelForCausalLM.from_pretrained(out / "export").num_parameters() > 0
+
+
+@pytest.mark.slow
+def test_resumed_on_other_meshes(forks, tmp_path):
+    """Rows shared by 4, by 2, and by none follow the losses of one process, and train on every row of the epoch once."""
+    alone, out = tmp_path / "alone/out", tmp_path / "out"
+    alone.parent.mkdir()
+    args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--async_save", "false")
+    assert forks.run(alone, *args, config="single", num_processes=1) == 0, log_of(alone)[-3000:]
+    chain = [
+        ("fsdp_long", 4, {"PARALLELISM_CONFIG_CP_SIZE": "4"}),
+        ("fsdp_long", 4, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
+        ("single", 1, {}),
+    ]
+    for i, (config, num_processes, env) in enumerate(chain):
+        last = i == len(chain) - 1
+        point = {"rank": 0, "event": "toy.loss", "path": f"step {3 * i + 5}.", "count": 1, "everyone": True}
+        env = env if last else env | {"TOY_FAULT": json.dumps(point)}
+        attention = ("--attn_implementation", "documents" if i else "sdpa")
+        code = forks.run(out, *args, *attention, config=config, num_processes=num_processes, **env)
+        assert code == (0 if last else -9), log_of(out)[-3000:]
+    assert losses(out) == pytest.approx(losses(alone), rel=1e-5)
+    entries = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    last_run_of = {entry["step"]: entry["from"] for entry in sorted(entries, key=lambda entry: entry["from"])}
+    rows = [row for entry in entries if entry["from"] == last_run_of[entry["step"]] for row in entry["rows"]]
+    assert sorted(rows) == list(range(96))
