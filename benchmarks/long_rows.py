@@ -27,7 +27,7 @@ from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.launch.preflight import launch_environment
 from accelerate_recipes.losses import next_token_loss_without_logits
 from accelerate_recipes.models import new_model
-from accelerate_recipes.sequence import part_of_rows, row_group, share_attention
+from accelerate_recipes.sequence import part_of_rows, row_group, share_attention, whole_rows
 
 RANKS = (1, 2, 4)
 MIB = 2**20
@@ -73,8 +73,10 @@ def count(size: int, length: int) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    group = dist.group.WORLD if size > 1 else None
     try:
-        return kept_bytes(model, part_of_rows(packed(length, length, "meta"), dist.group.WORLD), length)[0]
+        with whole_rows():
+            return kept_bytes(model, part_of_rows(packed(length, length, "meta"), group), length)[0]
     finally:
         dist.destroy_process_group()
 
@@ -84,11 +86,15 @@ def memory(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
+class Args(TrainArgs):
+    shares_rows = True
+
+
 def train_one_step(length: int) -> dict[str, float]:
     """Run a forward and a backward pass in this rank."""
-    accelerator = make_accelerator(TrainArgs(report_to="none"))
+    accelerator = make_accelerator(Args())
     config = LlamaConfig(**SMALL, max_position_embeddings=length)
-    model, _, _ = prepare(accelerator, new_model(config, DOCUMENTS), TrainArgs())
+    model, _, _ = prepare(accelerator, new_model(config, DOCUMENTS), Args())
     model.train()
     batch = part_of_rows(packed(length, 512, "cpu"), row_group(accelerator))
     before = memory("VmRSS")

@@ -220,8 +220,13 @@ def run_bf16(forks, tmp_path_factory):
     return result
 
 
+ONE_HEAD = [
+    name for name in STRATEGIES if not name.startswith("rows shared")
+]  # its model has one, which ranks cannot share
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_BF16 else pytest.mark.slow) for name in STRATEGIES]
+    "name", [pytest.param(name, marks=[] if name in IN_BF16 else pytest.mark.slow) for name in ONE_HEAD]
 )
 def test_bf16(run_bf16, name):
     """Losses agree also on rows of 4,096 tokens, where frequencies in bf16 would be radians off; buffers stay fp32.
@@ -236,6 +241,20 @@ def test_bf16(run_bf16, name):
     assert found["losses"][:2] == pytest.approx(alike["losses"][:2], rel=1e-6)
     assert found["losses"] == pytest.approx(single["losses"], rel=BF16)
     assert found["norms"] == pytest.approx(single["norms"], rel=8 * BF16)
+
+
+@pytest.mark.slow
+def test_shared_rows_in_bf16(run_steps, monkeypatch):
+    """The losses are those of FSDP2 with whole rows, within the rounding of bf16."""
+    found = []
+    for name in ("fsdp2", "rows shared by 2"):
+        config, world_size, size, flags, units, share = STRATEGIES[name]
+        flags = (*flags, "--mixed_precision", "bf16")
+        monkeypatch.setitem(STRATEGIES, f"{name}, bf16", (config, world_size, size, flags, units, share))
+        found.append(run_steps(f"{name}, bf16", "--attn_implementation", "documents")["trajectory"])
+    for whole, shared in zip(*found, strict=True):
+        assert shared[0] == pytest.approx(whole[0], rel=BF16)
+        assert shared[1] == pytest.approx(whole[1], rel=8 * BF16)
 
 
 @pytest.mark.parametrize(

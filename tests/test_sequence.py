@@ -284,8 +284,8 @@ def bytes_kept(size: int, length: int) -> tuple[int, int]:
         return tensor
 
     try:
-        batch = part_of_rows(batch, dist.group.WORLD)
-        with Sizes() as sizes:
+        batch = part_of_rows(batch, dist.group.WORLD if size > 1 else None)
+        with whole_rows(), Sizes() as sizes:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = next_token_loss(model, batch)
             loss.backward()

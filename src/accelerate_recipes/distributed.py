@@ -6,6 +6,7 @@ Only this module corrects what Accelerate 1.15 gets wrong, each time with the up
 """
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -406,7 +407,9 @@ def shard_world_size(accelerator: Accelerator) -> int:
     if accelerator.distributed_type != DistributedType.FSDP:
         return 1
     mesh = accelerator.torch_device_mesh
-    return mesh["dp_shard_cp"].size() if mesh is not None else accelerator.num_processes
+    if mesh is None:
+        return accelerator.num_processes
+    return math.prod(mesh[name].size() for name in ("dp_shard", "cp") if name in mesh.mesh_dim_names)
 
 
 def num_replicas(accelerator: Accelerator) -> int:
