@@ -1,4 +1,4 @@
-"""Fine-tune a T5 on pairs of texts: translation, summaries, corrections. Each evaluation writes the generated texts.
+"""Fine-tune a T5 or a BART on pairs of texts: translation, summaries, corrections. Evaluations write the texts.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/t5.py --config recipes/configs/t5/grammar_3b.yaml
@@ -21,12 +21,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
-from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs, source_texts
+from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
-from accelerate_recipes.models import load_t5, load_tokenizer, make_or_resume, new_bpe_tokenizer, new_t5
+from accelerate_recipes.models import (
+    check_length,
+    load_encoder_decoder,
+    load_tokenizer,
+    make_or_resume,
+    new_bpe_tokenizer,
+    new_t5,
+)
 from accelerate_recipes.picture import Bars
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
@@ -40,7 +47,9 @@ METRICS = Path(__file__).parent / "metrics"
 @dataclass
 class Args(PairArgs, GenerationArgs, TrainArgs):
     output_dir: str = "outputs/t5"
-    model_name_or_path: str = arg("google/flan-t5-base", "T5, T5 v1.1 or FLAN-T5: a name on the Hub, or a folder.")
+    model_name_or_path: str = arg(
+        "google/flan-t5-base", "T5, T5 v1.1, FLAN-T5, mT5 or BART: a name on the Hub, or a folder."
+    )
     from_scratch: bool = arg(
         False, "Train a new T5 of the sizes below, with a tokenizer trained on the pairs, instead of a pretrained one."
     )
@@ -73,7 +82,8 @@ def requirements(args: Args) -> Requirements:
 def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     """Load or make the model; `vocabulary` has the tokenizer's fields in a new model's configuration."""
     if not args.from_scratch:
-        return load_t5(args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args))
+        name, settings = args.model_name_or_path, load_settings(args)
+        return load_encoder_decoder(name, args.attn_implementation, args.dropout_rate, **settings)
     return new_t5(
         args.attn_implementation,
         args.param_dtype,
@@ -96,6 +106,8 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pa
             f"--max_target_length is {args.max_target_length}, but the model is made for {longest} tokens; "
             f"set it to {longest} or less"
         )
+    for side in ("source", "target") if args.base_model else ():
+        check_length(args.base_model, getattr(args, f"max_{side}_length"), f"max_{side}_length", PAD_MULTIPLE)
     folder = prepare_pairs(tokenizer, args)
     heldout = Dataset.load_from_disk(folder / "heldout")
     chosen = sorted(permutation(len(heldout), args.seed, 0)[: args.num_eval_pairs])

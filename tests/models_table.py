@@ -24,13 +24,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS), str(TESTS / "children"), str(TESTS.parent / "benchmarks")]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import toy  # noqa: E402
 from any_model import NEW_TOKENS, PROMPTS  # noqa: E402
+from datasets import Dataset  # noqa: E402
 from helpers import CHILDREN, IMPORTS, REPOSITORY, ForkServer, read_metrics  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -39,6 +44,7 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MT5Config,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
@@ -47,21 +53,25 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    T5Config,
 )
 
 from accelerate_recipes.adapters import ending_with, load_settings  # noqa: E402
 from accelerate_recipes.args import ALL_LINEAR, ConfigError  # noqa: E402
 from accelerate_recipes.attention import choose  # noqa: E402
 from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
+from accelerate_recipes.data.text_pairs import Pairs  # noqa: E402
 from accelerate_recipes.losses import (  # noqa: E402
     Packing,
     check_packing,
+    count_labels,
     count_next_tokens,
     next_token_loss,
     next_token_loss_without_logits,
     packing_of,
+    sequence_to_sequence_loss,
 )
-from accelerate_recipes.models import load_model, load_tokenizer  # noqa: E402
+from accelerate_recipes.models import load_model  # noqa: E402
 from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
 
 PAGE = REPOSITORY / "docs/models.md"
@@ -106,6 +116,26 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     ),
     "SmolLM3": SmolLM3Config(no_rope_layer_interval=2, **SIZES),
 }  # fmt: skip
+T5_SIZES = {
+    "vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+ENCODER_DECODERS: dict[str, PreTrainedConfig] = {
+    "T5": T5Config(**T5_SIZES),
+    "FLAN-T5": T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False),  # T5 v1.1 is the same
+    "mT5": MT5Config(**T5_SIZES),
+    "BART": BartConfig(
+        vocab_size=100, d_model=32, max_position_embeddings=16, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4, init_std=0.1, scale_embedding=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    ),
+}  # fmt: skip
+ARCHITECTURES |= ENCODER_DECODERS
+SIDES = ("source", "target")  # of a pair
+UNTIED = (
+    "FLAN-T5",
+    "mT5",
+)  # as published: an output layer beside the embedding, of which the configuration says nothing
 
 # What is refused, and how the message begins; any other refusal is a fault, and so is one of these that no longer comes.
 REFUSED = {
@@ -122,6 +152,10 @@ REFUSED = {
 } | {
     (name, "4 bits, on a CPU"): r"--use_peft: \w+ keeps the experts of a layer in one weight .* without --load_in_4bit"
     for name in ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V3")
+}
+REFUSED |= {
+    (name, "packed by trl"): r"it is a \w+, which has an encoder; this recipe trains decoders alone, recipes/t5.py"
+    for name in ENCODER_DECODERS
 }
 # Where `all-linear` is refused: layers that get adapters when they are named.
 NAMED = {
@@ -158,6 +192,10 @@ def first_line(error: object) -> str:
 class Model:
     """Tiny model of an architecture in a folder, and the runs that its cells share; each run is made once."""
 
+    auto_class = AutoModelForCausalLM
+    script, flags = CHILDREN / "any_model.py", ()
+    killed_at = ("any_model.loss", f"pass {STEPS}.", 1)
+
     def __init__(self, name: str, folder: Path, server: ForkServer | None):
         self.name, self.server = name, server
         self.folder = folder / re.sub(r"\W", "_", name)
@@ -165,15 +203,36 @@ class Model:
         torch.manual_seed(0)
         config = ARCHITECTURES[name]
         self.attention, _ = choose("auto", config, torch.float32)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
+        model = self.auto_class.from_config(config, attn_implementation=self.attention)
         for buffer in (tensor for name, tensor in model.named_buffers() if name in model.state_dict()):
             buffer.uniform_(-0.1, 0.1)  # otherwise zeros, which any rank would have
         model.save_pretrained(self.base)
-        toy.make_model(toy.Args())[1].save_pretrained(self.base)
+        self.num_layers = sum(type(module).__name__ in model._no_split_modules for module in model.modules())
+        self.tokenizer = toy.make_model(toy.Args())[1]
+        self.tokenizer.save_pretrained(self.base)
         self.done: dict[str, Path] = {}
 
-    def load(self, folder: Path | None = None) -> PreTrainedModel:
-        return load_model(str(folder or self.base), "auto", packed=True).eval()
+    def load(self, folder: Path | None = None, **settings: object) -> PreTrainedModel:
+        return load_model(str(folder or self.base), "auto", packed=True, **settings).eval()
+
+    @torch.no_grad()
+    def loss_of(self, net: PreTrainedModel, num_rows: int = 16) -> float:
+        """Compute a model's loss on the rows on which the runs evaluate."""
+        rows = PackedRows(toy.make_rows(num_rows), toy.LENGTH, 0, document_mask=True)
+        batch = collate([rows[i] for i in range(num_rows)])
+        return (next_token_loss(net.eval(), batch) / count_next_tokens(batch)).item()
+
+    def texts_of(self, net: PreTrainedModel) -> list[str]:
+        """Generate greedily from each prompt alone."""
+        texts = []
+        for prompt in PROMPTS:
+            ids = net.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2)
+            texts.append(self.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True))
+        return texts
+
+    def texts_in(self, out: Path) -> list[str]:
+        """Read what a run has generated at its end."""
+        return json.loads((out / "texts.json").read_text())
 
     def run(self, name: str, *args: object, fault: dict | None = None, **options: object) -> Path:
         """Train in forked ranks; returns the output directory.
@@ -185,9 +244,9 @@ class Model:
             return self.done[name]
         out = self.folder / name
         size = ("--per_device_train_batch_size", 8 if options.get("config") == "single" else 4)
-        command = ("--model_name_or_path", self.base, *TRAIN, *size, *args)
+        command = ("--model_name_or_path", self.base, *TRAIN, *size, *self.flags, *args)
         env = {"TOY_FAULT": json.dumps(fault)} if fault else {}
-        code = self.server.run(out, *command, script=CHILDREN / "any_model.py", **options, **env)
+        code = self.server.run(out, *command, script=self.script, **options, **env)
         log = out.with_suffix(".log").read_text()
         if code == 2 and (said := re.search(r"^error: (.*)", log, re.MULTILINE)):
             raise Refused(said[1])
@@ -210,6 +269,79 @@ class Model:
         return collate([rows[i] for i in range(3)])
 
 
+class EncoderDecoder(Model):
+    """Tiny encoder-decoder, trained by recipes/t5.py on pairs of its own, of ragged lengths."""
+
+    auto_class = AutoModelForSeq2SeqLM
+    script = REPOSITORY / "recipes/t5.py"
+    killed_at = ("open", "/killed/metrics.jsonl", 7)
+
+    def __init__(self, name: str, folder: Path, server: ForkServer | None):
+        super().__init__(name, folder, server)
+        around = "<s> $A </s>" if name == "BART" else "$A </s>"
+        self.tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=around, special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+        self.tokenizer.save_pretrained(self.base)
+        weights = load_file(self.base / "model.safetensors")
+        if name == "T5":  # its texts begin with the padding, which a tied output layer would repeat
+            weights["shared.weight"][0] = 0
+        if name in UNTIED:
+            weights["lm_head.weight"] = weights["shared.weight"].flip(0).clone()
+            config = json.loads((self.base / "config.json").read_text())
+            (self.base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+        save_file(weights, self.base / "model.safetensors", metadata={"format": "pt"})
+        generator, self.pairs = np.random.default_rng(0), {}
+        for part, num_pairs in {"train": 24, "eval": 5}.items():
+            lengths = generator.integers((1, 4), 9, size=(num_pairs, 2)).tolist()
+            # There are two words to write, and an end is rare, so that a model soon writes some before it ends.
+            words = [(generator.integers(0, 96, size=n), generator.integers(0, 2, size=m)) for n, m in lengths]
+            texts = [
+                {side: " ".join(f"w{i}" for i in some) for side, some in zip(SIDES, pair, strict=True)}
+                for pair in words
+            ]
+            (self.folder / f"{part}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in texts))
+            ids = {side: [self.tokenizer(pair[side])["input_ids"] for pair in texts] for side in SIDES}
+            self.pairs[part] = Pairs(Dataset.from_dict({f"{side}_ids": rows for side, rows in ids.items()}), 0)
+        self.flags = (
+            "--train_files", self.folder / "train.jsonl", "--eval_files", self.folder / "eval.jsonl", "--source_column",
+            "source", "--target_column", "target", "--task_prefix", "", "--data_cache_dir", self.folder / "cache",
+            "--max_source_length", 16, "--max_target_length", 16, "--dropout_rate", 0, "--per_device_eval_batch_size", 2,
+            "--learning_rate", 1e-2, "--warmup_steps", 2,
+        )  # fmt: skip
+
+    def load(self, folder: Path | None = None, **settings: object) -> PreTrainedModel:
+        return AutoModelForSeq2SeqLM.from_pretrained(folder or self.base, **settings).eval()
+
+    def alone(self, part: str) -> list[dict[str, torch.Tensor]]:
+        """Return each pair of a part as a batch of its own, without padding."""
+        batches = [self.pairs[part].collate([pair]) for pair in self.pairs[part]]
+        for batch in batches:
+            source, target = batch["attention_mask"].sum(), count_labels(batch)
+            batch |= {name: batch[name][:, :source] for name in ("input_ids", "attention_mask")}
+            batch["labels"] = batch["labels"][:, :target]
+        return batches
+
+    @torch.no_grad()
+    def loss_of(self, net: PreTrainedModel) -> float:
+        batches = self.alone("eval")
+        total = sum(sequence_to_sequence_loss(net.eval(), batch) for batch in batches)
+        return (total / sum(map(count_labels, batches))).item()
+
+    def texts_of(self, net: PreTrainedModel) -> list[str]:
+        tokens = [net.generate(input_ids=batch["input_ids"], max_new_tokens=16) for batch in self.alone("eval")]
+        return [self.tokenizer.decode(ids[0], skip_special_tokens=True) for ids in tokens]
+
+    def texts_in(self, out: Path) -> list[str]:
+        lines = (out / f"predictions/step-{STEPS}.jsonl").read_text().splitlines()
+        return [json.loads(line)["prediction"] for line in lines]
+
+
+def make(name: str, folder: Path, server: ForkServer | None) -> Model:
+    """Make the tiny model of an architecture."""
+    return (EncoderDecoder if name in ENCODER_DECODERS else Model)(name, folder, server)
+
+
 def trajectory(out: Path) -> list[tuple[float, float]]:
     found = [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
     assert len(found) == STEPS and found[-1][0] < found[0][0] - 0.05, f"the model does not learn: {found}"
@@ -228,14 +360,6 @@ def agree(found: object, wanted: object, tolerance: float, what: str = "values")
     assert difference <= tolerance, f"{what} differ by {difference:.2e}, which is more than {tolerance}"
 
 
-@torch.no_grad()
-def loss_of(model: PreTrainedModel, num_rows: int = 16) -> float:
-    """Compute a model's loss on the rows of the runs."""
-    rows = PackedRows(toy.make_rows(num_rows), toy.LENGTH, 0, document_mask=True)
-    batch = collate([rows[i] for i in range(num_rows)])
-    return (next_token_loss(model.eval(), batch) / count_next_tokens(batch)).item()
-
-
 def gradients(model: PreTrainedModel, losses: Sequence[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
     loss = torch.stack(list(losses)).sum()
@@ -251,8 +375,10 @@ def compare_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
         assert difference <= tolerance, f"the gradient of {name} differs by {difference:.2e} of the largest"
 
 
-def packed_as_unpacked(model: Model) -> None:
+def packed_as_unpacked(model: Model) -> str | None:
     """Loss and gradients of packed rows are those of each document alone, to 1e-5."""
+    if isinstance(model, EncoderDecoder):
+        return padded_as_alone(model)
     net, batch = model.load(), model.batch
     check_packing(net.config)
     packed = gradients(net, [next_token_loss(net, batch)])
@@ -273,8 +399,22 @@ def packed_as_unpacked(model: Model) -> None:
     compare_gradients(packed[1], unpacked[1], 1e-5)
 
 
-def loss_without_logits(model: Model) -> None:
+def padded_as_alone(model: EncoderDecoder) -> str:
+    """Compare loss and gradients of a padded batch with those of its pairs alone; returns what holds instead of packing."""
+    net, pairs = model.load(), model.pairs["train"]
+    batch = pairs.collate([*pairs, pairs[-1]])
+    assert len(set(batch["attention_mask"].sum(1).tolist())) > 3
+    padded = gradients(net, [sequence_to_sequence_loss(net, batch)])
+    alone = gradients(net, [sequence_to_sequence_loss(net, one) for one in model.alone("train")])
+    agree(padded[0], alone[0], 1e-5, "losses")
+    compare_gradients(padded[1], alone[1], 1e-5)
+    return "not packed: recipes/t5.py pads pairs of similar length, with the loss and the gradients of each pair alone, to 1e-5"
+
+
+def loss_without_logits(model: Model) -> str | None:
     """Loss and gradients are those of whole logits, to 1e-5."""
+    if isinstance(model, EncoderDecoder):
+        return "not offered: recipes/t5.py computes whole logits"
     net = model.load()
     found = gradients(net, [next_token_loss_without_logits(net, model.batch)])
     wanted = gradients(net, [next_token_loss(net, model.batch)])
@@ -289,7 +429,7 @@ def packing_by_trl(model: Model) -> None:
 
     from accelerate_recipes.trainers import check_trl_packing
 
-    net = model.load()
+    net = load_model(str(model.base), "auto", packed=True).eval()
     check_trl_packing(SFTConfig(packing=True, output_dir=str(model.folder), use_cpu=True, report_to="none"), net)
     documents = [list(range(5, 12)), list(range(20, 23)), list(range(40, 51))]
     row = {"input_ids": list(itertools.chain(*documents)), "seq_lengths": [len(document) for document in documents]}
@@ -310,15 +450,17 @@ def one_trajectory(model: Model) -> None:
 def recomputation(model: Model) -> None:
     """So they are where activations are recomputed; and each layer is recomputed."""
     out = model.run("recomputed", **RECOMPUTED)
-    layers = ARCHITECTURES[model.name].num_hidden_layers
+    layers = model.num_layers
     assert f"activations of {layers} of {layers} layers recomputed" in out.with_suffix(".log").read_text()
     agree(trajectory(out), trajectory(model.single), 1e-5)
 
 
 def killed_and_resumed(model: Model) -> None:
     """A run killed in step 4 goes on from step 2, bit for bit."""
-    fault = {"rank": 0, "event": "any_model.loss", "path": f"pass {STEPS}.", "count": 1, "everyone": True}
-    model.run("killed", fault=fault)
+    model.run(
+        "killed",
+        fault={**dict(zip(("event", "path", "count"), model.killed_at, strict=True)), "rank": 0, "everyone": True},
+    )
     out = model.run("killed")
     assert "(step 2, saved by 2 x" in out.with_suffix(".log").read_text()
     assert trajectory(out) == trajectory(model.sharded)
@@ -330,19 +472,13 @@ def killed_and_resumed(model: Model) -> None:
 def exported(model: Model) -> None:
     """transformers alone loads the export, with the loss of the last evaluation, to 1e-5."""
     before, after = evaluations(model.sharded)
-    agree(loss_of(model.load()), before, 1e-5, "losses before training")
-    agree(loss_of(model.load(model.sharded / "export")), after, 1e-5, "losses after training")
+    agree(model.loss_of(model.load()), before, 1e-5, "losses before training")
+    agree(model.loss_of(model.load(model.sharded / "export")), after, 1e-5, "losses after training")
 
 
 def generation(model: Model) -> None:
     """Two ranks generate, in padded batches, what the exported model generates greedily from each prompt alone."""
-    net = model.load(model.sharded / "export")
-    tokenizer = load_tokenizer(str(model.base))
-    texts = []
-    for prompt in PROMPTS:
-        ids = net.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2)
-        texts.append(tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True))
-    found = json.loads((model.sharded / "texts.json").read_text())
+    texts, found = model.texts_of(model.load(model.sharded / "export")), model.texts_in(model.sharded)
     assert found == texts and any(texts), f"{found} instead of {texts}"
 
 
@@ -365,7 +501,7 @@ def try_lora(model: Model, ends: Sequence[str]) -> None:
     before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     after = dict(model.load(out / "export").named_parameters())
     wrapped = PeftModel.from_pretrained(model.load(), str(out / "export/adapter"))
-    agree(loss_of(wrapped.get_base_model()), evaluations(out)[-1], 1e-5, "losses with PEFT")
+    agree(model.loss_of(wrapped.get_base_model()), evaluations(out)[-1], 1e-5, "losses with PEFT")
     by_peft = dict(wrapped.merge_and_unload().named_parameters())
     if ends != [ALL_LINEAR]:
         layers, experts = ending_with(ends, layers), ending_with(ends, experts)
@@ -376,7 +512,7 @@ def try_lora(model: Model, ends: Sequence[str]) -> None:
         changes = [not torch.equal(*pair) for pair in zip(after[name], weight, strict=True)] if name in experts else []
         changes = changes or [not torch.equal(after[name], weight)]
         assert all(changes) if name in adapted else not any(changes), f"{name}: changed {changes}"
-    agree(loss_of(model.load(out / "export")), evaluations(out)[-1], 1e-5, "losses merged")
+    agree(model.loss_of(model.load(out / "export")), evaluations(out)[-1], 1e-5, "losses merged")
 
 
 def four_bits(model: Model) -> None:
@@ -393,12 +529,12 @@ def four_bits(model: Model) -> None:
     assert after < before - 0.05
     settings = load_settings(toy.Args(use_peft=True, load_in_4bit=True))
     assert isinstance(settings["quantization_config"], BitsAndBytesConfig)
-    rounded = load_model(str(model.base), "auto", **settings)
-    agree(loss_of(rounded), before, 1e-5, "losses before training")
-    agree(loss_of(PeftModel.from_pretrained(rounded, str(out / "export"))), after, 1e-5, "losses with PEFT")
+    rounded = model.load(**settings)
+    agree(model.loss_of(rounded), before, 1e-5, "losses before training")
+    agree(model.loss_of(PeftModel.from_pretrained(rounded, str(out / "export"))), after, 1e-5, "losses with PEFT")
 
 
-CELLS: dict[str, Callable[[Model], None]] = {
+CELLS: dict[str, Callable[[Model], str | None]] = {
     "packed = unpacked": packed_as_unpacked,
     "packed by trl": packing_by_trl,
     "loss without logits": loss_without_logits,
@@ -414,23 +550,23 @@ IN_PROCESS = ("packed = unpacked", "packed by trl", "loss without logits")  # th
 
 
 def cell(model: Model, name: str) -> str:
-    """Run a cell; returns `works` or the refusal.
+    """Run a cell; returns `works`, the refusal, or `not ...: ` and why there is no such thing.
 
     Raises:
         AssertionError: for a cell that is red.
     """
     wanted = REFUSED.get((model.name, name))
     try:
-        CELLS[name](model)
+        instead = CELLS[name](model)
     except (Refused, ConfigError) as error:
-        said = first_line(error)
+        said = first_line(error).replace(str(model.base), "it")
         assert wanted and re.match(wanted, said), f"refused: {said}"
         if name == "LoRA" and model.name in NAMED:
             try_lora(model, NAMED[model.name])
             return f"{WORKS} with `--lora_target_modules {' '.join(NAMED[model.name])}`; without: {said}"
         return said
     assert wanted is None, "works now, though the table says that it is refused"
-    return WORKS
+    return instead or WORKS
 
 
 def measure(names: Sequence[str], found: dict[str, dict[str, str]]) -> list[str]:
@@ -439,7 +575,7 @@ def measure(names: Sequence[str], found: dict[str, dict[str, str]]) -> list[str]
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         server = ForkServer(Path(folder), (*IMPORTS, *modules_of_models()))
         for name in names:
-            start, model = time.perf_counter(), Model(name, Path(folder), server)
+            start, model = time.perf_counter(), make(name, Path(folder), server)
             found[name] = {"attention": attention_of(model)}
             for title in CELLS:
                 try:
@@ -460,12 +596,14 @@ def modules_of_models() -> list[str]:
 
 def attention_of(model: Model) -> str:
     """Say which attention `auto` takes on a CPU, and what keeps documents apart in it."""
+    if isinstance(model, EncoderDecoder):
+        return f"{model.attention}, padded"
     how = {Packing.POSITIONS: "positions", Packing.MASK: "our mask"}
     return f"{model.attention}, {how[packing_of(model.load().config)]}"
 
 
 ATTENTION = """The attention that `auto` takes on a CPU, and what keeps the documents of a packed row apart in it:
-transformers sees from the positions where they begin, or the model gets a mask of ours."""
+transformers sees from the positions where they begin, or the model gets a mask of ours; pairs are padded."""
 ON_GPU = """This was not run on a GPU, except that what is refused is refused there too."""
 HEAD = """\
 # Models
@@ -476,10 +614,9 @@ the architecture's own config class, in fp32 on a CPU: a cell says that loss, sh
 a published model of that architecture fits on your GPUs, or learns. Measured with transformers {transformers}, torch {torch},
 accelerate {accelerate}, peft {peft}, trl {trl} and bitsandbytes {bitsandbytes}, on {cores} cores.
 """
-ENCODER_DECODERS = """\
-Encoder-decoders have no row, since their pairs are not packed. `recipes/t5.py` takes T5, T5 v1.1, FLAN-T5 and mT5, and refuses
-others, such as BART. `tests/test_t5.py` trains a T5 under all strategies, and a FLAN-T5; `tests/test_adapters.py` trains
-adapters in a T5 v1.1. An mT5 was loaded and differentiated, not trained.
+BY_T5 = """\
+T5, FLAN-T5, mT5 and BART are trained by `recipes/t5.py`, which refuses other encoder-decoders; T5 v1.1 is what FLAN-T5 is.
+`tests/test_t5.py` trains a T5 under all strategies.
 """
 
 
@@ -492,7 +629,7 @@ def page(result: dict) -> str:
         rows[name] = [cells["attention"]]
         for title in CELLS:
             said = cells.get(title, NOT_RUN)
-            short = WORKS if said.startswith(WORKS) else "refused"
+            short = WORKS if said.startswith(WORKS) else said.split(":")[0] if said.startswith("not ") else "refused"
             rows[name].append(said if said in (WORKS, NOT_RUN) else f"{short} ({notes.of([said])})")
         rows[name].append(NOT_RUN if rows[name][-1] == WORKS else rows[name][-1])
     titles = ["attention", *CELLS, "4 bits, on a GPU"]
@@ -501,7 +638,7 @@ def page(result: dict) -> str:
     for title, meaning in zip(titles, meanings, strict=True):
         text = f"- **{title}**: {' '.join(meaning.split())}"
         lines += textwrap.wrap(text, 125, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    lines += ["", ENCODER_DECODERS, "The numbers in brackets:", "", *notes.lines, "", combinations.chapter()]
+    lines += ["", BY_T5, "The numbers in brackets:", "", *notes.lines, "", combinations.chapter()]
     return "\n".join(lines)
 
 

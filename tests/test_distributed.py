@@ -5,6 +5,8 @@ import textwrap
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import OPTConfig, OPTForCausalLM
 
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
@@ -260,6 +262,24 @@ def test_upstream_still_drops_the_rng_in_recomputation():
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
     assert "preserve_rng_state=False" in getsource(fsdp2_apply_ac)
+
+
+def test_dropout_by_a_function_is_the_same_in_the_recomputation():
+    """OPT's dropout is no module, and only its config knows of it: gradients must belong to the mask of the loss."""
+
+    def gradient(is_recomputed: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 20, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = OPTForCausalLM(OPTConfig(**sizes, dropout=0.5, attention_dropout=0.0, word_embed_proj_dim=8))
+        if is_recomputed:
+            layers = model.model.decoder.layers
+            layers[0] = checkpoint_wrapper(layers[0], preserve_rng_state=False)  # as Accelerate does
+            distributed.restore_rng_in_recompute(model)
+        torch.manual_seed(1)
+        model(input_ids=torch.arange(16)[None]).logits.logsumexp(-1).sum().backward()
+        return model.get_input_embeddings().weight.grad
+
+    assert torch.equal(gradient(is_recomputed=True), gradient(is_recomputed=False))
 
 
 T5_UNDER_FSDP2 = """

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, losses, read_metrics
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
@@ -313,13 +313,18 @@ def test_all_problems_at_once(pairs_file):
 def test_flops_are_what_a_counter_counts():
     """The FLOPs equal those counted in forward and backward pass, with attention as matrix products, most of them here."""
     sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 32, "d_ff": 32, "num_layers": 3, "num_heads": 4}
-    model = new_t5("eager", torch.float32, **sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    t5 = new_t5("eager", torch.float32, **sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 256))}
+    config = BartConfig(vocab_size=50, d_model=256, max_position_embeddings=192, **sides)
+    bart = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")
     batch = {
         "input_ids": torch.ones(3, 192, dtype=torch.long),
         "attention_mask": torch.ones(3, 192, dtype=torch.long),
         "labels": torch.ones(3, 128, dtype=torch.long),
     }
-    with FlopCounterMode(display=False) as counter:
-        sequence_to_sequence_loss(model, batch).backward()
-    counted = counter.get_total_flops() / (3 * 128)
-    assert flops_per_target(model, np.full(3, 192), np.full(3, 128)).attended == pytest.approx(counted, rel=0.01)
+    for model in (t5, bart):
+        with FlopCounterMode(display=False) as counter:
+            sequence_to_sequence_loss(model, batch).backward()
+        counted = counter.get_total_flops() / (3 * 128)
+        found = flops_per_target(model, np.full(3, 192), np.full(3, 128)).attended
+        assert found == pytest.approx(counted, rel=0.01), type(model)

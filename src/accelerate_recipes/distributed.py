@@ -325,9 +325,11 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
     Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients would belong to another
     mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
     """
-    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or (
-        getattr(getattr(model, "config", None), "attention_dropout", 0.0) > 0
-    ):
+    config = getattr(model, "config", None)
+    by_function = [
+        getattr(config, kind, 0.0) for kind in ("attention_dropout", "activation_dropout", "dropout")
+    ]  # BART's
+    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or any(by_function):
         for module in model.modules():
             if isinstance(module, CheckpointWrapper):
                 module.checkpoint_fn.keywords["preserve_rng_state"] = True

@@ -85,7 +85,7 @@ def generate_texts(
             indices = mine[start : start + batch_size]
             batch = tokenizer.pad(
                 {"input_ids": [prompts[i] for i in indices]},  # pyright: ignore[reportGeneralTypeIssues]
-                padding_side="left",
+                padding_side="right" if generator.config.is_encoder_decoder else "left",  # BART counts positions
                 return_tensors="pt",
             ).to(accelerator.device)
             tokens = generator.generate(

@@ -98,22 +98,29 @@ def trained_share(model: PreTrainedModel) -> float:
 
 
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> Flops:
-    """Count the training FLOPs of a T5 per target token, over pairs of these lengths in tokens, without padding.
+    """Count an encoder-decoder's training FLOPs per target token, over pairs of these lengths in tokens, without padding.
 
     As in `decoder_flops`, a parameter costs 6 FLOPs (a frozen one 4) for each token that it multiplies, and each pair of
     tokens of which one attends to the other costs 12 L H Q. The encoder, and the keys and values of the decoder's
     attention to it, process the source; the rest of the decoder and the output layer process the target.
     """
     config = model.config
-    width = config.num_heads * config.d_kv
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "d_kv", None) or config.hidden_size // heads)
+    num_layers = getattr(config, "num_decoder_layers", None) or config.decoder_layers
     embedding = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue]
-    encoder = sum(map(num_weights, model.encoder.parameters())) - embedding
-    decoder = sum(map(num_weights, model.decoder.parameters())) - embedding
-    cross = config.num_decoder_layers * 2 * config.d_model * width
+    encoder, decoder = (num_multiplied(part) for part in (model.get_encoder(), model.get_decoder()))
+    cross = num_layers * 2 * config.hidden_size * width
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
     multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
-    attended = config.num_layers * source**2 + config.num_decoder_layers * target * (source + target)
+    attended = config.num_hidden_layers * source**2 + num_layers * target * (source + target)
     return Flops(float((multiplied + 12 * width * attended).sum() / target.sum()))
+
+
+def num_multiplied(part: nn.Module) -> int:
+    """Count the weights of an encoder or a decoder that multiply activations: all but embeddings of tokens and positions."""
+    looked_up = [weight for m in part.modules() if isinstance(m, nn.Embedding) for weight in m.parameters()]
+    return sum(map(num_weights, part.parameters())) - sum(map(num_weights, looked_up))
 
 
 def num_weights(parameter: nn.Parameter) -> int:

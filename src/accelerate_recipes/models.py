@@ -39,7 +39,7 @@ from accelerate_recipes.losses import check_head, check_packing, check_sharing
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
-T5_TYPES = ("t5", "mt5", "umt5")
+ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -79,10 +79,16 @@ def load_model(
 
     Raises:
         ConfigError: for an attention, packed rows, or rows that ranks share, that the model's class does not support, and
-            for a model that also reads images.
+            for a model that also reads images, or has an encoder: of a BART, transformers would silently take the decoder
+            alone.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
     check_reads_text(config, name)
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{name} is a {config.model_type}, which has an encoder; this recipe trains decoders alone, recipes/t5.py "
+            f"trains encoder-decoders ({', '.join(ENCODER_DECODERS)})"
+        )
     check_sharing(config)
     dtype = settings.get("dtype", torch.float32)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
@@ -108,12 +114,15 @@ def max_positions(config: PreTrainedConfig) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def check_length(name: str, max_length: int) -> None:
-    """Raise ConfigError if rows of `max_length` tokens are longer than the pretrained model is made for."""
-    longest = max_positions(AutoConfig.from_pretrained(name, **cache.pinned(name)))
+def check_length(name: str, max_length: int, flag: str = "max_length", multiple: int = 1) -> None:
+    """Raise ConfigError if rows of `max_length` tokens are longer than the pretrained model is made for.
+
+    `flag` is the argument that the message names; batches are padded to a `multiple`.
+    """
+    longest = max_positions(AutoConfig.from_pretrained(name, **cache.pinned(name))) // multiple * multiple
     if max_length > longest:
         raise ConfigError(
-            f"--max_length is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less"
+            f"--{flag} is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less"
         )
 
 
@@ -259,19 +268,31 @@ def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **co
     return new_model(LlamaConfig(**config), attn_implementation, dtype)
 
 
-def load_t5(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
-    """Load a pretrained T5, T5 v1.1, FLAN-T5 or mT5, as `load_model` loads a model.
+def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
+    """Load a pretrained T5, T5 v1.1, FLAN-T5, mT5 or BART, as `load_model` loads a model.
 
-    Other formats than safetensors are accepted: some published T5 have no safetensors.
+    `dropout_rate` holds wherever the model has dropout. Other formats than safetensors are accepted: some published T5
+    have no safetensors.
 
     Raises:
-        ConfigError: for another kind of model.
+        ConfigError: for another kind of model, and for one that does not say how a text begins.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
-    if config.model_type not in T5_TYPES:
-        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(T5_TYPES)}; give another model")
+    if config.model_type not in ENCODER_DECODERS:
+        raise ConfigError(
+            f"{name} is a {config.model_type}, not one of {', '.join(ENCODER_DECODERS)}; give another model"
+        )
+    if getattr(config, "decoder_start_token_id", None) is None:
+        raise ConfigError(
+            f"the config.json of {name} has no decoder_start_token_id, the token before the first of a text; add the one "
+            f"that it was trained with (in a T5 that of the padding, here {config.pad_token_id})"
+        )
+    kinds = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
+    dropout = {kind: dropout_rate for kind in kinds if hasattr(config, kind)}
+    # LayerDrop leaves out whole layers, others on each rank: under FSDP the ranks would wait for each other for ever.
+    dropout |= {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
     model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, attn_implementation=attn_implementation, dropout_rate=dropout_rate, **settings, **cache.pinned(name)
+        name, attn_implementation=attn_implementation, **dropout, **settings, **cache.pinned(name)
     )
     return share_embedding(model)
 
@@ -292,19 +313,20 @@ def new_t5(attn_implementation: str, dtype: torch.dtype, **config) -> PreTrained
 
 
 def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a T5's embedding a single module, in place; returns the model.
+    """Make an encoder-decoder's embedding a single module, in place; returns the model.
 
     transformers 5.23 ties three modules, which FSDP2 would put into two groups, and refuses. Only the weights say whether
     the output layer is the embedding too (in v1.1 and FLAN it is not, though the configuration says so). The first rank
     decides, since with `fsdp_cpu_ram_efficient_loading` the others have no weights. The configuration is corrected;
     else Accelerate, which ties weights again, would replace the output layer.
     """
-    head = model.get_output_embeddings()
-    is_tied = on_first_rank(lambda: head.weight is model.shared.weight)
-    if is_tied != (head.weight is model.shared.weight):
-        head.weight = model.shared.weight if is_tied else nn.Parameter(torch.empty_like(model.shared.weight))
+    head, shared = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = on_first_rank(lambda: head.weight is shared.weight)
+    if is_tied != (head.weight is shared.weight):
+        head.weight = shared.weight if is_tied else nn.Parameter(torch.empty_like(shared.weight))
     model.config.tie_word_embeddings = is_tied
-    model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
+    for part in (model.get_encoder(), model.get_decoder()):
+        part.embed_tokens = shared
     # FSDP2 warns because T5's layers pass on the position bias, a view. Nothing writes to it in place.
     warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
@@ -313,8 +335,8 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
 def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
     """Return the names that are aliases of another weight, in a model saved in `folder`.
 
-    For a T5 the saved configuration decides, which `share_embedding` has corrected: transformers 5.23 takes the output
-    layer of every T5 for its embedding.
+    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected: transformers 5.23 takes
+    the output layer of every T5 for its embedding.
     """
     tied = set(model.all_tied_weights_keys)
     if not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True):
