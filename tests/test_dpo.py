@@ -157,6 +157,14 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     assert num_rows == 120 and not train & test and 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
 
 
+def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):
+    """A run says what to do, although the reference has nothing to compute."""
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--max_length", 4, config="single", num_processes=1) == 2
+    assert "within --max_length 4; raise it" in (said := log_of(out)), said[-3000:]
+    assert "Traceback" not in said
+
+
 def test_prepare(base, arguments, tmp_path, capsys):
     """Pairs, and the prompts of GRPO, are shown without a model; the reference computes nothing."""
     where = ("--output_dir", tmp_path / "out")

@@ -301,7 +301,9 @@ class RecipeTrainer:
         return self.data_collator(rows)
 
     def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
-        return rows if self.run.args.data_only else super()._precompute_ref_logps(rows, *others)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.run.args.data_only or not len(rows):  # trl fails at none; `__init__` says why none is left
+            return rows
+        return super()._precompute_ref_logps(rows, *others)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.run.args.data_only:  # else there are no weights to move
