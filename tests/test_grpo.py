@@ -8,12 +8,13 @@ import json
 import pytest
 import torch
 from helpers import ROOT, STEPS, log_of, read_metrics
+from test_conversations import save_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.rewards import Reward, load_rewards, reward_problems
+from accelerate_recipes.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.samples import Samples
 
 SFT = ROOT / "recipes/sft.py"
@@ -202,7 +203,7 @@ def test_rewards_are_checked_without_running_them(tmp_path, rewards_file, monkey
     assert reward_problems(["/elsewhere/a.py:f"], elsewhere=["/elsewhere"]) == []
     monkeypatch.setattr("accelerate_recipes.rewards.find_spec", lambda name: None)
     (said,) = reward_problems(["accuracy_reward"])
-    assert "pip install math-verify==" in said
+    assert "pip install math-verify==" in said and MATH_VERIFY in (ROOT / "requirements-dev.txt").read_text().split()
 
 
 def test_rewards_that_cannot_be_loaded(tmp_path, rewards_file):
@@ -240,12 +241,38 @@ def test_built_in_rewards_take_texts_and_messages():
 
 
 def test_built_in_accuracy_of_mathematics():
-    pytest.importorskip("math_verify")
     with pytest.raises(ConfigError, match="accuracy_reward needs solution; the data have the columns prompt"):
         load_rewards(["accuracy_reward"], ["prompt"])
     (accuracy,) = load_rewards(["accuracy_reward"], ["prompt", "solution"])
     answers = [r"It is $\boxed{\frac{2}{4}}$.", r"It is $\boxed{\frac{1}{3}}$."]
     assert accuracy(["q"] * 2, answers, solution=["$0.5$"] * 2) == [1.0, 0.0]
+    assert accuracy(["q"] * 3, ["2", "", answers[0]], solution=["$2$", "$2$", "?"]) == [0.0, 0.0, None]
+
+
+@pytest.mark.slow
+def test_a_run_on_mathematics(forks, tmp_path):
+    """Answers to problems in LaTeX get numbers in training, on two ranks, and in the evaluation."""
+    folder = save_base(tmp_path / "base", None)
+    file, out = tmp_path / "problems.jsonl", tmp_path / "out"
+    rows = [{"prompt": rf"What is $\frac{{{i}}}{{2}}$?", "solution": rf"$\frac{{{i}}}{{2}}$"} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.2, "--max_steps", 2)
+    arguments += (
+        "--rewards",
+        "accuracy_reward",
+        "think_format_reward",
+        "--max_completion_length",
+        5,
+        "--logging_steps",
+        1,
+    )
+    assert forks.run(out, *arguments, "--total_batch_size", 8, "--per_device_train_batch_size", 4) == 0, log_of(out)[
+        -3000:
+    ]
+    records = read_metrics(out)
+    trained = [record["rewards/accuracy_reward/mean"] for record in records if "loss" in record]
+    measured = [record["eval_rewards/accuracy_reward"] for record in records if "eval_reward" in record]
+    assert len(trained) == len(measured) == 2 and all(0 <= value <= 1 for value in trained + measured)
 
 
 def test_arithmetic_reward_and_data(tmp_path):
