@@ -17,18 +17,18 @@ from typing import Any
 
 import datasets
 import torch
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.preferences import DPOArgs, evaluate_pairs, to_pairs
+from accelerate_recipes.preferences import DPOArgs, PreferenceTrainer, evaluate_pairs, to_pairs
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
-from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
+from accelerate_recipes.trainers import make_model, trl_config
 
 
 @dataclass
@@ -53,10 +53,6 @@ def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 
 
-class Trainer(RecipeTrainer, DPOTrainer):
-    pass
-
-
 def main(args: Args) -> None:
     run = start(args)
 
@@ -65,7 +61,7 @@ def main(args: Args) -> None:
     pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args))
     model = make_model(args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
-    trainer = Trainer(run, config, model, tokenizer, train_dataset=pairs["train"], eval_dataset=pairs["test"])
+    trainer = PreferenceTrainer(run, config, model, tokenizer, train_dataset=pairs["train"], eval_dataset=pairs["test"])
     run.print(
         f"Data: {len(trainer.train_dataset):,} pairs to train on, {len(trainer.eval_dataset):,} held out, from "
         f"{num_rows:,} rows of {args.source}"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.generation import Sampling
@@ -26,10 +27,17 @@ from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.rewards import GRPOArgs, HeldoutAnswers, load_rewards, prompt_ids, reward_problems
+from accelerate_recipes.rewards import (
+    GRPOArgs,
+    HeldoutAnswers,
+    RewardTrainer,
+    load_rewards,
+    prompt_ids,
+    reward_problems,
+)
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.samples import Samples
-from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
+from accelerate_recipes.trainers import make_model, trl_config
 
 
 @dataclass
@@ -64,7 +72,8 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Datas
     rows = args.read_rows()
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
-        fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.chat_template_kwargs)]
+        side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
+        fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.template_settings)]
         rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
         if not any(fits):
             raise ConfigError(
@@ -73,7 +82,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Datas
     return args.sides(rows, "prompt")
 
 
-class Trainer(RecipeTrainer, GRPOTrainer):
+class Trainer(RewardTrainer):
     samples: Samples | None = None  # on rank 0
     shown = 0  # step whose answers were written last
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from helpers import ROOT
 from transformers import (
@@ -20,10 +21,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
 )
+from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe, supervised
 from accelerate_recipes.args import ConfigError
+from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, check_export
 from accelerate_recipes.data import conversations
 from accelerate_recipes.data.conversations import count_targets_of, select
@@ -100,11 +103,19 @@ def write(file: Path, rows: list[dict]) -> Path:
     return file
 
 
-def prepare(folder: Path, rows: list[dict], *flags: str) -> None:
-    """Prepare rows for the base in `folder`, as every run does before its first step."""
+LENGTHS = {
+    "sft": ("--max_length", "2000"),
+    "dpo": ("--max_length", "2000"),
+    "grpo": ("--rewards", "think_format_reward", "--max_completion_length", "8"),
+}
+
+
+def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> None:
+    """Prepare rows for the base in `folder`, as every run of a recipe does before its first step."""
     file = write(folder / "rows.jsonl", rows)
-    command = [str(SCRIPT), "--model_name_or_path", str(folder), "--train_files", str(file), "--heldout_share", "0.3"]
-    recipe.prepare([*command, "--max_length", "2000", "--output_dir", str(folder / "out"), *flags])
+    where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
+    script = str(ROOT / f"recipes/{name}.py")
+    recipe.prepare([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
 
 
 def template_of(name: str) -> str:
@@ -122,7 +133,7 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
         compared[:] = zip(rows, trained, strict=True)
         return differences(trained, rows, *args, **settings)
 
-    monkeypatch.setattr(supervised, "differences", compare)
+    monkeypatch.setattr(check_export_module, "differences", compare)
     prepare(tmp_path, [conversation(i, tools=tools, system=name not in NOT_A_SYSTEM) for i in range(30)])
     assert not (tmp_path / "out" / ROWS).exists(), "a run that only prepares data has no export"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -195,6 +206,135 @@ def test_mutations_are_caught_before_the_first_step(base, monkeypatch, mutation,
     mutation(monkeypatch)
     with pytest.raises(ConfigError, match=said):
         prepare(base, ROWS_WITH_TOOLS)
+
+
+def pair(number: int) -> dict:
+    """Make a pair of answers to a conversation with tools; every second one has other tools, and other fields in a call."""
+    *messages, answer = ROWS_WITH_TOOLS[number]["messages"]
+    other = {"role": "assistant", "content": f"I do not know {number}."}
+    return ROWS_WITH_TOOLS[number] | {"prompt": messages, "chosen": [answer], "rejected": [other], "messages": None}
+
+
+PAIRS = [{name: value for name, value in pair(i).items() if value} for i in range(30)]
+PROMPTS = [{"prompt": conversation(i, tools=False, system=True)["messages"][:-1]} for i in range(30)]
+
+
+def as_rows(name: str, rows: list[dict]) -> list[dict]:
+    """Return pairs in another form that dpo.py takes."""
+    if name == "implicit":
+        return [
+            row | {side: [*row["prompt"], *row[side]] for side in ("chosen", "rejected")} | {"prompt": ""}
+            for row in rows
+        ]
+    if name == "judged":
+        return [
+            {"prompt": row["prompt"], "tools": row["tools"], "completion": row[side], "score": float(side == "chosen")}
+            for row in rows
+            for side in ("rejected", "chosen")
+        ]
+    return rows
+
+
+@pytest.mark.parametrize("form", ["pairs", "implicit", "judged"])
+def test_pairs_as_they_were_written(base, monkeypatch, form):
+    """Two rows that differ in tools and in the fields of messages keep their own, in each form; the export renders both."""
+    compared = []
+
+    def compare(trained: list[Rendering], rows: list[dict], *args, **settings) -> list[str]:
+        compared[:] = zip(rows, trained, strict=True)
+        return differences(trained, rows, *args, **settings)
+
+    monkeypatch.setattr(check_export_module, "differences", compare)
+    prepare(base, as_rows(form, PAIRS), name="dpo")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert len(compared) == 32
+    sides = {"chosen": 0, "rejected": 0}
+    for row, (ids, _) in compared:
+        text = tokenizer.decode(ids)
+        ours, other = ("weather", '"a"') if '"weather"' in json.dumps(row["tools"]) else ("add", "town")
+        assert ours in text and other not in text and "null" not in text and "None" not in text
+        sides["rejected" if "I do not know" in text else "chosen"] += 1
+    assert sides == {"chosen": 16, "rejected": 16}
+
+
+def test_prompts_as_they_were_written(base, capsys, monkeypatch):
+    """Prompts of GRPO are compared too; a row's tools, which trl does not pass on, end the run with the remedy."""
+    calls = [{"prompt": row["messages"][:-1]} for row in ROWS_WITH_TOOLS]  # messages of calls have other fields
+    prepare(base, calls, name="grpo")
+    text = capsys.readouterr().out.replace("|", "")
+    assert "weather" in text and "null" not in text and "None" not in text
+    tools = [row | {"tools": json.dumps([TOOL])} for row in PROMPTS]
+    said = r"row 1, token \d+: .* the export renders .*# Tool(.|\n)*rendered without the columns tools; remove them"
+    with pytest.raises(ConfigError, match=said):
+        prepare(base, tools, name="grpo")
+    prepare(base, PROMPTS, "--chat_template_kwargs", '{"enable_thinking": false}', name="grpo")
+    assert "<think>" in capsys.readouterr().out
+
+
+def dropped_tools(patch) -> None:
+    real = dpo_trainer._tokenize
+    patch.setattr(dpo_trainer, "_tokenize", lambda *args, tools=None, **settings: real(*args, **settings))
+
+
+@pytest.mark.parametrize("mutation", [dropped_template, lost_template, dropped_tools])
+def test_mutations_are_caught_before_the_first_step_of_dpo(base, monkeypatch, mutation):
+    mutation(monkeypatch)
+    with pytest.raises(ConfigError, match=r"would not render what is trained(.|\n)*row 1"):
+        prepare(base, PAIRS, name="dpo")
+
+
+@pytest.mark.parametrize("mutation", [dropped_template, lost_template])
+def test_mutations_are_caught_before_the_first_step_of_grpo(base, monkeypatch, mutation):
+    mutation(monkeypatch)
+    with pytest.raises(ConfigError, match=r"would not render what is trained(.|\n)*row 1"):
+        prepare(base, PROMPTS, name="grpo")
+
+
+def test_an_end_that_no_answer_has(base, tmp_path):
+    """DPO's answers must end where generation stops, and GRPO's are drawn until the template's end; texts get theirs."""
+    save_base(tmp_path, template_of("qwen3"), "<|endoftext|>")
+    said = r"generation stops at '<\|endoftext\|>', the first answer ends with '<\|im_end\|>\\n'"
+    with pytest.raises(ConfigError, match=said):
+        prepare(tmp_path, PAIRS, name="dpo")
+    with pytest.raises(
+        ConfigError, match=r"ends an answer with '<\|im_end\|>\\n', but answers are drawn until '<\|endofte"
+    ):
+        prepare(tmp_path, PROMPTS, name="grpo")
+    texts = [{"prompt": f"Question {i}?", "chosen": " Yes.", "rejected": " No."} for i in range(30)]
+    prepare(tmp_path, texts, name="dpo")
+    prepare(tmp_path, [{"prompt": row["prompt"]} for row in texts], name="grpo")
+    long = [row | {"chosen": " Yes." * 20} for row in texts]
+    with pytest.raises(ConfigError, match=r"no chosen answer has an end .* raise --max_length"):
+        prepare(tmp_path, long, "--max_length", "20", name="dpo")
+    # The file that says where generation stops is read for data alone too.
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps(
+            {"eos_token_id": AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(["<|im_end|>", "</s>"])}
+        )
+    )
+    prepare(tmp_path, PAIRS, name="dpo")
+    prepare(tmp_path, PROMPTS, name="grpo")
+    prepare(tmp_path, [conversation(i, tools=False, system=False) for i in range(30)])
+
+
+def test_a_prompt_that_loses_its_end(tmp_path, capsys):
+    """Where the rendering of a prompt is not how prompt and answer begin, as trl trains, the difference is shown."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant Think.{% endif %}"
+    )
+    folder = save_base(tmp_path, template, "<|im_end|>")
+    rows = [pair | {"prompt": [{"role": "user", "content": f"A {i}?"}], "tools": None} for i, pair in enumerate(PAIRS)]
+    prepare(folder, rows, name="dpo")
+    assert re.search(
+        r"In 16 of the first 16 pairs the prompt is read without its end '.*Think\.'", capsys.readouterr().out
+    )
+
+
+def test_images_are_refused_by_all(base):
+    for name, rows in (("sft", ROWS_WITH_TOOLS), ("dpo", PAIRS), ("grpo", PROMPTS)):
+        with pytest.raises(ConfigError, match="has the column images: this recipe trains on text only"):
+            prepare(base, [row | {"images": ["a.png"]} for row in rows], name=name)
 
 
 def test_an_end_that_no_row_has(base, tmp_path):
@@ -295,6 +435,14 @@ def test_what_a_row_asks_does_not_depend_on_other_rows():
         == beginning({"messages": [message]}, "messages")
         != beginning(rows[1], "messages")
     )
+
+
+def test_data_alone_need_no_precision(tmp_path, monkeypatch):
+    """A machine that cannot compute in fp8 prepares the data of a run that does."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: False)
+    AcceleratorState._reset_state()
+    prepare(save_base(tmp_path, None), [{"text": f"Question {i}"} for i in range(30)])
 
 
 def test_what_is_not_here(tmp_path):

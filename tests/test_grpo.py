@@ -348,13 +348,14 @@ def test_problems_of_the_arguments(rewards_file):
         parse(
             module.Args,
             ["--rewards", f"{rewards_file}:ones", "--reward_weights", "1", "2", "--total_batch_size", "36",
-             "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
+             "--chat_template_kwargs", "{no", "--steps_per_generation", "2", "--eval_files", "no.jsonl"],
             world_size=1,
         )  # fmt: skip
     said = str(caught.value)
     for problem in (
         "--reward_weights has 2 numbers, --rewards 1 names", "--total_batch_size 36 is not a multiple of --num_generati",
         "--steps_per_generation (on the command line) is not an argument", "no.jsonl: no such file",
+        "--chat_template_kwargs is '{no'; it must be a JSON object",
         "give one of --dataset_name and --train_files", "--model_name_or_path is missing",
     ):  # fmt: skip
         assert problem in said, said

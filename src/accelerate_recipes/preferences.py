@@ -1,5 +1,6 @@
 """Preferences: pairs of a better and a worse answer, from rows of several forms; their evaluation; and DPO's arguments."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -11,17 +12,20 @@ import pyarrow as pa
 import torch
 from torch import nn
 from torch.nn import functional
+from trl import DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
+from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
+from accelerate_recipes.data.conversations import NUM_COMPARED, select
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.rendering import SETTINGS
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, prompt_alone
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
-from accelerate_recipes.ranks import sum_over_ranks
-from accelerate_recipes.trainers import TrainerArgs
+from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
+from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, ends_of
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
@@ -58,27 +62,29 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
     `prompt`, `completion`, `score`: a judged answer a row. The best and the worst answer to a prompt make a pair, unless
     their scores are equal, or differ by less than `min_margin`; answers without a score are left out.
 
-    Pairs of equal answers are left out.
+    Pairs of equal answers are left out. `tools` and `chat_template_kwargs` stay beside them, for the chat template.
 
     Raises:
-        ConfigError: for other columns, and if no pair is left.
-        DataError: for values that are no texts, messages or scores.
+        ConfigError: for other columns, for images, and if no pair is left.
+        DataError: for values that are no texts, messages, tools or scores.
     """
     columns = set(rows.column_names)
     if columns >= set(JUDGED):
         check_texts_or_messages(rows, JUDGED[:2], source)
         check_numbers(rows, JUDGED[2:], source)
+        rows = select(rows, JUDGED, source)
         # By `map`, whose result lies in a file, where every rank finds what trl computes for it.
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
     elif columns >= set(PAIR):
         check_texts_or_messages(rows, PAIR + (("prompt",) if "prompt" in columns else ()), source)
+        rows = select(rows, columns & {"prompt", *PAIR, *SCORES}, source)
         pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
         if columns >= set(SCORES):
             check_numbers(rows, SCORES, source)
             pairs = pairs.filter(lambda row: difference(row) >= min_margin)
         pairs = pairs.map(maybe_extract_prompt)
-        pairs = pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
+        pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
     else:
         raise ConfigError(
             f"{source} has the columns {', '.join(rows.column_names)}; DPO needs chosen and rejected, with or without "
@@ -88,7 +94,8 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         raise ConfigError(
             f"{source} has {len(rows):,} rows, but gives no pair of a better and a worse answer; see --min_score_margin"
         )
-    return pairs
+    pairs = select(pairs, ("prompt", *PAIR), source)  # `map` may have added nulls again
+    return pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
 
 
 def check_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -> None:
@@ -107,18 +114,77 @@ def difference(row: dict) -> float:
 
 def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
     """Make a pair for each prompt of judged answers, in the order of the prompts; of equal scores the first counts."""
+    asked = [name for name in ("prompt", *SETTINGS) if name in rows]
     answers: dict[str, list[tuple]] = {}
-    for prompt, completion, score in zip(*(rows[name] for name in JUDGED), strict=True):
+    for *question, completion, score in zip(*(rows[name] for name in (*asked, *JUDGED[1:])), strict=True):
         if score is not None and not math.isnan(score):
-            answers.setdefault(json.dumps(prompt), []).append((prompt, completion, score))
-    pairs: dict[str, list] = {"prompt": [], "chosen": [], "rejected": []}
+            answers.setdefault(json.dumps(question), []).append((question, completion, score))
+    pairs: dict[str, list] = {name: [] for name in (*asked, *PAIR)}
     for judged in answers.values():
         scores = [score for _, _, score in judged]
-        (prompt, best, most), (_, worst, least) = (judged[scores.index(choose(scores))] for choose in (max, min))
+        (question, best, most), (_, worst, least) = (judged[scores.index(choose(scores))] for choose in (max, min))
         if 0 < most - least >= min_margin:
-            for column, value in zip(pairs.values(), (prompt, best, worst), strict=True):
+            for column, value in zip(pairs.values(), (*question, best, worst), strict=True):
                 column.append(value)
     return pairs
+
+
+class PreferenceTrainer(RecipeTrainer, DPOTrainer):
+    """trl's DPOTrainer, which checks before it trains that the export will render the pairs as they are trained."""
+
+    def examine(self) -> tuple[None, dict[str, int]]:
+        ends = ends_of(self.model, self.processing_class)
+        if not any(ends & set(self.kept_answer(row)) for row in self.train_dataset):
+            last = self.processing_class.decode(self.kept_answer(self.train_dataset[0])[-2:])
+            stops = " or ".join(repr(self.processing_class.decode([end])) for end in sorted(ends)) or "nothing"
+            raise ConfigError(
+                f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
+                f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
+                "generation_config.json (eos_token_id)"
+            )
+        on_first_rank(self.compare)
+        return None, {}
+
+    def kept_answer(self, row: dict) -> list[int]:
+        """Return the tokens of the chosen answer that are left within --max_length."""
+        longest = self.args.max_length
+        if longest is None or self.args.truncation_mode != "keep_start":
+            return row["chosen_ids"]
+        return row["chosen_ids"][: longest - len(row["prompt_ids"])]
+
+    def compare(self) -> None:
+        """Compare the first pairs with the rendering of the tokenizer that will be exported.
+
+        Raises:
+            ConfigError: if they differ.
+        """
+        exported = as_exported(self.processing_class)
+        pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
+        rows, trained = [], []
+        for pair, side in itertools.product(pairs, PAIR):
+            ids = pair["prompt_ids"] + pair[f"{side}_ids"]
+            given = {name: pair[name] for name in ("prompt", *SETTINGS) if name in pair}
+            rows.append(given | {"completion": pair[side]})
+            trained.append(Rendering(ids, [True] * len(ids)))
+        settings = {"text_field": "", "completion_only": False, "assistant_only": False}
+        folder = None if self.run.args.data_only else self.run.output_dir
+        compare_with_export(exported, rows, trained, settings, folder)
+        asked = [
+            prompt_alone(
+                exported,
+                pair["prompt"],
+                {"tools": pair.get("tools") or None, **(pair.get("chat_template_kwargs") or {})},
+            )
+            for pair in pairs
+        ]
+        lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
+        lost = [ids for ids in lost if ids]
+        if lost:
+            self.run.print(
+                f"In {len(lost)} of the first {len(pairs)} pairs the prompt is read without its end "
+                f"{exported.decode(lost[0])!r}, with which an answer is asked for: there the rendering of prompt and answer "
+                "departs, and trl takes the rest for the answer"
+            )
 
 
 def log_probs(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

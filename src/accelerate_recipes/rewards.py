@@ -8,6 +8,7 @@ prompts are conversations, they are lists of messages.
 import ast
 import importlib.util
 import inspect
+import json
 import math
 import os
 import sys
@@ -20,15 +21,19 @@ from types import ModuleType
 from typing import Any
 
 import datasets
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from trl import GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg, first_line
-from accelerate_recipes.data.rendering import by_template
+from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
+from accelerate_recipes.data.conversations import NUM_COMPARED
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, end_of_answer, prompt_alone
 from accelerate_recipes.generation import Generated, Sampling, generate_texts
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.samples import Samples
-from accelerate_recipes.trainers import TrainerArgs
+from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs
 
 BUILT_IN = ("accuracy_reward", "think_format_reward")
 MATH_VERIFY = "math-verify==0.9.0"
@@ -91,7 +96,22 @@ class GRPOArgs(TrainerArgs):
                 f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
                 "on the same answers, which a checkpoint does not hold"
             )
+        try:
+            is_object = isinstance(self.template_settings, dict)
+        except json.JSONDecodeError:
+            is_object = False
+        if not is_object:
+            found.append(
+                f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
+                "'{\"enable_thinking\": false}'"
+            )
         return found
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Settings that the chat template of every prompt gets."""
+        given = self.chat_template_kwargs
+        return json.loads(given) if isinstance(given, str) else given or {}
 
 
 def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) -> list[str]:
@@ -241,12 +261,62 @@ def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float 
     return sum(said) if said else None
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence, template_kwargs: dict | None) -> list[list[int]]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any]) -> list[list[int]]:
     """Tokenise prompts, texts or conversations, as trl does for an answer."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]  # pyright: ignore[reportReturnType]
-    settings = {"add_generation_prompt": True} | (template_kwargs or {})
-    return [by_template(tokenizer, prompt, **settings)["input_ids"] for prompt in prompts]
+    return [prompt_alone(tokenizer, prompt, settings) for prompt in prompts]
+
+
+class RewardTrainer(RecipeTrainer, GRPOTrainer):
+    """trl's GRPOTrainer, which checks before it trains that the export will render the prompts as they are trained."""
+
+    def examine(self) -> tuple[None, dict[str, int]]:
+        on_first_rank(self.compare)
+        return None, {}
+
+    def compare(self) -> None:
+        """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
+
+        Raises:
+            ConfigError: if they differ, or drawing an answer does not stop where the template ends it.
+        """
+        exported = as_exported(self.processing_class)
+        train_rows: Any = self.train_dataset
+        first = [train_rows[i] for i in range(min(NUM_COMPARED, len(train_rows)))]
+        ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
+        trained = [Rendering(row, [False] * len(row)) for row in ids]
+        rows = [{name: row[name] for name in ("prompt", *SETTINGS) if name in row} for row in first]
+        common = self.run.args.template_settings
+        for row in rows:
+            row["chat_template_kwargs"] = common | (row.get("chat_template_kwargs") or {})
+        settings = {"text_field": "", "completion_only": False, "assistant_only": False}
+        folder = None if self.run.args.data_only else self.run.output_dir
+        try:
+            compare_with_export(exported, rows, trained, settings, folder)
+        except ConfigError as error:
+            if not (unread := [name for name in SETTINGS if name in first[0]]):
+                raise
+            raise ConfigError(
+                f"{error}\nGRPO's prompts are rendered without the columns {' and '.join(unread)}; remove them, or rename "
+                "them if they are for a reward (--chat_template_kwargs holds for all rows)"
+            ) from None
+        if not isinstance(rows[0]["prompt"], str):
+            self.check_end(exported, rows[0])
+
+    def check_end(self, exported: PreTrainedTokenizerBase, row: dict) -> None:
+        """Raise ConfigError if the template ends an answer with a special token at which drawing one does not stop."""
+        try:
+            written = end_of_answer(exported, row["prompt"], row["chat_template_kwargs"])
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
+        special = {*exported.all_special_ids, *exported.added_tokens_decoder}
+        if special & {*written} and not {*self.eos_token_ids} & {*written}:
+            stops = " or ".join(repr(exported.decode([end])) for end in self.eos_token_ids)
+            raise ConfigError(
+                f"the chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}; "
+                "name its end in the model's generation_config.json (eos_token_id), or mend the template"
+            )
 
 
 class HeldoutAnswers:
@@ -266,7 +336,7 @@ class HeldoutAnswers:
         self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
         self.columns = {name: rows[name][:] for name in rows.column_names}
         self.prompts = self.columns.pop("prompt")
-        self.ids = prompt_ids(tokenizer, self.prompts, run.args.chat_template_kwargs)
+        self.ids = prompt_ids(tokenizer, self.prompts, run.args.template_settings)
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:

@@ -1,21 +1,20 @@
 """Supervised fine-tuning by trl: what is trained is shown, counted, and compared with what the export renders."""
 
 import copy
-import tempfile
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.checkpoint.check_export import ROWS, keep_rows
+from accelerate_recipes.checkpoint.check_export import ROWS, as_exported, compare_with_export
 from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, lengths_of
 from accelerate_recipes.data.rendering import Rendering, differences
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.trainers import RecipeTrainer
+from accelerate_recipes.trainers import RecipeTrainer, ends_of
 
 
 class SupervisedTrainer(RecipeTrainer, SFTTrainer):
@@ -47,8 +46,7 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        ends = self.model.generation_config.eos_token_id
-        ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+        ends = ends_of(self.model, self.processing_class)
         num_targets, num_ended = count_targets_of(self.train_dataset, ends)
         if num_targets.any() and not num_ended:
             stops = " or ".join(repr(self.processing_class.decode([end])) for end in ends) or "nothing"
@@ -71,15 +69,10 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
             "completion_only": self.completion_only_loss,
             "assistant_only": self.args.assistant_only_loss,
         }
-        with tempfile.TemporaryDirectory() as folder:
-            self.processing_class.save_pretrained(folder)
-            exported = AutoTokenizer.from_pretrained(folder)
+        exported = as_exported(self.processing_class)
         if self.chat_template is None:
-            if found := differences(self.first, self.source_rows, exported, **settings):
-                raise ConfigError(error_list("The export would not render what is trained", found))
-            if not self.run.args.data_only:
-                keep_rows(self.run.output_dir, self.source_rows, self.first, settings)
-            return
+            folder = None if self.run.args.data_only else self.run.output_dir
+            return compare_with_export(exported, self.source_rows, self.first, settings, folder)
         if not self.run.args.data_only:
             (self.run.output_dir / ROWS).unlink(missing_ok=True)  # of an earlier run, which the export need not render
         everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.first]

@@ -13,6 +13,7 @@ schedule, log, checkpoints, export, signals and lock are those of `engine.train`
 trl's.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -29,7 +30,14 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from jinja2 import TemplateError
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainingArguments,
+)
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
@@ -186,6 +194,9 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     if args.data_only:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
         model = new_model(config, args.attn_implementation)
+        with contextlib.suppress(OSError):  # there may be none; it says where an answer ends
+            name = args.model_name_or_path
+            model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
         model.state_dict = dict  # DPOTrainer hashes the weights
         return model
     return load_model(
@@ -225,6 +236,13 @@ def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -
     model = args.new_model()
     check_belong_together(model.config, tokenizer, args.max_length or 0)
     return model if args.data_only else initialize(model, args.seed, "cpu")
+
+
+def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens at which the exported model's generation stops: transformers' Trainer adds the tokenizer's own."""
+    ends: Any = model.generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
+    own: Any = tokenizer.eos_token_id
+    return {own, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
 class FirstRows(NamedTuple):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,27 @@ from accelerate_recipes.data.rendering import Rendering, by_template, difference
 from accelerate_recipes.disk import write_atomically
 
 ROWS = "rows.json"  # in the output directory, beside export/
+
+
+def as_exported(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer as whoever loads the export gets it: saved, and loaded by transformers alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+def compare_with_export(
+    tokenizer: PreTrainedTokenizerBase, rows: list[dict], trained: list[Rendering], settings: dict, folder: Path | None
+) -> None:
+    """Compare the first rows of training with what the exported tokenizer will render, and keep them in `folder`, if any.
+
+    Raises:
+        ConfigError: for each row that differs.
+    """
+    if found := differences(trained, rows, tokenizer, **settings):
+        raise ConfigError(error_list("The export would not render what is trained", found))
+    if folder:
+        keep_rows(folder, rows, trained, settings)
 
 
 def keep_rows(folder: Path, rows: list[dict], trained: list[Rendering], settings: dict) -> None:

@@ -52,28 +52,42 @@ def render(
     row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
         name: without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS
     }
+    settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
+    if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
+        ids = prompt_alone(tokenizer, row["prompt"], settings)
+        return Rendering(ids, [False] * len(ids))
     if isinstance(row.get("messages", row.get("prompt")), list):
-        settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
         prompt, answer = row.get("prompt", []), row["messages"] if "messages" in row else row["completion"]
         asked = {"return_assistant_tokens_mask": True} if assistant_only else {}
         found = by_template(tokenizer, [*prompt, *answer], **settings, **asked)
         ids, mask = found["input_ids"], found.get("assistant_masks")
-        if prompt:
-            before = by_template(tokenizer, prompt, add_generation_prompt=True, **settings)["input_ids"]
     else:
         prompt, mask = row.get("prompt", ""), None
-        text = row["completion"] if prompt else row[text_field]
+        text = row["completion"] if "completion" in row else row[text_field]
         end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
         ids = tokenizer(prompt + text + end)["input_ids"]
-        if prompt:
-            before = tokenizer(prompt)["input_ids"]
     targets = [bool(bit) for bit in mask] if mask else [True] * len(ids)
     if prompt and completion_only:
+        before = prompt_alone(tokenizer, prompt, settings)
         begin = next(
             (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
         )
         targets[:begin] = [False] * begin
     return Rendering(ids, targets)
+
+
+def prompt_alone(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> list[int]:
+    """Tokenise what an answer is asked for by: a text, or messages by the template with its `settings`."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]  # pyright: ignore[reportReturnType]
+    return by_template(tokenizer, prompt, **{"add_generation_prompt": True} | settings)["input_ids"]
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
+    """Tokenise what the chat template writes behind an answer."""
+    messages = [*prompt, {"role": "assistant", "content": "Answer"}]
+    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> dict[str, Any]:
