@@ -23,6 +23,7 @@ from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.data.conversations import NUM_COMPARED, select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.hub import cache
@@ -106,7 +107,8 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         check_texts_or_messages(side, columns, args.sources[name])
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
     asked = columns[0]
-    first = islice((row for row in rows["train"] if not args.is_heldout(row, asked)), NUM_COMPARED)
+    written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
+    first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 

@@ -437,6 +437,12 @@ def test_what_a_row_asks_does_not_depend_on_other_rows():
     )
 
 
+def test_columns_of_another_form_beside_what_is_read(base, tmp_path):
+    """Well-known datasets have messages and their first prompt as a text; only what is trained is compared."""
+    prepare(base, [row | {"prompt": "Question?", "completion": "Yes."} for row in ROWS_WITH_TOOLS])
+    prepare(save_base(tmp_path, None), [{"text": f"Question {i}", "prompt": "Question"} for i in range(30)])
+
+
 def test_data_alone_need_no_precision(tmp_path, monkeypatch):
     """A machine that cannot compute in fp8 prepares the data of a run that does."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
