@@ -290,16 +290,16 @@ def test_mutations_are_caught_before_the_first_step_of_grpo(base, monkeypatch, m
         prepare(base, PROMPTS, name="grpo")
 
 
-def test_an_end_that_no_answer_has(base, tmp_path):
+def test_an_end_that_no_answer_has(tmp_path, capsys):
     """DPO's answers must end where generation stops, and GRPO's are drawn until the template's end; texts get theirs."""
     save_base(tmp_path, template_of("qwen3"), "<|endoftext|>")
     said = r"generation stops at '<\|endoftext\|>', the first answer ends with '<\|im_end\|>\\n'"
     with pytest.raises(ConfigError, match=said):
         prepare(tmp_path, PAIRS, name="dpo")
-    with pytest.raises(
-        ConfigError, match=r"ends an answer with '<\|im_end\|>\\n', but answers are drawn until '<\|endofte"
-    ):
-        prepare(tmp_path, PROMPTS, name="grpo")
+    capsys.readouterr()
+    prepare(tmp_path, PROMPTS, name="grpo")
+    said = r"ends an answer with '<|im_end|>\n', but answers are drawn until '<|endoftext|>'"
+    assert said in capsys.readouterr().out
     texts = [{"prompt": f"Question {i}?", "chosen": " Yes.", "rejected": " No."} for i in range(30)]
     prepare(tmp_path, texts, name="dpo")
     prepare(tmp_path, [{"prompt": row["prompt"]} for row in texts], name="grpo")
@@ -313,7 +313,9 @@ def test_an_end_that_no_answer_has(base, tmp_path):
         )
     )
     prepare(tmp_path, PAIRS, name="dpo")
+    capsys.readouterr()
     prepare(tmp_path, PROMPTS, name="grpo")
+    assert "answers are drawn until" not in capsys.readouterr().out
     prepare(tmp_path, [conversation(i, tools=False, system=False) for i in range(30)])
 
 

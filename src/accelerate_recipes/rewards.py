@@ -302,10 +302,13 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
                 "them if they are for a reward (--chat_template_kwargs holds for all rows)"
             ) from None
         if not isinstance(rows[0]["prompt"], str):
-            self.check_end(exported, rows[0])
+            self.compare_end(exported, rows[0])
 
-    def check_end(self, exported: PreTrainedTokenizerBase, row: dict) -> None:
-        """Raise ConfigError if the template ends an answer with a special token at which drawing one does not stop."""
+    def compare_end(self, exported: PreTrainedTokenizerBase, row: dict) -> None:
+        """Say if the template ends an answer with a special token at which drawing one does not stop.
+
+        A base model that has never seen the template may be trained so; a chat model would go on behind its answers.
+        """
         try:
             written = end_of_answer(exported, row["prompt"], row["chat_template_kwargs"])
         except (TemplateError, ValueError, TypeError) as error:
@@ -313,9 +316,9 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
         special = {*exported.all_special_ids, *exported.added_tokens_decoder}
         if special & {*written} and not {*self.eos_token_ids} & {*written}:
             stops = " or ".join(repr(exported.decode([end])) for end in self.eos_token_ids)
-            raise ConfigError(
-                f"the chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}; "
-                "name its end in the model's generation_config.json (eos_token_id), or mend the template"
+            self.run.print(
+                f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}. "
+                "If the model has learned the template, name that end in its generation_config.json (eos_token_id)"
             )
 
 
