@@ -55,6 +55,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "attention", "which attention a model has", None),
     (PreTrainedConfig, "_attn_implementation", "losses", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "models", "the same, before the weights are read", None),
+    (PreTrainedConfig, "_attn_implementation", "run", "whether rows that ranks share need a mask", None),
     (PreTrainedConfig, "_attn_implementation", "preflight", "the same, on a login node", None),
     (torch.nn.Module, "_buffers", "distributed", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "distributed", "buffers that Accelerate must not see", None),
@@ -107,6 +108,7 @@ NOT_UPSTREAM = {
     "_check_value",
     "_current_frames",
     "_exit",
+    "_field_defaults",
     "_fields",
     "_option_string_actions",
 }
