@@ -228,6 +228,8 @@ def test_rows_that_ranks_share(forks, arguments, undisturbed, tmp_path):
     code = forks.run(out, *arguments, config="fsdp_long", num_processes=4, PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
     assert code == 0, out.with_suffix(".log").read_text()[-3000:]
     for found, wanted in zip(read_metrics(out), read_metrics(undisturbed[0]), strict=True):
-        for name in ("loss", "grad_norm", "eval_loss", "tokens_seen", "documents_seen"):
-            assert found.get(name) == pytest.approx(wanted.get(name), rel=1e-4 if name == "grad_norm" else 1e-5)
+        for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
+            assert found[name] == pytest.approx(wanted[name], rel=1e-5)
+        for name in ("tokens_seen", "documents_seen"):
+            assert found.get(name) == wanted.get(name)
     assert (out / "export/model.safetensors").exists()
