@@ -28,7 +28,6 @@ PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
 # Further arguments that a preset needs on 32 processes.
 FLAGS = {
     "arithmetic": ["--per_device_train_batch_size", "2"],
-    "c4": ["--num_streams", "32"],
     "t5": ["--per_device_train_batch_size", "4"],
     "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
 }

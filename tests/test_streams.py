@@ -20,7 +20,9 @@ import torch
 from helpers import ROOT
 from huggingface_hub import constants
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, TrainArgs, resolve
+from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
 from accelerate_recipes.data import shards, streams
 from accelerate_recipes.data.rows import make_eval_loader
 from accelerate_recipes.data.shards import DataError, Retry, find_shards, lines, named_shards, read_documents, text_of
@@ -464,9 +466,41 @@ def test_streams_divide_among_the_ranks(text_shards):
     assert [stream_problems(24, size) for size in (1, 2, 3, 4, 6, 8, 12, 24)] == [[]] * 8
     (problem,) = stream_problems(24, 5)
     assert "24 is not a multiple of 5 processes" in problem and "1, 2, 3, 4, 6, 8, 12, 24" in problem
-    assert problem.endswith("--num_streams 25")
-    with pytest.raises(ConfigError, match=r"not a multiple of 16 processes.*--num_streams 32"):
+    assert problem.endswith("--num_streams 120, which it has by itself")
+    with pytest.raises(ConfigError, match=r"not a multiple of 16 processes.*--num_streams 48"):
         make_loader(text_shards, 0, 16)
+
+
+def test_streams_follow_the_first_launch_and_stay(tmp_path):
+    """Left open, their number is the smallest multiple of 24 that the processes divide; a resume takes the checkpoint's."""
+    c4 = recipe.load(ROOT / "recipes/c4.py").Args
+
+    def args_on(world_size: int, *more: str):
+        args, problems = resolve(c4, ["--max_steps", "1", "--total_batch_size", "32", *more], world_size)
+        return args, [problem for problem in problems if "--num_streams" in problem]
+
+    for world_size in range(1, 65):
+        args, problems = args_on(world_size)
+        assert problems == args.settle({}) == []
+        assert args.num_streams == next(n for n in itertools.count(24, 24) if n % world_size == 0)
+    assert "--num_streams 24 is not a multiple of 32 processes" in args_on(32, "--num_streams", "24")[1][0]
+
+    first, _ = args_on(32)
+    first.settle({})
+    first.save(tmp_path / "args.yaml")
+    for world_size in range(1, 65):
+        later, _ = args_on(world_size)
+        assert changed_arguments(tmp_path, later) == {}
+        if 96 % world_size == 0:
+            check_arguments(tmp_path, later)
+            assert later.num_streams == 96
+        else:
+            with pytest.raises(
+                ConfigError, match=f"96 is not a multiple of {world_size} processes.*: 1, 2, 3, 4, 6, 8, "
+            ):
+                check_arguments(tmp_path, later)
+    with pytest.raises(ConfigError, match="--num_streams was 96 and is now 24"):
+        check_arguments(tmp_path, args_on(8, "--num_streams", "24")[0])
 
 
 # Reading

@@ -216,6 +216,9 @@ class TrainArgs:
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 
+    # Processes of this launch; `world_size` is a property of transformers' arguments.
+    num_launched = 1
+
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe adds its own."""
         found = []
@@ -247,6 +250,14 @@ class TrainArgs:
                 found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
         found += self.adapter_problems()
         return found + batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give arguments that are left open the values `saved` in the checkpoint to resume, or those of a fresh start ({}).
+
+        Returns:
+            Reasons why this launch cannot continue with the saved values, one sentence each.
+        """
+        return []
 
     def adapter_problems(self) -> list[str]:
         """List what is wrong with the arguments of adapters, one sentence each."""
@@ -404,7 +415,7 @@ def resolve(
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
-    args.elsewhere = elsewhere
+    args.elsewhere, args.num_launched = elsewhere, world_size
     return args, errors + args.problems(world_size)
 
 

@@ -213,6 +213,7 @@ def start(args: Args) -> Run[Args]:
         ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
     """
     if args.data_only:
+        args.settle({})
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     find_resume(args)
     accelerator = make_accelerator(args)

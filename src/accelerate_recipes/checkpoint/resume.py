@@ -1,8 +1,10 @@
 """Choice of the checkpoint that a run resumes."""
 
+import copy
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate import Accelerator
@@ -27,7 +29,7 @@ def find_resume(args: TrainArgs) -> Path | None:
     """Find the checkpoint that the run begins with, or None for a fresh start; its content is not verified yet.
 
     `args.resume_from_checkpoint` says which one. If this very command has saved since it began, its newest checkpoint is
-    taken: a command that is given again continues.
+    taken: a command that is given again continues. Arguments that are left open get their values here.
 
     Raises:
         ConfigError: for a path that is not a complete checkpoint, a checkpoint of other data or batches, and an
@@ -57,6 +59,8 @@ def find_resume(args: TrainArgs) -> Path | None:
         )
     if chosen:
         check_arguments(chosen, args)
+    else:
+        args.settle({})
     return chosen
 
 
@@ -115,14 +119,19 @@ def make_own(output_dir: Path) -> None:
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     """Return the arguments that differ from the checkpoint's, as name: (before, now)."""
-    saved = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    saved, settled = saved_arguments(checkpoint), copy.copy(args)
+    settled.settle(saved)
     return {
-        name: (saved[name], value) for name, value in args.values().items() if name in saved and saved[name] != value
+        name: (saved[name], value) for name, value in settled.values().items() if name in saved and saved[name] != value
     }
 
 
+def saved_arguments(checkpoint: Path) -> dict[str, Any]:
+    return yaml.safe_load((checkpoint / "args.yaml").read_text())
+
+
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
-    """Check that a checkpoint can be continued with these arguments.
+    """Check that a checkpoint can be continued with these arguments, and take from it those that are left open.
 
     Raises:
         ConfigError: if a difference would change the model, or the order of the data in the middle of the run.
@@ -133,5 +142,6 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
         for name, (before, now) in changed_arguments(checkpoint, args).items()
         if name in fixed
     ]
+    fatal += args.settle(saved_arguments(checkpoint))
     if fatal:
         raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))

@@ -25,7 +25,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -58,11 +58,16 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
 
-NUM_STREAMS = 24  # divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
+NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
 ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
 
 Batch = dict[str, Any]  # tensors and numbers, such as the number of documents
+
+
+def fewest_streams(world_size: int) -> int:
+    """Return the smallest multiple of NUM_STREAMS that divides among `world_size` processes."""
+    return math.lcm(NUM_STREAMS, world_size)
 
 
 def stream_problems(num_streams: int, world_size: int) -> list[str]:
@@ -72,8 +77,8 @@ def stream_problems(num_streams: int, world_size: int) -> list[str]:
     fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
     return [
         f"--num_streams {num_streams} is not a multiple of {world_size} processes; numbers of processes that work: "
-        f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams "
-        f"{-(-num_streams // world_size) * world_size}"
+        f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams {fewest_streams(world_size)}, "
+        "which it has by itself"
     ]
 
 
@@ -100,9 +105,10 @@ class TextArgs:
         "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
     )
     num_streams: int = arg(
-        NUM_STREAMS,
-        "Number of logical streams: a multiple of each number of processes on which the run may go on.",
-        min=1,
+        0,
+        "Number of logical streams, a multiple of each number of processes on which the run may go on; 0: the checkpoint's, "
+        "or for a new run the smallest multiple of 24 that the number of processes divides.",
+        min=0,
     )
 
     min_document_tokens: int = arg(
@@ -110,7 +116,15 @@ class TextArgs:
     )
 
     def problems(self, world_size: int) -> list[str]:
-        return super().problems(world_size) + stream_problems(self.num_streams, world_size)
+        found = super().problems(world_size)
+        return found + (stream_problems(self.num_streams, world_size) if self.num_streams else [])
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        found = super().settle(saved)
+        if self.num_streams:
+            return found
+        self.num_streams = saved.get("num_streams", NUM_STREAMS) if saved else fewest_streams(self.num_launched)
+        return found + stream_problems(self.num_streams, self.num_launched)
 
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
