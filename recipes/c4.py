@@ -27,12 +27,7 @@ from accelerate_recipes.data.streams import StreamLoader, TextArgs, TextShards, 
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.losses import (
-    check_document_mask,
-    count_next_tokens,
-    next_token_loss,
-    next_token_loss_without_logits,
-)
+from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_tokens_loss
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
     Architecture,
@@ -48,6 +43,7 @@ from accelerate_recipes.picture import Bars
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial, packed_trial
 
 TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
 
@@ -97,6 +93,12 @@ def make_model(args: Args) -> PreTrainedModel:
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
+def trial(args: Args) -> Trial:
+    return packed_trial(
+        args, None if args.model_name_or_path else new_config(args), next_tokens_loss(args.whole_logits)
+    )
+
+
 def main(args: Args) -> None:
     run = start(args)
 
@@ -136,7 +138,7 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    loss_fn = next_token_loss if args.whole_logits else next_token_loss_without_logits
+    loss_fn = next_tokens_loss(args.whole_logits)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)

@@ -32,6 +32,7 @@ from accelerate_recipes.models import check_length, load_model, load_tokenizer, 
 from accelerate_recipes.picture import Bars
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial, packed_trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
@@ -92,6 +93,12 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def trial(args: Args) -> Trial:
+    return packed_trial(
+        args, make_model(args, make_tokenizer(args)).config if args.from_scratch else None, next_token_loss
     )
 
 

@@ -50,6 +50,8 @@ MAY_IMPORT = {
     "games": {"args", "data", "generation", "hub", "ranks"},
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
+    "trial": {"adapters", "args", "data", "hub", "losses", "models"},
+    "plan": {"args", "distributed", "engine", "optim", "recipe", "run", "trial"},
     "launch": {
         "adapters",
         "args",
@@ -61,6 +63,7 @@ MAY_IMPORT = {
         "losses",
         "models",
         "optim",
+        "plan",
         "ranks",
         "recipe",
         "strategy",
@@ -111,7 +114,7 @@ def test_no_circles():
 
 def test_folders_have_a_purpose():
     folders = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert len(folders) == 6
+    assert len(folders) == 7
     for folder in folders:
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 

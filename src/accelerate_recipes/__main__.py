@@ -18,6 +18,12 @@ def command_parser() -> argparse.ArgumentParser:
     )
     printed.add_argument("--show-row", action="store_true", help="prepare the data too, and print the first rows")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    ahead = commands.add_parser("plan", help="predict memory and time of a run, by simulating a step", add_help=False)
+    ahead.add_argument(
+        "argv",
+        nargs=argparse.REMAINDER,
+        metavar="CONFIG [--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no-search] RECIPE [ARGS...]",
+    )
     job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
     job.add_argument("argv", nargs=argparse.REMAINDER, metavar="[FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
@@ -75,6 +81,10 @@ def main() -> None:
                 print(found)
             if args.show_row:
                 show_rows(read_request(args.argv).command)
+        elif args.command == "plan":
+            from accelerate_recipes.launch.planning import plan
+
+            print(plan(args.argv).text)
         elif args.command == "prepare":
             if not args.argv:
                 parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")

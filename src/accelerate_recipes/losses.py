@@ -1,6 +1,7 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
 import copy
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -77,6 +78,11 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     finally:
         del head.forward  # restores the class's own, which gives logits
     return output.logits + balance
+
+
+def next_tokens_loss(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+    """Choose between `next_token_loss` and `next_token_loss_without_logits`."""
+    return next_token_loss if whole_logits else next_token_loss_without_logits
 
 
 def check_head(config: PreTrainedConfig) -> None:

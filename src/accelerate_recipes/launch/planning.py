@@ -1,0 +1,196 @@
+"""Plan of a run before it is queued: `python -m accelerate_recipes plan CONFIG [FLAGS] RECIPE ARGS...`
+
+It simulates one optimizer step, without a GPU and without data (`plan/`), and says what a GPU needs, whether the run fits,
+and if not the smallest changes with which it does. Flags are those of preflight, and --gpu NAME, --json FILE, --plot FILE
+and --no-search.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.launch.preflight import Request, launch_environment, read_request
+from accelerate_recipes.plan.gpus import GPUS
+from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.predict import Prediction
+from accelerate_recipes.plan.search import (
+    SHOWN,
+    Change,
+    Proposal,
+    find_faster,
+    find_fitting,
+    prediction_of,
+)
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Simulator
+from accelerate_recipes.strategy import environment_problems
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Needs of a run, and what would be better; `text` is for a person, `facts` for --json."""
+
+    prediction: Prediction
+    text: str
+    facts: dict[str, Any]
+
+
+def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take our own flags out of a command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--no-search", action="store_true")
+    asked, rest = parser.parse_known_args(argv)
+    if asked.gpu not in GPUS:
+        raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
+    return asked, rest
+
+
+def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
+    """Make the simulation of a request under changes.
+
+    Raises:
+        ConfigError: if the launcher would start nothing.
+    """
+    flags = [*request.launch, "--main_process_ip", "head"]  # any address will do
+    more = 1
+    for change in changes:
+        flags += change.launch
+        more *= change.more_nodes
+    command = [*request.command, *(word for change in changes for word in change.recipe)]
+    try:
+        env = launch_environment([*flags, *command])
+        if more > 1:
+            replicas = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+            flags += ["--num_machines", str(more * (int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])))]
+            flags += ["--num_processes", str(more * int(env["WORLD_SIZE"]))]
+            if replicas > 1:
+                flags += ["--parallelism_config_dp_replicate_size", str(more * replicas)]
+            env = launch_environment([*flags, *command])
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    return Job(env, command, gpu)
+
+
+def plan(argv: Sequence[str]) -> Plan:
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; writes the files that are asked for.
+
+    Raises:
+        ConfigError: for a command line that is wrong, a run that cannot start, and one that cannot be simulated.
+    """
+    asked, argv = split_flags(argv)
+    request = read_request(argv)
+    if request.config_problems:
+        raise ConfigError(error_list("This run cannot start", request.config_problems))
+    job = job_of(request, asked.gpu)
+    if problems := environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])):
+        raise ConfigError(error_list("This run cannot start", problems))
+    began = time.perf_counter()
+    with Simulator() as simulator:
+        found = plan_with(simulator, job, request, searches=not asked.no_search)
+        lines = [found.text]
+        if asked.plot:
+            (whole,) = simulator([replace(job, keeps_events=True)])
+            draw(whole.events, asked.plot)
+            lines.append(f"Memory over a step, by kind: {asked.plot}")
+        lines.append(f"{simulator.number} simulations in {time.perf_counter() - began:.0f} s")
+    if asked.json:
+        asked.json.write_text(json.dumps(found.facts, indent=1) + "\n")
+    return replace(found, text="\n".join(lines))
+
+
+def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: bool) -> Plan:
+    """Predict a run, and search for changes."""
+    prediction = simulated(simulator, job)
+    lines, proposals = searched(simulator, prediction, job, request) if searches else ([], {})
+    return Plan(prediction, "\n".join([prediction.report(), *lines]), prediction.facts() | proposals)
+
+
+def simulated(simulator: Simulator, job: Job) -> Prediction:
+    """Predict a run; raises ConfigError if it is refused, or cannot be simulated."""
+    (outcome,) = predict(simulator, [job])
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    if isinstance(outcome, NotSimulatedError):
+        raise ConfigError(f"plan does not simulate {outcome}")
+    return prediction_of(job, outcome, GPUS[job.gpu])
+
+
+def searched(
+    simulator: Simulator, prediction: Prediction, job: Job, request: Request
+) -> tuple[list[str], dict[str, Any]]:
+    """Search for changes; returns lines of text, and the same for --json."""
+
+    def make_job(changes: Sequence[Change]) -> Job:
+        return job_of(request, job.gpu, changes)
+
+    if prediction.fits:
+        faster, largest = find_faster(simulator, prediction, job, make_job)
+        rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
+        title = "Faster, and fits:" if faster else "Nothing that was tried is faster and fits"
+        return [rows, title, *listed(faster)], {"largest_batch": largest, "faster": described(faster)}
+    fitting = find_fitting(simulator, prediction, job, make_job)
+    keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
+    changing = [proposal for proposal in fitting if not proposal.keeps_trajectory]
+    lines = [
+        "Fits with, the loss trajectory unchanged:"
+        if keeping
+        else "Nothing that keeps the loss trajectory makes it fit",
+        *listed(keeping),
+    ]
+    if changing:
+        lines += ["Fits with, another loss trajectory:", *listed(changing)]
+    return lines, {"fits_with": described(fitting)}
+
+
+def listed(proposals: Sequence[Proposal]) -> list[str]:
+    return [f"  {proposal}" for proposal in proposals[:SHOWN]]
+
+
+def described(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
+    """Describe proposals for --json."""
+    return [
+        {
+            "launch": [word for change in proposal.changes for word in change.launch],
+            "recipe": [word for change in proposal.changes for word in change.recipe],
+            "nodes": [change.more_nodes for change in proposal.changes if change.more_nodes > 1],
+            "keeps_trajectory": proposal.keeps_trajectory,
+            "needed": proposal.prediction.needed,
+            "seconds": proposal.prediction.outcome.seconds,
+        }
+        for proposal in proposals
+    ]
+
+
+def draw(events: Sequence[Sequence[Any]], path: Path) -> None:
+    """Draw the bytes of each kind over the operators of a step."""
+    import matplotlib.pyplot as plt
+
+    from accelerate_recipes.plan.gpus import GIB
+    from accelerate_recipes.plan.ledger import HOST, Event
+
+    live: dict[int, tuple[int, str]] = {}
+    held: dict[str, int] = {}
+    times, rows = [], []
+    for event in (Event(*values) for values in events):
+        size, kind = live.pop(event.key, (0, event.kind))
+        held[kind] = held.get(kind, 0) - size
+        if event.size:
+            live[event.key] = event.size, event.kind
+            held[event.kind] = held.get(event.kind, 0) + event.size
+        times.append(event.at)
+        rows.append(dict(held))
+    kinds = sorted(held.keys() - {HOST}, key=lambda kind: -sum(row.get(kind, 0) for row in rows))
+    figure, axes = plt.subplots(figsize=(9, 4))
+    axes.stackplot(times, [[row.get(kind, 0) / GIB for row in rows] for kind in kinds], labels=kinds, step="post")
+    axes.set(xlabel="operators of a step", ylabel="GiB on a GPU", xlim=(0, max(times)))
+    axes.legend(loc="upper left", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

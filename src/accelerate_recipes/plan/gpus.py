@@ -1,0 +1,51 @@
+"""GPUs by name: memory and speeds, from data sheets."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+# What a GPU holds besides the tensors of a step: CUDA's context and code of kernels about 0.5 GiB, NCCL's buffers 0.5 to 0.7
+# GB for each of two communicators (NCCL #964), cuBLAS's workspaces, and what the driver keeps. Not measured here.
+OUTSIDE = int(2.5 * GIB)
+EFFICIENCY = 0.8  # of each peak speed: hardly more was measured anywhere, so a time by it is a lower bound
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory that programs can allocate, in bytes, and peak speeds: FLOP/s, bytes/s of memory and of links, one way.
+
+    `network` is a GPU's share of its node's network cards.
+    """
+
+    name: str
+    memory: int
+    bf16: float
+    fp32: float
+    bandwidth: float
+    nvlink: float
+    network: float
+    source: str
+
+
+def _gpu(name, memory_gib, bf16, fp32, bandwidth, nvlink, network, source) -> Gpu:
+    return Gpu(
+        name, int(memory_gib * GIB), bf16 * 1e12, fp32 * 1e12, bandwidth * 1e12, nvlink * 1e9, network * 1e9, source
+    )
+
+
+# Memory is what nvidia-smi reports as total, rounded down. GPUs without NVLink exchange by PCIe. The network is that of the
+# usual machine: a 200 Gbit/s card for each A100, 400 Gbit/s for each H100 and H200, 100 Gbit/s for a machine of small GPUs.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a10g", 22.3, 70, 35, 0.6, 16, 1.5, "NVIDIA A10G data sheet; AWS g5"),
+        _gpu("l4", 22.3, 121, 30.3, 0.3, 16, 1.5, "NVIDIA L4 data sheet (bf16 without sparsity); AWS g6"),
+        _gpu("rtx4090", 23.5, 165.2, 82.6, 1.008, 16, 1.5, "NVIDIA Ada architecture white paper"),
+        _gpu("a6000", 47.5, 154.8, 38.7, 0.768, 28, 3, "NVIDIA RTX A6000 data sheet"),
+        _gpu("l40s", 44.7, 362, 91.6, 0.864, 32, 6, "NVIDIA L40S data sheet; AWS g6e"),
+        _gpu("a100_40", 39.4, 312, 19.5, 1.555, 300, 12.5, "NVIDIA A100 data sheet; AWS p4d"),
+        _gpu("a100", 79.1, 312, 19.5, 2.039, 300, 25, "NVIDIA A100 80 GB SXM data sheet"),
+        _gpu("h100", 79.1, 989.4, 67, 3.35, 450, 50, "NVIDIA H100 SXM data sheet"),
+        _gpu("h200", 139.8, 989.4, 67, 4.8, 450, 50, "NVIDIA H200 SXM data sheet"),
+        _gpu("b200", 178.4, 2250, 80, 8.0, 900, 50, "NVIDIA HGX B200 data sheet"),
+    )
+}

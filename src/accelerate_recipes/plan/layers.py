@@ -1,0 +1,123 @@
+"""Extrapolation by layers: what a deep model needs, from simulations of a few layers, where that is exact.
+
+Layers that are alike add the same to everything. So the bytes held in a given place of a step grow by the same number
+with each layer. Places are segments between two collectives, counted from the beginning or from the end of a
+phase. Within a phase memory rises or falls by the same number from layer to layer, so that it is largest near one of its
+ends. Three simulations show whether all this holds for a run; where it does not, the model is simulated whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, layers_of, load_trial
+
+STEADY = (
+    4  # layers of which those in the middle have neighbours that are treated alike: with 3 an extrapolation was too low
+)
+
+
+def small_sizes(num_layers: int, period: int, ahead: int) -> list[int]:
+    """Choose three small numbers of layers, `period` apart, which leave the same rest as `num_layers`; [] if it is small.
+
+    `period` is the number of layers after which the next is treated like the first; `ahead` layers are gathered early.
+    """
+    first = STEADY + ahead
+    first += (num_layers - first) % period
+    sizes = [first, first + period, first + 2 * period]
+    return sizes if num_layers > sizes[-1] + period else []
+
+
+def line(values: Sequence[float], steps: float) -> float | None:
+    """Continue three equidistant values by `steps` distances from the first; None if they do not lie on a line."""
+    a, b, c = values
+    if abs(c - 2 * b + a) > 1e-9 * max(map(abs, values)):
+        return None
+    return a + (b - a) * steps
+
+
+def whole_line(values: Sequence[int], steps: int) -> int | None:
+    found = line(values, steps)
+    return None if found is None else round(found)
+
+
+def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]] | None:
+    """Extrapolate the largest segment of three outcomes, with its kinds; None where it is not on a line."""
+    names = [[name for name, _ in outcome] for outcome in phases]
+    if names[0] != names[1] or names[1] != names[2]:
+        return None
+    best, unsure = (0, {}), 0
+    for parts in zip(*phases, strict=True):
+        segments = [part[1] for part in parts]
+        half = len(segments[0]) // 2
+        for at in (*range(len(segments[0]) - half), *range(-half, 0)):
+            places = [part[at] for part in segments]
+            total = whole_line([total for total, _ in places], steps)
+            if total is None:  # a place in the middle: no layer need be as high as the ends say
+                unsure = max(unsure, places[2][0] + round((places[2][0] - places[0][0]) / 2 * (steps - 2)))
+            elif total > best[0]:
+                kinds = {kind: [of.get(kind, 0) for _, of in places] for kind in places[2][1]}
+                best = (
+                    total,
+                    {kind: round(values[0] + (values[1] - values[0]) * steps) for kind, values in kinds.items()},
+                )
+    return None if unsure > best[0] else best
+
+
+def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
+    """Return what a model of `num_layers` needs, from three with fewer; None where they do not lie on a line."""
+    first, second, third = outcomes
+    steps = (num_layers - first.num_layers) // (second.num_layers - first.num_layers)
+    peak = peak_of([outcome.phases for outcome in outcomes], steps)
+    found: dict[str, Any] = {"num_layers": num_layers}
+    for name in ("host_peak", "flops", "recomputed", "trained", "parameters"):
+        found[name] = whole_line([getattr(outcome, name) for outcome in outcomes], steps)
+    # Where links and computation overlap, nearly.
+    for name in ("seconds", "compute", "memory", "communication"):
+        found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
+    found["collectives"] = {}
+    for key, counts in third.collectives.items():
+        if key not in first.collectives or key not in second.collectives:
+            return None
+        calls, size = (whole_line([o.collectives[key][what] for o in outcomes], steps) for what in ("calls", "bytes"))
+        if calls is None or size is None:
+            return None
+        found["collectives"][key] = {"calls": calls, "bytes": size, "sent": size * counts["sent"] // counts["bytes"]}
+    if peak is None or None in found.values() or first.collectives.keys() != third.collectives.keys():
+        return None
+    # What the allocator cannot reuse hardly depends on the number of layers.
+    found["reserved"] = peak[0] + max(outcome.reserved - outcome.peak for outcome in outcomes)
+    return replace(third, peak=peak[0], at_peak=peak[1], phases=[], events=[], **found)
+
+
+def predict(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | NotSimulatedError | ConfigError]:
+    """Simulate each job whole, or from three models with fewer layers where that is exact."""
+    sizes = [sizes_of(job) for job in jobs]
+    simulator([replace(job, num_layers=n) for job, small in zip(jobs, sizes, strict=True) for n in small])
+    found: list[Any] = []
+    for job, small in zip(jobs, sizes, strict=True):
+        outcomes = simulator([replace(job, num_layers=n) for n in small])
+        whole = None
+        if len(small) == 1 or not isinstance(outcomes[0], Outcome):
+            whole = outcomes[0]
+        elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
+            whole = extrapolate(outcomes, depth_of(job)[0])
+        found.append(whole or job)
+    again = iter(simulator([job for job in found if isinstance(job, Job)]))
+    return [next(again) if isinstance(item, Job) else item for item in found]
+
+
+def sizes_of(job: Job) -> list[int]:
+    """Choose numbers of layers to simulate for a job; [0] is all of them."""
+    depth, period, ahead = depth_of(job)
+    # Without FSDP nothing divides a phase into segments.
+    small = small_sizes(depth, period, ahead) if job.env.get("ACCELERATE_USE_FSDP") == "true" else []
+    return small or [0]
+
+
+def depth_of(job: Job) -> tuple[int, int, int]:
+    """Return the layers of a job's model, the period in which they repeat, and how many are gathered ahead."""
+    args, trial = load_trial(job.command, int(job.env["WORLD_SIZE"]))
+    recomputes = job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
+    return layers_of(trial.config), args.checkpoint_every_n_layers if recomputes else 1, args.prefetch_layers

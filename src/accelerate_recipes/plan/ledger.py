@@ -1,0 +1,352 @@
+"""Ledger of what operators take while they run under it: memory by kind, collectives, FLOPs, and time at least.
+
+It works for fake and for real tensors, on a GPU and on a CPU, so that a simulation can be compared with a run:
+
+    with Ledger("cpu", vocab_size) as ledger:
+        ledger.watch(model, optimizer)
+        ...                                     a step
+        ledger.begin_step()
+        ...                                     the step that counts
+
+Memory is that of storages, from the first operator that returns them to their end. What an operator takes and gives back
+before it returns is counted for the few operators whose share is large.
+"""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.attention.varlen  # registers its operators
+from torch import nn
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from accelerate_recipes.plan.gpus import EFFICIENCY, Gpu
+
+aten, fsdp = torch.ops.aten, torch.ops.fsdp
+PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"
+GATHERED, WHOLE_GRADIENTS = "gathered parameters", "whole gradients"  # of the units that FSDP has at hand
+ACTIVATIONS, LOGITS, TEMPORARY, INSIDE = "activations", "logits", "temporary", "inside an operator"
+BUCKETS = "DDP's buckets"
+HOST = "host"  # tensors on the CPU of a run on GPUs; they do not count in the peak
+# Position of the group, and of the whole tensors, among the arguments of a collective.
+COLLECTIVES = {"_allgather_base_": (2, 0), "_reduce_scatter_base_": (2, 1), "allreduce_": (1, 0)}
+
+
+class Event(NamedTuple):
+    """Change of a storage: its size and kind from now on; size 0 once it is freed. `at` counts operators."""
+
+    at: int
+    key: int
+    size: int
+    kind: str
+    stream: int
+
+
+class Phase(NamedTuple):
+    """Part of a step: a forward pass and what follows it, a backward pass, or the optimizer's step.
+
+    Between two collectives lies a segment, of which the peak is known with the bytes of each kind then.
+    """
+
+    name: str
+    segments: list[tuple[int, dict[str, int]]]
+
+
+class Clock:
+    """Lower bound of the time on one GPU: computation, and links that work beside it, each at 80 % of its peak."""
+
+    def __init__(self, gpu: Gpu, gpus_per_node: int):
+        self.gpu, self.gpus_per_node = gpu, gpus_per_node
+        self.reset()
+
+    def reset(self) -> None:
+        self.now = self.link = self.copied = 0.0  # when computation, the link, and the last copy out of a gather end
+        self.compute = self.memory = self.communication = 0.0  # seconds of work, of which parts lie side by side
+        self.gathers: dict[int, float] = {}  # of a gathered storage: when it is there
+
+    @property
+    def seconds(self) -> float:
+        return max(self.now, self.link)
+
+    def work(self, flops: int, moved: int, dtype: torch.dtype) -> None:
+        """Add an operator, which is bound by its FLOPs or by the bytes that it reads and writes."""
+        rate = self.gpu.fp32 if dtype == torch.float32 else self.gpu.bf16
+        by_flops, by_bytes = flops / rate / EFFICIENCY, moved / self.gpu.bandwidth / EFFICIENCY
+        self.now += max(by_flops, by_bytes)
+        if by_flops > by_bytes:
+            self.compute += by_flops
+        else:
+            self.memory += by_bytes
+
+    def of_node(self, ranks: list[int]) -> int:
+        """Count the ranks of a group on the node of its first."""
+        return sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
+
+    def is_inside(self, ranks: list[int]) -> bool:
+        return self.of_node(ranks) == len(ranks)
+
+    def transfer(self, sent: float, ranks: list[int]) -> float:
+        """Compute the seconds in which each rank sends so many bytes."""
+        speed = self.gpu.nvlink
+        if not self.is_inside(ranks):
+            speed = min(speed, self.gpu.network * self.of_node(ranks))
+        return sent / speed / EFFICIENCY
+
+    def send(self, name: str, sent: float, ranks: list[int], is_small: bool) -> None:
+        """Add a collective over a ring: its GPUs share the network cards of their node where it leaves the node."""
+        # A gather starts when the one before was copied out, anything else when its input was computed.
+        begin = self.copied if "gather" in name else self.now
+        seconds = self.transfer(sent, ranks)
+        self.link = max(self.link, begin) + seconds
+        self.communication += seconds
+        if is_small and "gather" not in name:  # a sum that the next operator reads
+            self.now = max(self.now, self.link)
+
+
+class Ledger(TorchDispatchMode):
+    """Live storages by kind with their peak, collectives and FLOPs of the step since `begin_step`.
+
+    Args:
+        device: type of the device whose memory counts.
+        vocab_size: by which logits are recognised.
+        clock: counts time too.
+    """
+
+    def __init__(self, device: str, vocab_size: int, clock: Clock | None = None):
+        super().__init__()
+        self.device, self.vocab_size, self.clock = device, vocab_size, clock
+        self.live: dict[int, tuple[int, str]] = {}  # of a storage: bytes, kind
+        self.refs: dict[int, weakref.ref] = {}
+        self.held: Counter[str] = Counter()
+        self.total, self.in_optimizer = 0, False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what has happened, but not what lives."""
+        self.peak, self.host_peak, self.peak_at = self.total, self.held[HOST], 0
+        self.at_peak = {kind: held for kind, held in self.held.items() if held and kind != HOST}
+        self.flops: Counter[str] = Counter()
+        self.recomputed = self.at = self.value_reads = 0
+        self.calls: Counter[str] = Counter()  # of operators
+        self.moved: Counter[str] = Counter()  # bytes that operators read and wrote
+        self.shapes: set[tuple[int, ...]] = set()  # of what operators returned
+        self.collectives: dict[tuple[str, int], Counter] = defaultdict(Counter)  # by name and number of ranks
+        self.groups: dict[tuple[str, int], list[int]] = {}
+        self.phases: list[Phase] = []
+        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in self.live.items()]
+        if self.clock:
+            self.clock.reset()
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Say which tensors are parameters, buffers and the optimizer's; call it after a first step, and before one."""
+        self.tag(model.parameters(), PARAMETERS)
+        self.tag(model.buffers(), BUFFERS)
+        self.tag(tree_leaves([list(state.values()) for state in optimizer.state.values()]), OPTIMIZER)
+        if not optimizer._optimizer_step_pre_hooks:
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "in_optimizer", True))
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "in_optimizer", False))
+
+    def tag(self, tensors: Iterable[Any], kind: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self.put(tensor, kind, retag=True)
+
+    def put(self, tensor: torch.Tensor, kind: str, retag: bool = False) -> None:
+        """Enter a tensor's storage. A storage keeps its first kind unless `retag`."""
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.live:
+            self.refs[key] = weakref.ref(storage, lambda _: self.remove(key))
+        kind = HOST if tensor.device.type != self.device else kind
+        self.change(key, storage.nbytes(), kind if retag or key not in self.live else self.live[key][1])
+
+    def change(self, key: int, size: int, kind: str) -> None:
+        old_size, old_kind = self.live.get(key, (0, kind))
+        if (old_size, old_kind) == (size, kind) and key in self.live:
+            return
+        self.live[key] = size, kind
+        self.count(key, old_size, old_kind, size, kind)
+
+    def remove(self, key: int) -> None:
+        self.refs.pop(key, None)
+        size, kind = self.live.pop(key)
+        self.count(key, size, kind, 0, kind)
+
+    def count(self, key: int, old_size: int, old_kind: str, size: int, kind: str) -> None:
+        self.held[old_kind] -= old_size
+        self.held[kind] += size
+        self.total += (kind != HOST) * size - (old_kind != HOST) * old_size
+        self.host_peak = max(self.host_peak, self.held[HOST])
+        stream = torch.cpu.current_stream() if self.device == "cuda" and active_fake_mode() else None
+        self.events.append(Event(self.at, key, size, kind, id(stream)))
+        self.needs(0)
+
+    def needs(self, size: int) -> None:
+        """Count what an operator takes besides, and gives back before it returns."""
+        total = self.total + size
+        segment_peak = self.phases[-1].segments[-1][0] if self.phases else 0
+        if total > segment_peak or total > self.peak:
+            kinds = {kind: held for kind, held in self.held.items() if held and kind != HOST}
+            if size:
+                kinds[INSIDE] = size
+            if self.phases:
+                self.phases[-1].segments[-1] = total, kinds
+            if total > self.peak:
+                self.peak, self.peak_at, self.at_peak = total, self.at, kinds
+
+    def enter_phase(self, begins_segment: bool) -> None:
+        """Begin a phase if this operator belongs to another than the last one, and a segment at a collective."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        name = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
+        if not self.phases or self.phases[-1].name != name:
+            self.phases.append(Phase(name, []))
+            begins_segment = True
+        if begins_segment:
+            self.phases[-1].segments.append((0, {}))
+            self.needs(0)
+
+    def __enter__(self):
+        self.outer_mode, self.is_waiting = active_fake_mode(), False
+        resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
+
+        def resize_(storage, size):  # FSDP2 frees and allocates gathered parameters so; no dispatch sees it
+            resize(storage, size)
+            if storage._cdata in self.live:
+                self.change(storage._cdata, storage.nbytes(), self.live[storage._cdata][1])
+
+        def wait_(work, *args, **kwargs):  # gloo copies then what NCCL does not
+            self.is_waiting = True
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                self.is_waiting = False
+
+        self.patches = [mock.patch.object(torch.UntypedStorage, "resize_", resize_)]
+        self.patches.append(mock.patch.object(dist.Work, "wait", wait_))
+        for patch in self.patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        for patch in self.patches:
+            patch.stop()
+        return super().__exit__(*args)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # let it become operations on what this rank holds
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if active_fake_mode() is self.outer_mode and not self.is_waiting:  # else DTensor asks for shapes
+            self.account(func, args, kwargs, out)
+        return out
+
+    def account(self, func, args, kwargs, out) -> None:
+        """Enter an operator that has run."""
+        self.at += 1
+        name = func._schema.name.partition("::")[2]
+        self.enter_phase(begins_segment=func.namespace == "c10d" and name in COLLECTIVES)
+        if func.namespace == "prim":  # a question for a device
+            return
+        if func is aten._local_scalar_dense.default:
+            self.value_reads += args[0].device.type == self.device
+            return
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        flops = count(*args, **kwargs, out_val=out) if (count := FLOPS.get(func._overloadpacket)) else 0
+        if func.namespace == "c10d" and name in COLLECTIVES:
+            group, which = COLLECTIVES[name]
+            self.communicate(name.strip("_"), dist.ProcessGroup.unbox(args[group]), tree_leaves(args[which]), args[0])
+        elif func.namespace == "_c10d_functional" and name == "all_reduce":  # DTensor's, of the gradient norm
+            self.communicate(name, dist.distributed_c10d._resolve_process_group(args[2]), [args[0]], args[0])
+        elif func is fsdp.split_with_sizes_copy.default:
+            self.tag(kwargs["out"], GATHERED)
+        elif func is fsdp.chunk_cat.default:
+            self.tag(args[0], WHOLE_GRADIENTS)
+        elif name == "_linear_cross_entropy_batch_chunked_no_reduction":  # opaque: a matmul, and logits of a chunk
+            hidden, weight, rows = args[0], args[1], args[6]
+            flops = 2 * hidden.numel() * weight.shape[0]
+            self.recomputed += flops  # the backward pass computes the logits again
+            is_cast = hidden.device.type == "cpu" and weight.dtype != torch.float32
+            self.needs(4 * min(rows, hidden.shape[0]) * weight.shape[0] + 4 * weight.numel() * is_cast)
+        elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
+            self.needs(inside_flash_backward(args[1], args[2]))
+        if flops:
+            self.flops[f"{name} {str(tensors[0].dtype)[6:]}"] += flops
+            if builds_graph(func) and torch._C._current_graph_task_id() != -1:
+                self.recomputed += flops
+        self.calls[name] += 1
+        is_free = func.is_view or name.startswith("empty") or "c10d" in func.namespace
+        moved = 0 if is_free else sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
+        self.moved[name] += moved
+        if self.clock and tensors:
+            if func is fsdp.split_with_sizes_copy.default:
+                arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
+                self.clock.now = max(self.clock.now, arrived)
+            self.clock.work(flops, moved, tensors[0].dtype)
+            if func is fsdp.split_with_sizes_copy.default:
+                self.clock.copied = self.clock.now
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.shapes.add(tuple(t.shape))
+                is_saved = builds_graph(func) and not self.in_optimizer
+                is_logits = t.ndim > 1 and t.shape[-1] == self.vocab_size
+                self.put(t, LOGITS if is_logits else ACTIVATIONS if is_saved else TEMPORARY)
+
+    def communicate(self, name: str, group: dist.ProcessGroup, tensors: list, out: Any) -> None:
+        """Enter a collective; `tensors` are the whole ones."""
+        ranks, size = dist.get_process_group_ranks(group), sum(t.numel() * t.itemsize for t in tensors)
+        if len(ranks) == 1:
+            return
+        sent = size * (len(ranks) - 1) / len(ranks) * (1 if "scatter" in name or "gather" in name else 2)  # a ring
+        key = name, len(ranks)
+        self.collectives[key].update({"calls": 1, "bytes": size, "sent": int(sent)})
+        self.groups[key] = ranks
+        if self.clock:
+            self.clock.send(name, sent, ranks, size < 1e6)
+        if name == "allgather_base":
+            if self.clock:
+                self.clock.gathers[out.untyped_storage()._cdata] = self.clock.link
+            self.tag([out], GATHERED)
+        elif name == "reduce_scatter_base":
+            self.tag(tensors, WHOLE_GRADIENTS)
+            self.tag([out], GRADIENTS)
+
+
+def builds_graph(func) -> bool:
+    """Tell whether an operator belongs to a forward pass, perhaps a repeated one; custom operators run without gradients."""
+    return torch.is_grad_enabled() or func in CUSTOM_FORWARD
+
+
+def inside_flash_backward(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Count what FlashAttention's backward takes: queries' gradient in fp32, and with fewer keys theirs by query head."""
+    is_grouped = query.shape[1] != key.shape[1]  # (T, H, D), or (B, H, T, D)
+    return query.numel() * (4 + 2 * query.itemsize * is_grouped)
+
+
+def packed_attention_flops(query, key, value, cu_seq_q, cu_seq_k, max_q, *args, out_val=None, **kwargs) -> int:
+    """Count the FLOPs of `_varlen_attn` as if all documents were `max_q` long: fake boundaries have no values."""
+    return 2 * query.numel() * max_q * 2
+
+
+def packed_attention_backward_flops(
+    grad, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, *args, **kwargs
+) -> int:
+    return 2 * query.numel() * max_q * 5
+
+
+CUSTOM_FORWARD = (torch.ops.torch_attn._varlen_attn.default,)
+# torch 2.13 forgets `addmm_`, and takes each boundary for a document of the greatest length.
+FLOPS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    torch.ops.torch_attn._varlen_attn: packed_attention_flops,
+    torch.ops.torch_attn._varlen_attn_backward: packed_attention_backward_flops,
+}

@@ -1,0 +1,157 @@
+"""Prediction for a run on a GPU: memory, communication, FLOPs, and a lower bound of the time; as a report and as JSON."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.optim import CHECKPOINT_BYTES
+from accelerate_recipes.plan.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
+from accelerate_recipes.plan.simulate import Outcome
+
+NEAR = 0.93  # share of a GPU's memory above which the estimate of the allocator decides
+PROCESS = 2 * GIB  # host memory of a process with Python, torch and a CUDA context; an assumption, not measured on GPUs
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Needs of a run on one GPU, and at least how long a step takes."""
+
+    outcome: Outcome
+    args: TrainArgs
+    gpu: Gpu
+    world_size: int
+    gpus_per_node: int
+
+    @property
+    def allocator(self) -> int:
+        """Bytes that the allocator holds beside what is in use; an estimate."""
+        return max(0, self.outcome.reserved - self.outcome.peak)
+
+    @property
+    def needed(self) -> int:
+        return self.outcome.peak + self.allocator + OUTSIDE
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.gpu.memory
+
+    @property
+    def is_near(self) -> bool:
+        """True if it fits, but only just."""
+        return self.fits and self.needed > NEAR * self.gpu.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Upper bound over all GPUs."""
+        outcome = self.outcome
+        return outcome.tokens * outcome.micro_batches * self.world_size / outcome.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Upper bound of model FLOPs utilisation: without what is computed again, of the GPU's bf16 peak."""
+        return (self.outcome.flops - self.outcome.recomputed) / self.outcome.seconds / self.gpu.bf16
+
+    @property
+    def checkpoint(self) -> int:
+        return CHECKPOINT_BYTES[self.args.optim] * self.outcome.trained
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory of a node, by what they are for."""
+        nodes = -(-self.world_size // self.gpus_per_node)
+        found = {
+            "processes": self.gpus_per_node * PROCESS,
+            "offloaded": self.gpus_per_node * self.outcome.host_peak,
+            # Pinned blocks are rounded up to powers of two: up to twice as much.
+            "copy of a checkpoint": 2 * self.checkpoint // nodes,
+        }
+        if self.args.base_model:
+            found["weights while loading"] = self.args.param_dtype.itemsize * self.outcome.parameters
+        return {what: size for what, size in found.items() if size > 2**20}
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything for --json; sizes in bytes, times in seconds."""
+        outcome, steps = self.outcome, self.args.max_steps
+        return {
+            "gpu": self.gpu.name,
+            "gpus": self.world_size,
+            "gpus_per_node": self.gpus_per_node,
+            "parameters": outcome.parameters,
+            "trained": outcome.trained,
+            "memory": {
+                "in_use": outcome.peak,
+                "by_kind": outcome.at_peak,
+                "allocator": self.allocator,
+                "outside": OUTSIDE,
+                "needed": self.needed,
+                "of_gpu": self.gpu.memory,
+                "fits": self.fits,
+                "near": self.is_near,
+            },
+            "host": self.host,
+            "step": {
+                "micro_batches": outcome.micro_batches,
+                "tokens": outcome.tokens * outcome.micro_batches * self.world_size,
+                "flops": outcome.flops,
+                "recomputed_flops": outcome.recomputed,
+                "seconds": outcome.seconds,
+                "compute_seconds": outcome.compute,
+                "memory_seconds": outcome.memory,
+                "communication_seconds": outcome.communication,
+                "hidden_seconds": outcome.compute + outcome.memory + outcome.communication - outcome.seconds,
+                "collectives": {
+                    key: counts | {"inside_node": outcome.inside_node[key]}
+                    for key, counts in outcome.collectives.items()
+                },
+            },
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hours": steps * outcome.seconds / 3600 if steps > 0 else None,
+            "checkpoint": self.checkpoint,
+        }
+
+    def memory_line(self) -> str:
+        """Say what a GPU needs, as the three numbers of which it is the sum, and whether that fits."""
+        verdict = "does not fit" if not self.fits else "fits, but only just" if self.is_near else "fits"
+        return (
+            f"{gib(self.needed)} of {gib(self.gpu.memory)} GiB on {self.gpu.name} ({gib(self.outcome.peak)} in use, "
+            f"{gib(self.allocator)} by the allocator's rounding, {gib(OUTSIDE)} outside of it): {verdict}"
+        )
+
+    def report(self) -> str:
+        """Write what a person wants to read."""
+        outcome = self.outcome
+        kinds = sorted(outcome.at_peak.items(), key=lambda item: -item[1])
+        parts = [f"{gib(size)} {kind}" for kind, size in kinds if size >= GIB / 100]
+        lines = [
+            f"Model: {outcome.parameters:,} parameters, {outcome.trained:,} trained, in {outcome.num_layers} layers; a "
+            f"step is {outcome.micro_batches} micro-batches of {outcome.tokens:,} targets on each of {self.world_size} GPUs",
+            f"Memory of a GPU: {self.memory_line()}",
+            f"  in use at the peak, GiB: {', '.join(parts)}",
+            f"Memory of a node, GiB: {', '.join(f'{gib(size)} {what}' for what, size in self.host.items())}",
+            f"FLOPs of a GPU in a step: {outcome.flops:.3e}, {outcome.recomputed / outcome.flops:.0%} of them recomputed",
+        ]
+        for key, counts in outcome.collectives.items():
+            name, size = key.split()
+            place = "inside a node" if outcome.inside_node[key] else "between nodes"
+            if counts["sent"] >= 2**20:
+                lines.append(
+                    f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {gib(counts['sent'])} GiB sent"
+                )
+        hidden = outcome.compute + outcome.memory + outcome.communication - outcome.seconds
+        lines += [
+            f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
+            f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
+            f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others",
+            f"Speed at most: {self.tokens_per_second:,.0f} tokens/s, {self.mfu:.1%} MFU",
+        ]
+        if self.args.max_steps > 0:
+            lines[-1] += (
+                f"; {self.args.max_steps:,} steps take at least {self.args.max_steps * outcome.seconds / 3600:.3g} hours"
+            )
+        lines.append(f"A checkpoint: {gib(self.checkpoint)} GiB")
+        return "\n".join(lines)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

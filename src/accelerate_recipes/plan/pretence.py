@@ -1,0 +1,186 @@
+"""Pretence of GPUs and of other ranks: our own code runs on fake tensors that say that they lie on a GPU.
+
+Everything here leans on private parts of torch 2.13, transformers 5.23 and Accelerate 1.15, and belongs to a process that
+does nothing else. tests/test_simulate.py compares the result with real runs, and fails once a part no longer fits.
+"""
+
+import contextlib
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from accelerate_recipes import distributed
+
+aten = torch.ops.aten
+CUDA, META = torch.device("cuda", 0), torch.device("meta")
+# Operators of a GPU that torch composes of several on other devices: the library only has to know the names.
+COMPOSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_kernels = torch.library.Library("aten", "IMPL")
+_truth: list[None] = []  # not empty: who asks for a fake tensor's device learns it
+
+
+class Answers(TorchDispatchMode):
+    """Answers to what fake tensors cannot answer: values, and where they are."""
+
+    def __init__(self, on_gpu: bool):
+        super().__init__()
+        self.on_gpu = on_gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return True  # is it finite?
+        if not self.on_gpu:
+            return func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # autograd looks for a stream, and must not find a GPU
+            asks = not _truth and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1)
+            return META if asks and args[0].device.type == "cuda" else args[0].device
+        if kwargs.get("device") == META:  # made by C++ beside a tensor that it was told to be meta
+            kwargs = kwargs | {"device": CUDA}
+        return func(*args, **kwargs)
+
+
+class Stream(torch.cpu.Stream):
+    """Stream that records events: FSDP2 refuses None for a GPU."""
+
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
+def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Stand in for torch's: flash attention, or with a mask the memory-efficient kernel, which keeps the mask as a bias."""
+    if attn_mask is None:
+        if query.dtype == torch.float32:  # which flash attention does not take
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, True, dropout_p, is_causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    bias = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def packed_sequence_indices(is_packed: bool) -> Any:
+    """Make a stand-in for transformers' function, which takes all fakes for packed: positions have no values here."""
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        before = position_ids[:, :1] - 1
+        sequences = (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+        bool((sequences[:, -1] == 0).all())
+        return sequences if is_packed else None
+
+    return find
+
+
+def truthful(owner: Any, name: str) -> Any:
+    """Patch a function in which DTensors are made: they ask for a device as autograd does, but must know it."""
+
+    original = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        _truth.append(None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _truth.pop()
+
+    return mock.patch.object(owner, name, wrapped)
+
+
+def of_gpu() -> list[Any]:
+    """List patches with which fake tensors on `cuda` pass through FSDP2 and a backward pass where there is no CUDA."""
+    if torch.version.cuda is None:  # C++ knows no device guard for CUDA: give it the CPU's, which does nothing
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
+        registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+        registry[1] = registry[0]
+        for name in COMPOSED:
+            _kernels.impl(name, lambda *_: None, "CUDA")
+    replaced = {
+        "Stream": Stream,
+        "Event": torch.cpu.Event,
+        "stream": torch.cpu.stream,
+        "current_device": lambda: 0,
+        "current_stream": torch.cpu.current_stream,
+        "is_initialized": lambda: True,
+        "get_device_capability": lambda *_: (9, 0),
+        "is_bf16_supported": lambda *_: True,
+    }
+    return [
+        *(mock.patch.object(torch.cuda, name, value) for name, value in replaced.items()),
+        mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", sdpa),
+        # It asks whether there is a GPU, and adds up in bf16 if not.
+        mock.patch.object(
+            nn.LinearCrossEntropyOptions,
+            "_resolve_auto_acc_dtype",
+            lambda self, dtype, device: torch.float32 if dtype.itemsize == 2 else None,
+        ),
+        *(
+            truthful(FSDPParamGroup, name)
+            for name in ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
+        ),
+        truthful(distributed, "initialize"),
+    ]
+
+
+@contextlib.contextmanager
+def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> Iterator[FakeTensorMode]:
+    """Make this process rank 0 of `world_size`, whose tensors lie on `device` (cuda or cpu); yields the mode of fakes.
+
+    The environment must be that of the first process. Without FSDP there is no other rank. `is_packed` is that of the trial.
+    Enter the mode for what makes tensors.
+    """
+    warnings.filterwarnings("ignore")
+    if use_fsdp:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # a model's weights are real meta tensors, until they get memory
+
+    def initialize(model, seed, device, storage=None):
+        """Give weights memory without values, in place of `weights.initialize`."""
+        with mode:
+            model.to_empty(device=storage or device)
+            model.tie_weights()
+        mode.allow_non_fake_inputs = False
+        return model
+
+    on = CUDA if device == "cuda" else torch.device("cpu")
+    PartialState(cpu=True)
+    PartialState._shared_state["device"] = on
+    if use_fsdp:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(distributed, "initialize", initialize))
+        stack.enter_context(
+            mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed))
+        )
+        # FSDP2 makes its mesh of it.
+        stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)))
+        if not use_fsdp:  # Accelerate moves the model; its weights are there already, and fakes cannot be moved
+            stack.enter_context(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
+        if device == "cuda":
+            if use_fsdp:
+                with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+                    mesh = dist.init_device_mesh("cuda", (world_size,))  # not under fakes: it looks at values
+                stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
+            for patch in of_gpu():
+                stack.enter_context(patch)
+        yield mode

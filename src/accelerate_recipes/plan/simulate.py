@@ -1,0 +1,385 @@
+"""Simulation of one optimizer step of rank 0: our own `prepare` and `train_step` on fake tensors, in a process of its own.
+
+`simulate` hands jobs to a child that has imported the libraries, and forks a process for each job: the pretence
+(`pretence.py`) belongs to a process. A process takes seconds for a few layers, and as much memory as the libraries.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+from transformers import PreTrainedConfig
+
+from accelerate_recipes import distributed, recipe
+from accelerate_recipes.args import ConfigError, TrainArgs, computes_in_bf16, resolve
+from accelerate_recipes.engine import train_step
+from accelerate_recipes.plan.allocator import reserved
+from accelerate_recipes.plan.gpus import GPUS
+from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
+from accelerate_recipes.run import Run
+from accelerate_recipes.trial import Trial
+
+MICRO_BATCHES = 2  # more of them take time, but no memory
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation: what `accelerate launch` gives the first process, and the recipe with its arguments."""
+
+    env: dict[str, str]
+    command: list[str]
+    gpu: str = "h100"
+    device: str = "cuda"  # or cpu, to compare with a run on gloo
+    num_layers: int = 0  # instead of the model's own; 0: those
+    micro_batches: int = MICRO_BATCHES
+    keeps_events: bool = False
+
+
+@dataclass
+class Outcome:
+    """Needs of one optimizer step on rank 0. Sizes are in bytes, times in seconds."""
+
+    peak: int
+    at_peak: dict[str, int]
+    host_peak: int
+    phases: list  # of `ledger.Phase`
+    flops: int
+    recomputed: int
+    collectives: dict[str, dict[str, int]]  # "allgather_base 32": calls, bytes, sent
+    inside_node: dict[str, bool]  # whether a collective stays inside a node
+    seconds: float  # at least, with compute, memory and communication
+    compute: float
+    memory: float
+    communication: float
+    micro_batches: int  # of the whole step; memory is that of two
+    tokens: int  # targets of a micro-batch
+    trained: int  # parameters of the whole model, and of the rest
+    parameters: int
+    num_layers: int
+    is_uniform: bool  # whether all layers are alike
+    reserved: int = 0  # by the allocator, for the peak; nearly, in a deep model
+    value_reads: int = 0
+    shapes: list[list[int]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
+    events: list[list] = field(default_factory=list)
+    took: float = 0.0
+    resident: int = 0  # memory of the simulation itself
+
+
+class NotSimulatedError(Exception):
+    """A run cannot be simulated; the text says what of it."""
+
+
+def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]:
+    """List what of a run cannot be simulated, in words."""
+    use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
+    found = {
+        "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
+        "--load_in_4bit": args.load_in_4bit,
+        "--optim adamw_8bit": args.optim == "adamw_8bit",
+        "mixed_precision: fp8": env.get("ACCELERATE_MIXED_PRECISION") == "fp8",
+        "dynamo_backend: memory of compiled layers": env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO",
+        "a mixture of experts in fp32": args.param_dtype == torch.float32
+        and not computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION"))
+        and bool(getattr(trial.config.get_text_config(), "num_local_experts", 0)),
+    }
+    return [what for what, is_so in found.items() if is_so]
+
+
+def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """Copy a configuration, with another number of layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = layers_of(config)
+    for name in NUM_LAYERS:
+        if getattr(text, name, None) is not None and name not in text.attribute_map:
+            setattr(text, name, num_layers)
+    for name, value in list(vars(text).items()):  # such as layer_types
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, (value * num_layers)[:num_layers])
+    return config
+
+
+def layers_of(config: PreTrainedConfig) -> int:
+    text = config.get_text_config()
+    return next(getattr(text, name) for name in NUM_LAYERS if getattr(text, name, None) is not None)
+
+
+def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
+    """Tell whether all layers of each class have the same parameters and the same kind of attention."""
+    kinds: dict[str, set] = {}
+    for module in model.modules():
+        if type(module).__name__ in (getattr(model, "_no_split_modules", None) or ()):
+            shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+            kinds.setdefault(type(module).__name__, set()).add(shapes)
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return bool(kinds) and all(len(shapes) == 1 for shapes in kinds.values()) and len(types) <= 1
+
+
+def load_trial(command: Sequence[str], world_size: int) -> tuple[Any, Trial]:
+    """Load a recipe, and let it make its trial.
+
+    Raises:
+        ConfigError: for arguments that are wrong.
+        NotSimulatedError: for a recipe that hands over no trial.
+    """
+    module = recipe.load(command[0])
+    args, problems = resolve(module.Args, command[1:], world_size)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if not hasattr(module, "trial"):
+        raise NotSimulatedError(f"{command[0]} defines no trial(args)")
+    return args, module.trial(args)
+
+
+def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
+    """Take an optimizer step, which the ledger then knows."""
+    ledger.begin_step()
+    train_step(run, batches, trial.loss_fn, trial.count_fn)
+    ledger.tag([p.grad for p in run.model.parameters() if p.grad is not None], GRADIENTS)
+    ledger.watch(run.model, run.optimizer)
+
+
+def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
+    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states."""
+    run.model.train()
+    ledger.watch(run.model, run.optimizer)
+    ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
+    take_step(ledger, run, trial, batches[:1])
+    take_step(ledger, run, trial, batches)
+
+
+def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
+    """Collect what a ledger has seen."""
+    clock = ledger.clock
+    return Outcome(
+        peak=ledger.peak,
+        at_peak=dict(ledger.at_peak),
+        host_peak=ledger.host_peak,
+        phases=[[phase.name, phase.segments] for phase in ledger.phases],
+        flops=sum(ledger.flops.values()),
+        recomputed=ledger.recomputed,
+        collectives={f"{name} {size}": dict(counts) for (name, size), counts in ledger.collectives.items()},
+        inside_node={
+            f"{name} {size}": clock is not None and clock.is_inside(ranks)
+            for (name, size), ranks in ledger.groups.items()
+        },
+        seconds=clock.seconds if clock else 0.0,
+        compute=clock.compute if clock else 0.0,
+        memory=clock.memory if clock else 0.0,
+        communication=clock.communication if clock else 0.0,
+        micro_batches=len(batches),
+        tokens=trial.tokens,
+        value_reads=ledger.value_reads,
+        shapes=sorted(map(list, ledger.shapes)),
+        calls=dict(ledger.calls),
+        moved=dict(ledger.moved),
+        **facts,
+    )
+
+
+def simulate_here(job: Job) -> Outcome:
+    """Simulate in this process, which is good for nothing else afterwards.
+
+    Raises:
+        ConfigError: for arguments that are wrong, or do not fit the model.
+        NotSimulatedError: naming what cannot be simulated.
+    """
+    from accelerate_recipes.plan.pretence import Answers, pretend
+
+    start = time.perf_counter()
+    use_fsdp = job.env.get("ACCELERATE_USE_FSDP") == "true"
+    os.environ.update(job.env)
+    if use_fsdp:
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "1"})
+    else:  # one process, as without a launcher
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    world_size, gpus_per_node = int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"])
+    with mock.patch("torch.cuda.is_available", lambda: job.device == "cuda"):  # for the choice of the attention
+        args, trial = load_trial(job.command, world_size)
+        if found := unsupported(args, trial, job.env):
+            raise NotSimulatedError(", ".join(found))
+        args.merge_adapter = False  # it would look at files
+        config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
+        model = trial.make_model(config)
+    is_uniform = are_alike(model, config)
+    is_autocast = not use_fsdp and computes_in_bf16()
+    device = "cpu" if is_autocast else job.device  # autocast does not see fakes on a GPU
+    with pretend(world_size, device, use_fsdp, trial.is_packed) as mode:
+        run = Run(args, distributed.make_accelerator(args))
+        with mode if device == "cuda" else contextlib.nullcontext():
+            run.shard(model)
+        parameters = sum(p.numel() for p in run.model.parameters())
+        trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+        clock = Clock(GPUS[job.gpu], gpus_per_node)
+        with mode, Answers(on_gpu=device == "cuda"), Ledger(device, args_vocab(config), clock) as ledger:
+            accumulation = args.accumulation_steps(world_size)
+            batches = [
+                fake_batch(trial.batch, run.accelerator.device) for _ in range(min(job.micro_batches, accumulation))
+            ]
+            take_steps(ledger, run, trial, batches)
+            facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
+            outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)
+            events = ledger.events
+            outcome.reserved = reserved(events) if job.device == "cuda" else 0
+            if accumulation > len(batches):
+                take_step(ledger, run, trial, batches[1:])
+                fewer = outcome_of(ledger, trial, batches[1:], is_uniform=is_uniform, **facts)
+                add_micro_batches(outcome, fewer, accumulation)
+    if not use_fsdp and world_size > 1:
+        add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
+    if job.keeps_events:
+        outcome.events = [list(event) for event in events]
+    outcome.took, outcome.resident = time.perf_counter() - start, psutil.Process().memory_info().rss
+    return outcome
+
+
+def add_micro_batches(outcome: Outcome, fewer: Outcome, number: int) -> None:
+    """Continue an outcome to a step of `number` micro-batches; `fewer` has one less, so that the difference is one."""
+    more = number - outcome.micro_batches
+    for name in ("flops", "recomputed", "seconds", "compute", "memory", "communication"):
+        value = getattr(outcome, name)
+        setattr(outcome, name, value + more * (value - getattr(fewer, name)))
+    for key, counts in outcome.collectives.items():
+        before = fewer.collectives.get(key, {})
+        outcome.collectives[key] = {what: n + more * (n - before.get(what, 0)) for what, n in counts.items()}
+    outcome.micro_batches = number
+
+
+def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) -> None:
+    """Add what DDP takes to the outcome of one process: its reducer reads values of tensors, and cannot be simulated.
+
+    It keeps a copy of all gradients in buckets, and sums them over the ranks in one all-reduce.
+    """
+    size = 4 * outcome.trained
+    outcome.peak += size
+    outcome.at_peak[BUCKETS] = size
+    outcome.phases = []
+    sent = int(2 * size * (world_size - 1) / world_size)
+    outcome.collectives[f"allreduce {world_size}"] = {"calls": 1, "bytes": size, "sent": sent}
+    outcome.inside_node[f"allreduce {world_size}"] = is_inside
+    seconds = clock.transfer(sent, list(range(world_size)))
+    outcome.communication += seconds
+    outcome.seconds = max(outcome.seconds, outcome.communication)
+
+
+def args_vocab(config: PreTrainedConfig) -> int:
+    return config.get_text_config().vocab_size
+
+
+def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Make a batch of the same sizes, under fakes."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def serve() -> None:
+    """Answer each line of standard input, a list of jobs, with a line of outcomes; jobs run in forks, one for each core."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # recipes print
+    for line in sys.stdin:
+        jobs = [Job(**values) for values in json.loads(line)]
+        print(json.dumps(list(in_forks(jobs, os.cpu_count() or 1))), file=out, flush=True)
+
+
+def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
+    """Simulate each job in a fork of this process; yields results in order."""
+    started: list[tuple[int, Any]] = []
+    for i, _ in enumerate(jobs):
+        while len(started) < min(len(jobs), i + at_once):
+            started.append(fork(jobs[len(started)]))
+        pid, pipe = started[i]
+        with pipe:
+            found = pipe.read()
+        os.waitpid(pid, 0)
+        yield (
+            json.loads(found) if found else {"error": "the simulation died without a word, perhaps for want of memory"}
+        )
+
+
+def fork(job: Job) -> tuple[int, Any]:
+    """Start a simulation; returns its process id and the end of a pipe from which its result can be read."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, os.fdopen(read)
+    try:
+        result = asdict(simulate_here(job))
+    except NotSimulatedError as error:
+        result = {"not_simulated": str(error)}
+    except ConfigError as error:
+        result = {"refused": str(error)}
+    except BaseException as error:
+        result = {"error": f"{type(error).__name__}: {str(error)[:500]}", "traceback": traceback.format_exc()}
+    with contextlib.suppress(OSError), os.fdopen(write, "w") as pipe:
+        json.dump(result, pipe)
+    os._exit(0)
+
+
+class Simulator:
+    """Child process that simulates; a context manager. `number` counts simulations."""
+
+    def __enter__(self):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.number, self.cache = 0, {}
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "accelerate_recipes.plan.simulate"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *args):
+        self.child.stdin.close()
+        self.child.wait()
+
+    def __call__(self, jobs: Sequence[Job]) -> list["Outcome | NotSimulatedError | ConfigError"]:
+        """Simulate each job, once; returns an error in place of what cannot be simulated, or is refused.
+
+        Raises:
+            RuntimeError: for an error of the simulation itself.
+        """
+        keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
+        new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.cache}
+        if new:
+            print(json.dumps([asdict(job) for job in new.values()]), file=self.child.stdin, flush=True)
+            answer = self.child.stdout.readline()
+            if not answer:
+                raise RuntimeError(
+                    "the simulator has ended; run it by hand: python -m accelerate_recipes.plan.simulate"
+                )
+            self.number += len(new)
+            self.cache |= dict(zip(new, map(read_result, json.loads(answer)), strict=True))
+        return [self.cache[key] for key in keys]
+
+
+def read_result(result: dict[str, Any]) -> Outcome | NotSimulatedError | ConfigError:
+    """Turn a fork's answer into an outcome; raises RuntimeError for an error of the simulation itself."""
+    if "not_simulated" in result:
+        return NotSimulatedError(result["not_simulated"])
+    if "refused" in result:
+        return ConfigError(result["refused"])
+    if "error" in result:
+        raise RuntimeError(f"the simulation failed: {result['error']}\n{result.get('traceback', '')}")
+    return Outcome(**result)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,62 @@
+"""Trial of a recipe: one optimizer step without data and weights, which `plan` simulates."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data.packing import collate, make_row
+from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.models import new_model
+
+
+@dataclass
+class Trial:
+    """Model, loss and one micro-batch of a recipe with its arguments.
+
+    `make_model` makes the model on the meta device, from `config` or from one with fewer layers. Values in `batch`, on the
+    CPU, do not matter; its sizes are the largest that the run will have. `tokens` are the target tokens in it, at most.
+    """
+
+    config: PreTrainedConfig
+    make_model: Callable[[PreTrainedConfig], PreTrainedModel]
+    loss_fn: Callable[[Any, dict[str, Any]], torch.Tensor]
+    count_fn: Callable[[dict[str, Any]], torch.Tensor]
+    batch: dict[str, Any]
+    tokens: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Tell whether a row holds several documents, which attention keeps apart."""
+        positions = self.batch.get("position_ids")
+        return positions is not None and bool((positions[:, 1:] == 0).any())
+
+
+def config_of(args: TrainArgs) -> PreTrainedConfig:
+    """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed."""
+    return AutoConfig.from_pretrained(args.base_model, **cache.pinned(args.base_model))
+
+
+def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:
+    """Make the trial of a causal language model on packed rows of --max_length tokens: one long document, and a short one.
+
+    `config` is a new model's; None: that of the pretrained one.
+    """
+    length, rows = args.max_length, args.per_device_train_batch_size
+    row = make_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
+    settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
+    return Trial(
+        config or config_of(args),
+        partial(new_model, **settings),
+        loss_fn,
+        count_next_tokens,
+        collate([row | {"row": torch.tensor(0)}] * rows),
+        rows * (length - 2),
+    )

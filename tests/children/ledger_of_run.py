@@ -1,0 +1,63 @@
+"""Take two real steps of a recipe's trial under the ledger; rank 0 writes what it saw to ledger.json.
+
+tests/test_simulate.py compares that with the simulation. It runs several settings of --trials one after another, which must
+agree in what the launcher decides.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import toy
+from toy import requirements
+
+from accelerate_recipes import distributed
+from accelerate_recipes.args import arg
+from accelerate_recipes.plan.ledger import Ledger
+from accelerate_recipes.plan.simulate import load_trial, outcome_of, take_steps
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
+
+
+@dataclass
+class Args(toy.Args):
+    trials: str = arg("", "JSON list of commands: a recipe with its arguments.")
+    total_batch_size: int = 8
+
+
+@torch.no_grad()
+def fill(model, seed, device, storage=None):
+    """Replace `weights.initialize`, which does not know adapters."""
+    model.to_empty(device=storage or device)
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        distributed.local_shard(tensor).fill_(0.01)
+    return model
+
+
+def ledger_of(accelerator, command: list[str]) -> dict:
+    args, trial = load_trial(command, accelerator.num_processes)
+    run = Run(args, accelerator)
+    run.shard(trial.make_model(trial.config))
+    number = args.accumulation_steps(accelerator.num_processes)
+    with Ledger("cpu", trial.config.vocab_size) as ledger:
+        batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
+        take_steps(ledger, run, trial, batches)
+    outcome = outcome_of(ledger, trial, batches, trained=0, parameters=0, num_layers=0, is_uniform=True)
+    run.release()
+    return asdict(outcome)
+
+
+def main(args: Args) -> None:
+    distributed.initialize = fill
+    accelerator = distributed.make_accelerator(args)
+    found = [ledger_of(accelerator, command) for command in json.loads(args.trials)]
+    if accelerator.is_main_process:
+        Path(args.output_dir).mkdir(parents=True)
+        (Path(args.output_dir) / "ledger.json").write_text(json.dumps(found))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

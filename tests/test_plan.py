@@ -1,0 +1,193 @@
+"""Tests of `plan`: deep models from shallow ones, the path of GPUs without a GPU, what fits, and the search."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+from helpers import CONFIGS, ROOT
+from test_simulate import BF16, C4, FP32, RECOMPUTE, job, simulator  # noqa: F401  a fixture
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.launch import planning
+from accelerate_recipes.launch.planning import job_of, plan, plan_with
+from accelerate_recipes.launch.preflight import read_request
+from accelerate_recipes.plan.allocator import reserved
+from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
+from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError
+
+LAYERS = "--num_hidden_layers"
+CUDA_C4 = [
+    *C4,
+    "--attn_implementation",
+    "auto",
+    "--hidden_size",
+    "64",
+    "--max_length",
+    "72",
+    "--max_position_embeddings",
+    "72",
+]
+FSDP2 = ["fsdp_full", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_no_wrap", "fsdp_full_state_dict"]
+HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
+
+
+def on_four(config: str, command: list[str], *flags: str, **changes) -> Job:
+    more = HYBRID if config == "fsdp_hybrid" else []
+    return job(config, command, *BF16, *more, *flags, num_processes=4, **changes)
+
+
+@pytest.mark.parametrize("configs", [FSDP2[2:3], pytest.param(FSDP2, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_the_path_of_gpus_without_a_gpu(simulator, configs):  # noqa: F811
+    """Our code runs on tensors of a GPU under each FSDP2 config, waits once a step, and attends document by document."""
+    for config, found in zip(configs, simulator([on_four(config, CUDA_C4) for config in configs]), strict=True):
+        assert not isinstance(found, Exception), config
+        # The flags of a step are read one by one here, and by one copy on a GPU. Nothing else is read.
+        assert found.value_reads == 5, config
+        assert not [shape for shape in found.shapes if shape.count(72) > 1], config
+        assert found.calls["_varlen_attn"] == found.num_layers * found.micro_batches
+        assert (found.host_peak > 2**16) == (config == "fsdp_offload")
+
+
+FAULTY = """
+import torch
+from accelerate_recipes import recipe
+from dataclasses import replace
+c4 = recipe.load({c4!r})
+Args, requirements, main = c4.Args, c4.requirements, c4.main
+def trial(args):
+    right = c4.trial(args)
+    return replace(right, loss_fn=lambda model, batch: {loss})
+"""
+
+
+def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
+    """A tensor on the wrong device fails the simulation; one more wait is counted."""
+    for name, loss in {
+        "device": "right.loss_fn(model, batch) + torch.ones(1).sum()[None]",
+        "wait": "right.loss_fn(model, batch) * (1 + 0 * right.loss_fn(model, batch).item())",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(FAULTY.format(c4=C4[0], loss=loss))
+    faulty = {name: on_four("fsdp_full", [str(tmp_path / f"{name}.py"), *CUDA_C4[1:]]) for name in ("device", "wait")}
+    (found,) = simulator([faulty["wait"]])
+    assert found.value_reads == 5 + found.micro_batches
+    with pytest.raises(
+        RuntimeError, match=r"FakeTensorDeviceMismatchError|not on the expected device|two different devices"
+    ):
+        simulator([faulty["device"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, more",
+    [(RECOMPUTE, ["--total_batch_size", "24"]), ([], []),
+     (RECOMPUTE, ["--checkpoint_every_n_layers", "2"]), ([], ["--prefetch_layers", "2"])],
+)  # fmt: skip
+def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
+    """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
+    deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "11", *more], *flags)
+    (whole,), number = simulator([deep]), simulator.number
+    (found,) = predict(simulator, [deep])
+    assert simulator.number == number + 3
+    for name in ("peak", "at_peak", "host_peak", "flops", "recomputed", "trained", "num_layers"):
+        assert getattr(found, name) == getattr(whole, name), name
+    for key, counts in whole.collectives.items():
+        assert found.collectives[key] == pytest.approx(counts, rel=1e-3 if key.startswith("all_reduce") else 1e-12), key
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
+    """What is proposed fits, what keeps the trajectory comes first, and a pair is found where no single change is enough."""
+    large = ["--hidden_size", "2048", "--intermediate_size", "4096", "--vocab_size", "16000", "--max_length", "1024"]
+    command = [*CUDA_C4, *large, "--max_position_embeddings", "1024"]
+    argv = [str(CONFIGS / "fsdp_grad_op.yaml"), "--num_processes", "4", "--num_machines", "1", *command]
+    request = read_request(argv)
+    first = job_of(request, "h100")
+    before = planning.simulated(simulator, first)
+    assert before.fits
+
+    def planned(memory: int) -> dict:
+        monkeypatch.setitem(planning.GPUS, "h100", replace(GPUS["h100"], memory=memory))
+        return plan_with(simulator, first, request, searches=True).facts
+
+    facts = planned(before.needed - 1)
+    assert not facts["memory"]["fits"] and facts["fits_with"]
+    kept = [proposal["keeps_trajectory"] for proposal in facts["fits_with"]]
+    assert kept == sorted(kept, reverse=True)
+    assert all(proposal["needed"] < before.needed for proposal in facts["fits_with"])
+    best = min(p["needed"] for p in facts["fits_with"] if p["keeps_trajectory"])
+    pairs = planned(best - 1)["fits_with"]
+    assert pairs and all(p["needed"] < best for p in pairs)
+
+
+@pytest.mark.slow
+def test_the_command(monkeypatch, capsys, tmp_path):
+    """`plan` prints a report and writes JSON; what cannot be simulated, it names."""
+    monkeypatch.chdir(ROOT)
+    laptop = ["accelerate_configs/fsdp_full.yaml", "--nodes", "2", "--gpus-per-node", "8", "recipes/c4.py"]
+    laptop += [
+        "--config",
+        "recipes/configs/c4/laptop.yaml",
+        "--total_batch_size",
+        "16",
+        "--per_device_train_batch_size",
+        "1",
+    ]
+    found = plan(["--gpu", "a100", "--no-search", "--json", str(tmp_path / "plan.json"), *laptop])
+    assert "Memory of a GPU: " in found.text and "fits" in found.text
+    facts = json.loads((tmp_path / "plan.json").read_text())
+    memory = facts["memory"]
+    assert (
+        memory["needed"] == memory["in_use"] + memory["allocator"] + OUTSIDE <= memory["of_gpu"] == GPUS["a100"].memory
+    )
+    assert sum(memory["by_kind"].values()) == memory["in_use"]
+    assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
+    with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
+        plan(["--gpu", "tpu", *laptop])
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(monkeypatch):
+    """The example of docs/plan.md, a model of 8 billion parameters on 32 GPUs, is what its command prints."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/plan.md").read_text()
+    (command,) = re.findall(r"^python -m accelerate_recipes plan (.*)$", page, re.M)
+    shown = page.split("```\n")[2].splitlines()
+    assert plan(shlex.split(command)).text.splitlines()[:-1] == shown[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, command, said",
+    [
+        ("fsdp1_full", C4, "FSDP1"),
+        ("fsdp_fp8", C4, "mixed_precision: fp8"),
+        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py defines no trial"),
+    ],
+)
+def test_what_is_not_simulated_is_named(simulator, config, command, said):  # noqa: F811
+    flags = [] if config == "fsdp_fp8" else FP32
+    (found,) = simulator([job(config, command, *flags)])
+    assert isinstance(found, NotSimulatedError) and said in str(found)
+
+
+def test_allocator():
+    """Sizes are rounded, freed blocks are used again and joined, pools of streams are apart, and the host does not count."""
+    page = 2 * 2**20
+
+    def size_of(*changes: tuple) -> int:
+        return reserved([Event(i, key, size, kind, stream) for i, (key, size, kind, stream) in enumerate(changes)])
+
+    def gpu(key: int, size: int, stream: int = 0) -> tuple:
+        return key, size, ACTIVATIONS, stream
+
+    assert size_of(gpu(1, 1)) == size_of(gpu(1, 1), gpu(2, 511)) == page
+    assert size_of(gpu(1, page + 1)) == 2 * page
+    assert size_of(gpu(1, page), gpu(1, 0), gpu(2, page)) == page
+    assert size_of(gpu(1, page), gpu(2, page), gpu(1, 0), gpu(2, 0), gpu(3, 2 * page)) == 2 * page
+    assert size_of(gpu(1, page), gpu(1, 0), gpu(2, page, stream=1)) == 2 * page
+    assert size_of((1, page, HOST, 0)) == 0
