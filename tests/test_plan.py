@@ -12,12 +12,12 @@ from test_simulate import BF16, C4, FP32, RECOMPUTE, job, simulator  # noqa: F40
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.launch import planning
 from accelerate_recipes.launch.planning import job_of, plan, plan_with
-from accelerate_recipes.launch.preflight import read_request
+from accelerate_recipes.launch.preflight import preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError
 
 LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
@@ -74,10 +74,9 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
     faulty = {name: on_four("fsdp_full", [str(tmp_path / f"{name}.py"), *CUDA_C4[1:]]) for name in ("device", "wait")}
     (found,) = simulator([faulty["wait"]])
     assert found.value_reads == 5 + found.micro_batches
-    with pytest.raises(
-        RuntimeError, match=r"FakeTensorDeviceMismatchError|not on the expected device|two different devices"
-    ):
-        simulator([faulty["device"]])
+    (found,) = simulator([faulty["device"]])
+    assert isinstance(found, SimulationError)
+    assert re.search("FakeTensorDeviceMismatchError|not on the expected device|two different devices", str(found))
 
 
 @pytest.mark.slow
@@ -88,7 +87,7 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
 )  # fmt: skip
 def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
-    deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "11", *more], *flags)
+    deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "13", *more], *flags)
     (whole,), number = simulator([deep]), simulator.number
     (found,) = predict(simulator, [deep])
     assert simulator.number == number + 3
@@ -148,6 +147,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
     with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
         plan(["--gpu", "tpu", *laptop])
+    with pytest.raises(ConfigError, match=r"the config.json of no/model cannot be read: "):
+        plan([*laptop, "--model_name_or_path", "no/model"])
 
 
 @pytest.mark.slow
@@ -161,12 +162,28 @@ def test_the_page_shows_what_the_command_prints(monkeypatch):
 
 
 @pytest.mark.slow
+def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
+    """With --gpu, preflight says what a GPU needs, and refuses a run that needs more."""
+    monkeypatch.chdir(tmp_path)
+    argv = [str(CONFIGS / "fsdp_full.yaml"), "--nodes", "1", "--gpus-per-node", "2", *C4, "--train_files", "t.jsonl"]
+    argv += ["--validation_files", "t.jsonl"]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "a b"}) + "\n")
+    said, _ = preflight(["--gpu", "l4", *argv])
+    assert "Memory of a GPU: " in said and ": fits" in said
+    monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
+    with pytest.raises(ConfigError, match=r"Memory of a GPU: .* does not fit; `python -m accelerate_recipes plan`"):
+        preflight(["--gpu", "l4", *argv])
+    assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]
+    assert "memory was not checked: --gpu tesla is not known" in preflight(["--gpu", "tesla", *argv])[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, command, said",
     [
         ("fsdp1_full", C4, "FSDP1"),
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
-        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py defines no trial"),
+        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
     ],
 )
 def test_what_is_not_simulated_is_named(simulator, config, command, said):  # noqa: F811

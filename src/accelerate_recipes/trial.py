@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs, first_line
 from accelerate_recipes.data.packing import collate, make_row
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_next_tokens
@@ -40,8 +40,15 @@ class Trial:
 
 
 def config_of(args: TrainArgs) -> PreTrainedConfig:
-    """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed."""
-    return AutoConfig.from_pretrained(args.base_model, **cache.pinned(args.base_model))
+    """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed.
+
+    Raises:
+        ConfigError: if it is not here, and cannot be downloaded.
+    """
+    try:
+        return AutoConfig.from_pretrained(args.base_model, **cache.pinned(args.base_model))
+    except OSError as error:
+        raise ConfigError(f"the config.json of {args.base_model} cannot be read: {first_line(error)}") from error
 
 
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:

@@ -26,7 +26,7 @@ from accelerate_recipes.plan.search import (
     find_fitting,
     prediction_of,
 )
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Simulator
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
 
 
@@ -119,6 +119,8 @@ def simulated(simulator: Simulator, job: Job) -> Prediction:
         raise outcome
     if isinstance(outcome, NotSimulatedError):
         raise ConfigError(f"plan does not simulate {outcome}")
+    if isinstance(outcome, SimulationError):
+        raise ConfigError(f"plan cannot tell: {outcome}")
     return prediction_of(job, outcome, GPUS[job.gpu])
 
 

@@ -4,7 +4,8 @@ It checks the keys and values of the accelerate YAML (Accelerate itself silently
 recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to resume,
 the output directory and its space, and versions; it reports all problems at once. Between CONFIG and RECIPE it takes the
 flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (without
-GPUs, --cpus-per-node), from which those flags follow.
+GPUs, --cpus-per-node), from which those flags follow. With --gpu NAME a step is simulated (`plan/`), and a run that does not
+fit on that GPU is a problem; --no_plan leaves that out.
 """
 
 import argparse
@@ -41,6 +42,10 @@ from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, sharing_problems
 from accelerate_recipes.models import check_reads_text
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
+from accelerate_recipes.plan.gpus import GPUS
+from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.search import prediction_of
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.strategy import (
     environment_problems,
@@ -378,6 +383,7 @@ class Request(NamedTuple):
     command: list[str]  # the recipe with its arguments
     num_devices: int  # accelerators of a machine of the job
     reads_checksums: bool
+    gpu: str  # name of the GPU on which the run must fit; empty: this is not checked
 
 
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
@@ -421,11 +427,13 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     ]
     if models and is_writable:
         lines.append(check_space(args, models, env, report, is_here=not volumes))
+    if request.gpu and not report.problems:
+        lines.append(check_memory(request, env, report))
     if report.problems:
         return None, report.problems
     if resumed_from:
         lines.append(f"Goes on from {resumed_from}{', whose checksums are right' if request.reads_checksums else ''}")
-    said = "\n".join([*lines, *(f"warning: {warning}" for warning in report.warnings)])
+    said = "\n".join([*filter(None, lines), *(f"warning: {warning}" for warning in report.warnings)])
     return Launch(said, args, needed.needs, request.launch, request.command), []
 
 
@@ -435,12 +443,14 @@ def read_request(argv: Sequence[str]) -> Request:
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
     parser.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
+    parser.add_argument("--gpu", default="")
+    parser.add_argument("--no-plan", "--no_plan", action="store_true")
     parser.add_argument("--no-checksums", action="store_true")  # a job leaves checksums to its processes
     asked, argv = parser.parse_known_args(argv)
     if len(argv) < 2:
         raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     for name, number in vars(asked).items():
-        if number is not None and number < 0:
+        if isinstance(number, int) and number < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
     config = Path(argv[0])
     problems = yaml_problems(config)
@@ -454,7 +464,15 @@ def read_request(argv: Sequence[str]) -> Request:
     # A login node has no GPUs, or other GPUs than the job.
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
-    return Request(config, problems, launch[: len(launch) - len(command)], command, num_devices, not asked.no_checksums)
+    return Request(
+        config,
+        problems,
+        launch[: len(launch) - len(command)],
+        command,
+        num_devices,
+        not asked.no_checksums,
+        "" if asked.no_plan else asked.gpu,
+    )
 
 
 def check_launch(request: Request, report: Report) -> dict[str, str]:
@@ -535,6 +553,35 @@ def check_model_and_data(
     except ConfigError as error:
         report.problems.append(str(error))
     return models
+
+
+def check_memory(request: Request, env: dict[str, str], report: Report) -> str:
+    """Simulate a step, and check that the run fits on its GPU; returns a line that says what it needs, if that is known."""
+    if request.gpu not in GPUS:
+        report.warnings.append(f"memory was not checked: --gpu {request.gpu} is not known; known are {', '.join(GPUS)}")
+        return ""
+    job = Job(env, request.command, request.gpu)
+    with Simulator() as simulator:
+        (outcome,) = predict(simulator, [job])
+    if isinstance(outcome, ConfigError):
+        report.problems.append(str(outcome))
+        return ""
+    if not isinstance(outcome, Outcome):
+        said = str(outcome).partition("\n")[0]
+        what = f"plan does not simulate {said}" if isinstance(outcome, NotSimulatedError) else said
+        report.warnings.append(f"memory was not checked: {what}")
+        return ""
+    prediction = prediction_of(job, outcome, GPUS[request.gpu])
+    line = f"Memory of a GPU: {prediction.memory_line()}"
+    if not prediction.fits:
+        report.problems.append(
+            f"{line}; `python -m accelerate_recipes plan` in place of preflight finds changes with which it does, and "
+            "--no_plan leaves this check out"
+        )
+    elif prediction.is_near:
+        report.warnings.append(f"{line}; what lies outside of tensors is not known exactly")
+        return ""
+    return line
 
 
 def check_space(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, layers_of, load_trial
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, Simulator, layers_of, load_trial
 
 STEADY = (
     4  # layers of which those in the middle have neighbours that are treated alike: with 3 an extrapolation was too low
@@ -91,19 +91,24 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     return replace(third, peak=peak[0], at_peak=peak[1], phases=[], events=[], **found)
 
 
-def predict(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | NotSimulatedError | ConfigError]:
+def predict(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
     """Simulate each job whole, or from three models with fewer layers where that is exact."""
-    sizes = [sizes_of(job) for job in jobs]
-    simulator([replace(job, num_layers=n) for job, small in zip(jobs, sizes, strict=True) for n in small])
     found: list[Any] = []
-    for job, small in zip(jobs, sizes, strict=True):
-        outcomes = simulator([replace(job, num_layers=n) for n in small])
-        whole = None
-        if len(small) == 1 or not isinstance(outcomes[0], Outcome):
-            whole = outcomes[0]
-        elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
-            whole = extrapolate(outcomes, depth_of(job)[0])
-        found.append(whole or job)
+    for job in jobs:
+        try:
+            found.append([replace(job, num_layers=n) for n in sizes_of(job)])
+        except (ConfigError, NotSimulatedError) as error:
+            found.append(error)
+    simulator([small for item in found if isinstance(item, list) for small in item])  # all at once
+    for i, job in enumerate(jobs):
+        if isinstance(found[i], list):
+            outcomes = simulator(found[i])
+            if len(outcomes) == 1 or not isinstance(outcomes[0], Outcome):
+                found[i] = outcomes[0]
+            elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
+                found[i] = extrapolate(outcomes, depth_of(job)[0]) or job
+            else:
+                found[i] = job
     again = iter(simulator([job for job in found if isinstance(job, Job)]))
     return [next(again) if isinstance(item, Job) else item for item in found]
 

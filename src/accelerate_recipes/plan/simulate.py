@@ -83,6 +83,13 @@ class NotSimulatedError(Exception):
     """A run cannot be simulated; the text says what of it."""
 
 
+class SimulationError(Exception):
+    """A simulation has failed where a run might not, or for a fault that a run would meet too."""
+
+
+Refusal = NotSimulatedError | SimulationError | ConfigError
+
+
 def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]:
     """List what of a run cannot be simulated, in words."""
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
@@ -137,11 +144,11 @@ def load_trial(command: Sequence[str], world_size: int) -> tuple[Any, Trial]:
         NotSimulatedError: for a recipe that hands over no trial.
     """
     module = recipe.load(command[0])
+    if not hasattr(module, "trial"):
+        raise NotSimulatedError(f"{command[0]}: it defines no trial(args)")
     args, problems = resolve(module.Args, command[1:], world_size)
     if problems:
         raise ConfigError("; ".join(problems))
-    if not hasattr(module, "trial"):
-        raise NotSimulatedError(f"{command[0]} defines no trial(args)")
     return args, module.trial(args)
 
 
@@ -350,11 +357,11 @@ class Simulator:
         self.child.stdin.close()
         self.child.wait()
 
-    def __call__(self, jobs: Sequence[Job]) -> list["Outcome | NotSimulatedError | ConfigError"]:
-        """Simulate each job, once; returns an error in place of what cannot be simulated, or is refused.
+    def __call__(self, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
+        """Simulate each job, once; returns an error in place of what is refused, cannot be simulated, or fails.
 
         Raises:
-            RuntimeError: for an error of the simulation itself.
+            SimulationError: if the child is gone.
         """
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
         new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.cache}
@@ -370,14 +377,14 @@ class Simulator:
         return [self.cache[key] for key in keys]
 
 
-def read_result(result: dict[str, Any]) -> Outcome | NotSimulatedError | ConfigError:
-    """Turn a fork's answer into an outcome; raises RuntimeError for an error of the simulation itself."""
+def read_result(result: dict[str, Any]) -> Outcome | Refusal:
+    """Turn a fork's answer into an outcome, or into an error."""
     if "not_simulated" in result:
         return NotSimulatedError(result["not_simulated"])
     if "refused" in result:
         return ConfigError(result["refused"])
     if "error" in result:
-        raise RuntimeError(f"the simulation failed: {result['error']}\n{result.get('traceback', '')}")
+        return SimulationError(f"the simulation failed: {result['error']}\n{result.get('traceback', '')}".strip())
     return Outcome(**result)
 
 
