@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
     "trial": {"adapters", "args", "data", "hub", "losses", "models"},
-    "plan": {"args", "distributed", "engine", "optim", "recipe", "run", "trial"},
+    "plan": {"args", "distributed", "engine", "optim", "ranks", "recipe", "run", "trial"},
     "launch": {
         "adapters",
         "args",

@@ -216,7 +216,7 @@ class TrainArgs:
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 
-    # Processes of this launch; `world_size` is a property of transformers' arguments.
+    # Shares of the data in this launch: processes, or groups that share rows. `world_size` is a property of transformers'.
     num_launched = 1
 
     def problems(self, world_size: int) -> list[str]:

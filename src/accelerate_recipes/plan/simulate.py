@@ -27,6 +27,7 @@ from accelerate_recipes.engine import train_step
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
+from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial
 
@@ -95,6 +96,7 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     found = {
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
+        "parallelism_config_cp_size: rows that ranks share": ranks_a_row(env) > 1,
         "--load_in_4bit": args.load_in_4bit,
         "--optim adamw_8bit": args.optim == "adamw_8bit",
         "mixed_precision: fp8": env.get("ACCELERATE_MIXED_PRECISION") == "fp8",
