@@ -558,7 +558,7 @@ def check_model_and_data(
 def check_memory(request: Request, env: dict[str, str], report: Report) -> str:
     """Simulate a step, and check that the run fits on its GPU; returns a line that says what it needs, if that is known."""
     if request.gpu not in GPUS:
-        report.warnings.append(f"memory was not checked: --gpu {request.gpu} is not known; known are {', '.join(GPUS)}")
+        report.problems.append(f"--gpu {request.gpu}: not known; known are {', '.join(GPUS)}")
         return ""
     job = Job(env, request.command, request.gpu)
     with Simulator() as simulator:
