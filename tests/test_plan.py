@@ -174,7 +174,8 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"Memory of a GPU: .* does not fit; `python -m accelerate_recipes plan`"):
         preflight(["--gpu", "l4", *argv])
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]
-    assert "memory was not checked: --gpu tesla is not known" in preflight(["--gpu", "tesla", *argv])[0]
+    with pytest.raises(ConfigError, match="--gpu tesla: not known; known are a10g"):
+        preflight(["--gpu", "tesla", *argv])
 
 
 @pytest.mark.slow
