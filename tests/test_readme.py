@@ -230,7 +230,7 @@ def test_every_config_and_flag_on_the_page_exists():
     known |= {f"--no_{name}" for names in recipes for name in names if names[name].default is True}
     launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
     launch |= {"--parallelism_config_cp_size", "--parallelism_config_dp_shard_size"}
-    ours = {"--nodes", "--gpus-per-node", "--max_shards", "--update", "--memory_gib", "--seeds"}
+    ours = {"--nodes", "--gpus-per-node", "--gpu", "--max_shards", "--update", "--memory_gib", "--seeds"}
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
     assert (
         set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE + REWARDS + LONG))
