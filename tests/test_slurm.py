@@ -1,4 +1,4 @@
-"""Tests of slurm/submit.sh under real Slurms of two nodes, started here. `make test-slurm` installs Slurm and runs this."""
+"""Tests of slurm/submit.sh under a real Slurm of two nodes, started here. `make test-slurm` installs Slurm and runs this."""
 
 import contextlib
 import json
@@ -122,7 +122,6 @@ def assert_undisturbed(out: Path, expected: dict[int, float], rel: float = 0.0) 
     assert (out / "export/model.safetensors").is_file()
 
 
-@pytest.mark.xdist_group("chess")  # its run is used by two tests
 def test_one_node(jobs, chess_run):
     out, job = chess_run
     log = jobs.log(job)
@@ -148,7 +147,6 @@ def test_time_limit(jobs, tmp_path):
     assert_undisturbed(out, losses(tmp_path / "reference"))
 
 
-@pytest.mark.xdist_group("chess")
 def test_two_nodes(jobs, chess_run, tmp_path):
     """Two processes on each of two nodes have the losses of four on one machine without Slurm."""
     run = [*CHESS, "--max_steps", 12, "--logging_steps", 1, "--per_device_train_batch_size", 4]
