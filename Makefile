@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-all test-long test-hub test-eval test-slurm test-image models \
-	coverage mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
+	mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -37,10 +37,6 @@ test-fast: .venv/dev
 
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not long"
-
-# The tests of `make test` and `make test-slow` at once, which share runs.
-test-all: .venv/dev
-	$(PYTEST) -m "not long and not hub and not slurm and not image"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; and repetitions of
 # slow tests on another node or for another operator. Takes an hour.
