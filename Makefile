@@ -38,8 +38,8 @@ test-fast: .venv/dev
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not long"
 
-# The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; and repetitions of
-# slow tests on another node or for another operator. Takes an hour.
+# The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models, with
+# the search; and repetitions of slow tests on another node or for another operator. Takes an hour.
 test-long: .venv/dev
 	$(BIN)/python -m pytest -m long
 

@@ -79,11 +79,11 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
     assert re.search("FakeTensorDeviceMismatchError|not on the expected device|two different devices", str(found))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, more",
-    [(RECOMPUTE, ["--total_batch_size", "24"]), ([], []),
-     (RECOMPUTE, ["--checkpoint_every_n_layers", "2"]), ([], ["--prefetch_layers", "2"])],
+    [pytest.param(RECOMPUTE, ["--total_batch_size", "24"], marks=pytest.mark.slow),
+     *(pytest.param(*case, marks=pytest.mark.long) for case in (
+         ([], []), (RECOMPUTE, ["--checkpoint_every_n_layers", "2"]), ([], ["--prefetch_layers", "2"])))],
 )  # fmt: skip
 def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
@@ -98,7 +98,7 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: 
     assert found.seconds == pytest.approx(whole.seconds, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
     """What is proposed fits, what keeps the trajectory comes first, and a pair is found where no single change is enough."""
     large = ["--hidden_size", "2048", "--intermediate_size", "4096", "--vocab_size", "16000", "--max_length", "1024"]
@@ -151,7 +151,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         plan([*laptop, "--model_name_or_path", "no/model"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_shows_what_the_command_prints(monkeypatch):
     """The example of docs/plan.md, a model of 8 billion parameters on 32 GPUs, is what its command prints."""
     monkeypatch.chdir(ROOT)
