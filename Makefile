@@ -5,7 +5,7 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
+.PHONY: demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
 	mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
@@ -23,8 +23,13 @@ demo-t5: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
 		recipes/t5.py --config recipes/configs/t5/laptop.yaml $(ARGS)
 
+demo-vit: .venv/recipes
+	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
+		recipes/vit.py --config recipes/configs/vit/laptop.yaml $(ARGS)
+
 # Two files at a time, in the order of tests/conftest.py: the ranks of a run wait for each other half of the time.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 
 test: .venv/dev
 	$(PYTEST) -m "not slow and not long and not hub and not slurm and not image"
@@ -58,14 +63,15 @@ test-eval: .venv/dev
 	@$(EVAL)/pip install --quiet -r requirements-eval.txt
 	$(EVAL)/python -m pytest tests/test_evaluate.py
 
-# Jobs under a real Slurm of two nodes, which the tests start and stop on this machine. Needs root.
+# Jobs under two real Slurms of two nodes each, which the tests start and stop on this machine: a job waits half of the time. Needs
+# root.
 test-slurm: .venv/dev
 	@missing=; for program in slurmctld slurmd sbatch munged; do \
 		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
 	if [ "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
 			slurmctld slurmd slurm-client munge >/dev/null; fi
-	$(BIN)/python -m pytest -m slurm
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m slurm tests/test_slurm.py
 
 # Builds the container image on a Debian that it makes, and trains in it. Needs root, the network, and 8 GB in .cache/image, which stay.
 test-image: .venv/dev
@@ -79,11 +85,11 @@ test-image: .venv/dev
 models: .venv/dev
 	$(BIN)/python tests/models_table.py $(ARGS)
 
-# Lines that no test of `make test` runs, in launched and forked processes too. Takes 1.5 times as long as `make test`.
+# Lines that no test of `make test` runs, in launched and forked processes too. Takes twice as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data
 coverage: .venv/dev
 	@rm -rf .cache/coverage && mkdir -p .cache/coverage
-	-$(BIN)/coverage run -m pytest -q -m "not slow and not long and not hub and not slurm and not image"
+	-$(BIN)/coverage run -m pytest -q $(PARALLEL) -m "not slow and not long and not hub and not slurm and not image"
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -27,7 +27,7 @@ from accelerate_recipes.data.streams import StreamLoader, TextArgs, TextShards, 
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_tokens_loss
+from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
 from accelerate_recipes.models import (
     Architecture,
@@ -38,6 +38,7 @@ from accelerate_recipes.models import (
     new_bpe_tokenizer,
     new_config,
     new_model,
+    stretched_positions,
 )
 from accelerate_recipes.picture import Bars
 from accelerate_recipes.ranks import on_first_rank
@@ -65,13 +66,10 @@ class Args(TextArgs, TrainArgs, Architecture):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if not self.model_name_or_path:
-            found += self.architecture_problems()
-            if self.max_length > self.max_position_embeddings:
-                found.append(
-                    f"--max_length is {self.max_length}, but the model is made for --max_position_embeddings "
-                    f"{self.max_position_embeddings}"
-                )
+        is_new, is_adapter_alone = not self.model_name_or_path, self.use_peft and not self.merge_adapter
+        found += self.architecture_problems() if is_new else self.stretch_problems(is_adapter_alone)
+        if is_new or self.stretches:
+            found += self.length_problems(self.max_length)
         if self.max_steps < 1:
             found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found
@@ -83,19 +81,20 @@ def requirements(args: Args) -> Requirements:
         tokenizers=[args.tokenizer_name],
         datasets=args.text_datasets(training=not is_pretokenized(args.pretokenize)),
         new_model=None if args.model_name_or_path else lambda: make_model(args),
+        changes=lambda config, name: stretched_positions(config, name, args),
     )
 
 
 def make_model(args: Args) -> PreTrainedModel:
     if args.model_name_or_path:
-        settings = load_settings(args)
+        settings = load_settings(args) | {"stretch": args}
         return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
     return new_model(new_config(args), args.attn_implementation, args.param_dtype)
 
 
 def trial(args: Args) -> Trial:
     return packed_trial(
-        args, None if args.model_name_or_path else new_config(args), next_tokens_loss(args.whole_logits)
+        args, None if args.model_name_or_path else new_config(args), next_token_loss_fn(args.whole_logits)
     )
 
 
@@ -138,7 +137,7 @@ def main(args: Args) -> None:
     )
 
     # Training and evaluation
-    loss_fn = next_tokens_loss(args.whole_logits)
+    loss_fn = next_token_loss_fn(args.whole_logits)
 
     def evaluate_fn(step: int) -> dict[str, float]:
         loss = evaluate_loss(run.accelerator, run.model, validation_loader, loss_fn, count_next_tokens)

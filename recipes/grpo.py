@@ -31,6 +31,7 @@ from accelerate_recipes.rewards import (
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
+    check_settings,
     load_rewards,
     prompt_ids,
     reward_problems,
@@ -67,12 +68,13 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Datas
 
     Raises:
         DataError: for rows that cannot be read, or have no prompt.
-        ConfigError: if nothing is left.
+        ConfigError: if nothing is left, or a row asks for another rendering than the others.
     """
     rows = args.read_rows()
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
+        check_settings(side, args.template_settings, args.sources[name])
         fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.template_settings)]
         rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
         if not any(fits):

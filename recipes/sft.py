@@ -32,8 +32,9 @@ from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
-from accelerate_recipes.supervised import SupervisedTrainer
+from accelerate_recipes.supervised import SupervisedTrainer, supervised_trial
 from accelerate_recipes.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
+from accelerate_recipes.trial import Trial
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
@@ -120,6 +121,10 @@ def without_targets(row: dict, number: int) -> dict:
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum the loss over the targets, in nats, by the forward pass that trl gave the model."""
     return -model(**batch, fused_lm_head=True).log_probs.sum()
+
+
+def trial(args: Args) -> Trial:
+    return supervised_trial(args, loss_fn)
 
 
 def main(args: Args) -> None:

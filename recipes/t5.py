@@ -14,9 +14,10 @@ for its share of the sources, from weights that stay sharded; the texts go to pr
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, T5Config
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
@@ -39,6 +40,7 @@ from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.text_metrics import GenerationArgs, TextMetrics
+from accelerate_recipes.trial import Trial, pairs_trial
 
 ATTENTION = ["sdpa", "eager"]
 METRICS = Path(__file__).parent / "metrics"
@@ -84,18 +86,17 @@ def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     if not args.from_scratch:
         name, settings = args.model_name_or_path, load_settings(args)
         return load_encoder_decoder(name, args.attn_implementation, args.dropout_rate, **settings)
-    return new_t5(
-        args.attn_implementation,
-        args.param_dtype,
-        d_model=args.d_model,
-        d_kv=args.d_kv,
-        d_ff=args.d_ff,
-        num_layers=args.num_layers,
-        num_heads=args.num_heads,
-        dropout_rate=args.dropout_rate,
-        feed_forward_proj="gated-gelu",
-        **vocabulary,
-    )
+    return new_t5(args.attn_implementation, args.param_dtype, **sizes(args), **vocabulary)
+
+
+def sizes(args: Args) -> dict[str, Any]:
+    """Return the fields of a new model's configuration, besides those that its tokenizer decides."""
+    names = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads", "dropout_rate")
+    return {name: getattr(args, name) for name in names} | {"feed_forward_proj": "gated-gelu"}
+
+
+def trial(args: Args) -> Trial:
+    return pairs_trial(args, T5Config(**sizes(args), vocab_size=args.vocab_size) if args.from_scratch else None)
 
 
 def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Dataset]:

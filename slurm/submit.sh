@@ -32,11 +32,13 @@ main() {
     if [[ $0 == */slurm_script ]]; then run "$@"; else submit "$@"; fi # Slurm's copy of this file
 }
 
-# Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS [CONFIG ...]
+# Sets OUTPUT_DIR, SIGNAL_SECONDS, LAUNCH_FLAGS and COMMAND, from: NODES GPUS CPUS GPU [CONFIG ...]
 plan() {
     local flags=(--nodes "$1" --gpus-per-node "$2" --cpus-per-node "$3") assignments
-    [[ $0 != */slurm_script ]] || flags+=(--no-checksums) # in the job, its processes verify the checksums
-    shift 3
+    [[ -z $4 ]] || flags+=(--gpu "$4")
+    # In the job, its processes verify the checksums, and find out whether they fit.
+    [[ $0 != */slurm_script ]] || flags+=(--no-checksums --no_plan)
+    shift 4
     (($#)) || set -- accelerate_configs/fsdp_full.yaml recipes/chess.py
     assignments=$(python -m accelerate_recipes preflight --shell "$1" "${flags[@]}" "${@:2}") || return
     eval "$assignments"
@@ -73,8 +75,18 @@ num_gpus() { # GPUS_PER_NODE GRES
     echo "$sum"
 }
 
+# Prints the name of a node's GPUs as preflight knows them: of the first, from --gpus-per-node (h100:8) or --gres (gpu:h100:8).
+gpu_name() { # GPUS_PER_NODE GRES
+    local name=${1%%:*}
+    if [[ -z $1 ]]; then
+        [[ ,$2 =~ [,:/]gpu:([^:,]+)(:|,|$) ]] || return
+        name=${BASH_REMATCH[1]}
+    fi
+    [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.plan.gpus "$name"
+}
+
 submit() {
-    local flags=() nodes gpus cpus defaults problems=0
+    local flags=() nodes gpus gres gpu cpus defaults problems=0
     while (($#)); do
         if [[ $1 == -- ]]; then shift; break; fi
         [[ $1 == *.yaml || $1 == *.py ]] && die "put -- before $1: what stands before it is for sbatch"
@@ -84,11 +96,13 @@ submit() {
     done
     nodes=$(value_of --nodes -N 1)
     gpus=$(value_of --gpus-per-node --gpus-per-node "${SBATCH_GPUS_PER_NODE:-}")
-    gpus=$(num_gpus "$gpus" "$(value_of --gres --gres "${SBATCH_GRES:-}")")
+    gres=$(value_of --gres --gres "${SBATCH_GRES:-}")
+    gpu=$(gpu_name "$gpus" "$gres")
+    gpus=$(num_gpus "$gpus" "$gres")
     cpus=$(value_of --cpus-per-task -c 1)
     [[ $nodes$gpus$cpus =~ ^[0-9]+$ ]] || die "--nodes $nodes, --gpus-per-node $gpus and --cpus-per-task $cpus must be numbers"
     # Report everything that is wrong with the run and with the request at once.
-    plan "$nodes" "$gpus" "$cpus" "$@" || problems=1
+    plan "$nodes" "$gpus" "$cpus" "$gpu" "$@" || problems=1
     defaults=(--job-name="$(basename "${COMMAND[0]:-chess}" .py)" --signal="B:USR1@${SIGNAL_SECONDS:-300}")
     sbatch --test-only "${defaults[@]}" "${flags[@]}" slurm/submit.sh || problems=1
     ((problems == 0)) || die "nothing was queued"
@@ -112,7 +126,7 @@ run() {
     ((restart <= MAX_RESTARTS)) || die "restarted $restart times, MAX_RESTARTS is $MAX_RESTARTS"
     trap 'on_signal USR1' USR1
     trap 'on_signal TERM' TERM # Slurm kills what is left after KillWait
-    plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" "$@" || exit 1
+    plan "$SLURM_NNODES" "${SLURM_GPUS_ON_NODE:-0}" "${SLURM_CPUS_ON_NODE:-1}" "" "$@" || exit 1
     if ((SLURM_CPUS_ON_NODE < ${SLURM_GPUS_ON_NODE:-0})); then
         say "warning: $SLURM_CPUS_ON_NODE CPUs for $SLURM_GPUS_ON_NODE GPUs on a node; give --cpus-per-task or --exclusive"
     fi

@@ -13,6 +13,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="huggingface-")
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+# Threads that wait for work take a core from the other processes of `make test`.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 # Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -89,6 +90,11 @@ def launch_ok(tmp_path: Path, config: str, script: Path, *args: object, **option
     return done
 
 
+def blocks(page: str) -> list[str]:
+    """Return the Python code that a page shows."""
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
 def read_metrics(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -117,7 +123,8 @@ def log_of(out: Path) -> str:
 IMPORTS = (
     "accelerate", "bitsandbytes.nn", "chess.pgn", "datasets", "evaluate", "matplotlib.pyplot", "peft", "psutil",
     "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.checkpoint.state_dict",
-    "torch.profiler._cupti_monitor", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
+    "torch.profiler._cupti_monitor", "torch.utils.flop_counter", "torch.utils.serialization", "numpy.ctypeslib", "transformers.hf_argparser",
+    "transformers.models.auto.image_processing_auto", "transformers.models.bit.image_processing_pil_bit",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
     "transformers.models.mixtral.modeling_mixtral", "transformers.models.t5.modeling_t5", "transformers.optimization",
     "transformers.trainer_pt_utils", "xxhash",

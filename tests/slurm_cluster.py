@@ -1,4 +1,4 @@
-"""Real Slurm on this machine: two nodes, each with two GPUs that do not exist. Needs root, but no systemd."""
+"""A real Slurm on this machine: two nodes, each with two GPUs that do not exist. Needs root, but no systemd."""
 
 import os
 import shutil
@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 NODES = ("node0", "node1")
+# Each process of pytest-xdist has a cluster. A job's number decides its port.
+NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 GPUS = 2
 CORES = 8  # of a node; the machine may have fewer
 
 CONF = """\
 ClusterName=test
+FirstJobId={first_job}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
@@ -74,7 +77,9 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         port = free_ports(1 + len(NODES))
         nodes = [NODE.format(name=n, port=port + 1 + i, cores=CORES, gpus=GPUS) for i, n in enumerate(NODES)]
-        (self.folder / "slurm.conf").write_text(CONF.format(dir=self.folder, port=port, nodes="\n".join(nodes)))
+        (self.folder / "slurm.conf").write_text(
+            CONF.format(dir=self.folder, port=port, nodes="\n".join(nodes), first_job=1 + 100 * NUMBER)
+        )
         for i in range(GPUS):
             (self.folder / f"gpu{i}").touch()  # any file can stand for a device
         gres = [f"NodeName={node} Name=gpu File={self.folder}/gpu[0-{GPUS - 1}]\n" for node in NODES]
@@ -131,7 +136,7 @@ class Cluster:
 
 def free_ports(count: int) -> int:
     """Return the first of `count` free ports in a row."""
-    for first in range(21000, 29000, 10):
+    for first in range(21000 + 1000 * NUMBER, 29000, 10):
         sockets = []
         try:
             for port in range(first, first + count):

@@ -54,6 +54,8 @@ STRATEGIES = {
     "no wrap": ("fsdp_no_wrap", 2, 4, {}),
     "full state dict": ("fsdp_full_state_dict", 2, 4, {}),
     "activation checkpointing": ("fsdp_full", 2, 4, CHECKPOINTING),
+    "rows shared by 2": ("fsdp_long", 2, 4, {}),
+    "rows shared by 2, 2 shards": ("fsdp_long", 4, 2, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
 }
 CHECKPOINTED = "activation checkpointing"
 FAST = ("one process, accumulation", "ddp", "fsdp2")

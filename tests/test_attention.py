@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CHILDREN
+from helpers import CHILDREN, ROOT
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -33,8 +33,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from accelerate_recipes import attention
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes import attention, recipe
+from accelerate_recipes.args import ConfigError, resolve
 from accelerate_recipes.attention import beyond_documents, boundaries, choose, keep_cudnn_from_masks, with_padding
 from accelerate_recipes.losses import next_token_loss
 
@@ -324,6 +324,17 @@ def test_choice(config, asks, monkeypatch):
         plain,
         f"the model has {asks}" if asks else "trl's batches do not say where documents begin",
     )
+
+
+@pytest.mark.parametrize("flags, expected", [([], "sdpa"), (["--packing"], "documents")])
+def test_a_new_model_of_trl(monkeypatch, flags, expected):
+    """Rows that trl pads do not say where documents begin: a new model for them has no kernel that asks."""
+    sft = recipe.load(ROOT / "recipes/sft.py")  # what it imports must not see a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    new = ["--from_scratch", "--tokenizer_name", "any", "--num_hidden_layers", "1", "--train_files", __file__]
+    args, _ = resolve(sft.Args, [*new, *flags], world_size=1)
+    assert args.new_model().config._attn_implementation == expected
 
 
 def test_choices_that_cannot_be_are_errors(monkeypatch):

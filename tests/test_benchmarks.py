@@ -11,12 +11,16 @@ import gpu_kernels
 import gpu_profile
 import gpu_report
 import gpu_steps
+import long_documents
+import numpy as np
 import pytest
 import torch
 from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.launch.preflight import launch_environment
+from accelerate_recipes.models import new_bpe_tokenizer, new_llama
 from accelerate_recipes.strategy import environment_problems, lever_problems
+from accelerate_recipes.weights import initialize
 
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"
 TINY_HEADS = "--intermediate_size 64 --num_attention_heads 2"
@@ -28,14 +32,16 @@ COMMANDS = {
     "checkpoint_stall": f"--rounds 1 --steps 1 {TINY_LLAMA} --vocab_size 500",
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
+    "image_throughput": "--images 64 --rounds 1 --workers 0",
     "export_memory": f"--rounds 1 {TINY_LLAMA} {TINY_HEADS} --vocab_size 500",
     "long_rows": "--length 256 --slice_length 512",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
     "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
-LONG = set(COMMANDS) - {"data_throughput", "long_rows"}
-ELSEWHERE = {"ablation", "ablation_trial", "init_memory"}  # test_ablation, test_weights
+LONG = set(COMMANDS) - {"data_throughput", "image_throughput", "long_rows"}
+# In test_ablation, test_weights, test_vit, and below.
+ELSEWHERE = {"ablation", "ablation_trial", "attention_maps", "init_memory", "long_documents", "vision_baselines"}
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {
@@ -77,6 +83,43 @@ def test_runs(name, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())
+
+
+@torch.no_grad()
+def test_long_documents(tmp_path, monkeypatch):
+    """Both losses are of the same tokens, and equal where nothing is cut; the rest is what a short text gives."""
+    texts = [" ".join(f"{(i * j) % 97} is no word" for j in range(60)) for i in range(2, 6)]
+    tokenizer = new_bpe_tokenizer(texts, 300)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = initialize(new_llama("sdpa", vocab_size=300, initializer_range=0.2, **sizes), 0, "cpu").eval()
+    tokens = torch.tensor(tokenizer(texts[0])["input_ids"][:70])
+    whole, cut = long_documents.compare(model, tokens, 16, 8)
+    assert len(whole) == len(cut) == 48  # the rest does not fill a block
+    assert cut[:8] == pytest.approx(whole[:8], rel=1e-5) and cut[8:] != pytest.approx(whole[8:], rel=1e-2)
+    position = 35  # in the block from 32 on, which sees 16 tokens before it
+    logits = model(tokens[None, 16:position]).logits[0, -1]
+    assert cut[position - 16] == pytest.approx(-logits.log_softmax(-1)[tokens[position]].item(), rel=1e-4)
+
+    found = long_documents.paired(np.array([0.1, 0.2, 0.3, 0.15, 0.2, 0.1, 0.2, 0.3]), np.random.default_rng(0))
+    assert (
+        found["mean"] == pytest.approx(0.19375)
+        and 0.1 < found["interval"][0] < found["mean"] < found["interval"][1] < 0.3
+    )
+    assert found["p"] == pytest.approx(2 / 2**8, rel=0.5)  # of 256 ways to flip the signs, two are as far from none
+    assert long_documents.paired(np.array([-0.1, 0.1, -0.2, 0.2]), np.random.default_rng(0))["p"] == 1
+
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "pages.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = {"model": tmp_path, "pages": tmp_path / "pages.json", "length": 70, "context": 16, "stride": 8, "parts": 2}
+    flags |= {"out": tmp_path / "out.json", "picture": tmp_path / "out.png"}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["long_documents.py", *argv])
+    long_documents.main()
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["documents"] == 4 and [(part["from"], part["to"]) for part in result["parts"]] == [(16, 40), (40, 64)]
+    assert result["parts"][0]["by_document"]["whole"][0] == pytest.approx(whole[:24].mean(), abs=1e-4)
+    assert (tmp_path / "out.png").stat().st_size > 1000
 
 
 def gpu_environment(tmp_path: Path) -> dict[str, str]:

@@ -258,15 +258,20 @@ def test_pairs_as_they_were_written(base, monkeypatch, form):
 
 
 def test_prompts_as_they_were_written(base, capsys, monkeypatch):
-    """Prompts of GRPO are compared too; a row's tools, which trl does not pass on, end the run with the remedy."""
+    """Prompts of GRPO are compared too; one row's tools, which trl does not pass on, end the run with the remedy."""
     calls = [{"prompt": row["messages"][:-1]} for row in ROWS_WITH_TOOLS]  # messages of calls have other fields
     prepare(base, calls, name="grpo")
     text = capsys.readouterr().out.replace("|", "")
     assert "weather" in text and "null" not in text and "None" not in text
-    tools = [row | {"tools": json.dumps([TOOL])} for row in PROMPTS]
-    said = r"row 1, token \d+: .* the export renders .*# Tool(.|\n)*rendered without the columns tools; remove them"
-    with pytest.raises(ConfigError, match=said):
+    tools = [row | {"tools": json.dumps([TOOL] if number == 20 else [])} for number, row in enumerate(PROMPTS, 1)]
+    with pytest.raises(
+        ConfigError, match=r"row \d+, has 'tools' (.*weather.*), but trl renders GRPO's prompts without"
+    ):
         prepare(base, tools, name="grpo")
+    settings = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in PROMPTS]
+    with pytest.raises(ConfigError, match=r"row 1, has 'chat_template_kwargs' .*--chat_template_kwargs holds for all"):
+        prepare(base, settings, name="grpo")
+    prepare(base, settings, "--chat_template_kwargs", '{"enable_thinking": false}', name="grpo")
     prepare(base, PROMPTS, "--chat_template_kwargs", '{"enable_thinking": false}', name="grpo")
     assert "<think>" in capsys.readouterr().out
 

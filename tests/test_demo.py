@@ -53,3 +53,12 @@ def test_demo_t5_reaches_what_it_says(tmp_path):
     before, *_, after = (record["eval_chrf"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     copied = float(re.search(r"chrf: .*source copied ([\d.]+)", done.stdout)[1])
     assert before < 10 < copied < after - 5
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_demo_vit_reaches_what_it_says(tmp_path):
+    """Of the held-out images, more are right than by the nearest class mean, about 66 %."""
+    run_target("demo-vit", tmp_path)
+    before, *_, after = (record["eval_accuracy"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
+    assert before < 0.3 and after > 0.66

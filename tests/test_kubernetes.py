@@ -12,9 +12,10 @@ from kubernetes_schemas import pod_specs, problems
 
 from accelerate_recipes import __main__, recipe
 from accelerate_recipes.args import ConfigError, parse
-from accelerate_recipes.launch import kubernetes
+from accelerate_recipes.launch import kubernetes, preflight
 from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
 from accelerate_recipes.life.status import update_status
+from accelerate_recipes.plan import gpus
 
 KINDS = ("pytorchjob", "trainjob")
 IMAGE = "registry.example/accelerate-recipes:1.0"
@@ -27,9 +28,12 @@ TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_s
 PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
 # Further arguments that a preset needs on 32 processes.
 FLAGS = {
+    **{f"deepvit_{layers}": ["--per_device_train_batch_size", "32"] for layers in (16, 24, 32)},
+    "vit_large_imagenet": ["--per_device_train_batch_size", "16"],
     "arithmetic": ["--per_device_train_batch_size", "2"],
     "t5": ["--per_device_train_batch_size", "4"],
     "laptop": ["--total_batch_size", "32", "--per_device_train_batch_size", "1"],
+    "laptop_long": ["--total_batch_size", "32"],
 }
 
 
@@ -63,11 +67,31 @@ def test_every_preset(preset):
     if preset.stem.endswith("_128k"):
         strategy, flags = "accelerate_configs/fsdp_long.yaml", ["--parallelism_config_cp_size", "8"]
     for kind in KINDS:
-        found = documents(kind, *gpus, "--instance-type", "p5.48xlarge", strategy, *flags, script, *run)
+        found = documents(kind, *gpus, "--instance-type", "p5.48xlarge", strategy, "--no_plan", *flags, script, *run)
         assert problems(found) == []
     data = of_kind(found, "ConfigMap")["data"]
     assert data["accelerate.yaml"] == Path(strategy).read_text()
     assert the_pod(found)["containers"][0]["command"][-3] == script
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_share_rows(kind):
+    """They are those of a node, and the nodes hold shards; rows that lie on two nodes are warned of."""
+    job, found = [*JOB, "--nodes", "4", "--gpus-per-node", "2", "accelerate_configs/fsdp_long.yaml"], {}
+    for size in (2, 4):
+        found[size] = render(kind, [*job, "--parallelism_config_cp_size", str(size), *LAPTOP])
+    manifest, said = found[2]
+    documents = list(yaml.safe_load_all(manifest))
+    assert problems(documents) == []
+    command = the_pod(documents)["containers"][0]["command"]
+    for name, value in (
+        ("num_processes", 8),
+        ("parallelism_config_dp_shard_size", 4),
+        ("parallelism_config_cp_size", 2),
+    ):
+        assert command[command.index(f"--{name}") + 1] == str(value)
+    assert "4 groups of 2 processes that share rows" in said and "share a row, but" not in said
+    assert "4 ranks share a row, but a machine has 2 processes" in found[4][1]
 
 
 def test_pods_get_the_resolved_arguments(tmp_path):
@@ -229,11 +253,32 @@ def test_broken_manifests_are_found(rendered, kind, path):
     assert any(expected in problem for problem in problems(manifest)), problems(manifest)
 
 
+def test_the_instance_names_the_gpu(monkeypatch):
+    """A run is checked for the GPU of its instance, and not rendered if it does not fit; not without one, or with --no_plan."""
+    asked = []
+
+    def check_memory(request, env, report, *, is_here):
+        asked.append((request.gpu, is_here))
+        report.problems += ["it does not fit"] * (request.gpu == "l4")
+        return ""
+
+    monkeypatch.setattr(preflight, "check_memory", check_memory)
+    run = [FULL, *LAPTOP, *FLAGS["laptop"]]
+    for instance in ("p4d.24xlarge", "ml.p5.48xlarge"):
+        documents("pytorchjob", *GPUS, "--instance-type", instance, *run)
+    documents("pytorchjob", *GPUS, *run)
+    documents("pytorchjob", *GPUS, "--instance-type", "p5.48xlarge", FULL, "--no_plan", *run[1:])
+    with pytest.raises(ConfigError, match="it does not fit"):
+        documents("pytorchjob", *GPUS, "--instance-type", "g6.48xlarge", *run)
+    assert asked == [("a100_40", False), ("h100", False), ("l4", False)]
+    assert all(kubernetes.GPU_OF[instance.partition(".")[0]] in gpus.GPUS for instance in INSTANCES)
+
+
 @pytest.mark.parametrize("instance", INSTANCES)
 def test_instance_types(instance):
     gpus, efa = INSTANCES[instance]
     job = [*JOB, "--nodes", "2", "--gpus-per-node", str(gpus), "--instance-type", instance]
-    run = [FULL, *LAPTOP, "--total_batch_size", "64"]
+    run = [FULL, "--no_plan", *LAPTOP, "--total_batch_size", "64"]
     spec = the_pod(found := documents("pytorchjob", *job, *run))
     assert problems(found) == []
     container = spec["containers"][0]
@@ -346,7 +391,7 @@ def test_no_token_in_the_output(monkeypatch, capfd):
 def test_golden(kind):
     """The jobs equal the texts in tests/golden/, so that a change shows in full. Resolved arguments are tested above."""
     job = [*GPUS, "--instance-type", "p4d.24xlarge", "--token-secret", "hf-token", "--queue", "gpus"]
-    manifest, _ = render(kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", *LAPTOP, *FLAGS["laptop"]])
+    manifest, _ = render(kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", "--no_plan", *LAPTOP, *FLAGS["laptop"]])
     text = re.sub(r"chess-[0-9a-f]{10}", "chess-0123456789", manifest.partition("---\n")[2])
     file = ROOT / f"tests/golden/{kind}.yaml"
     assert text == file.read_text(), f"if that is meant, write this to {file}:\n{text}"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, SMALL_CHESS, launch_ok, losses, read_metrics
+from helpers import CHILDREN, ROOT, SMALL_CHESS, losses, read_metrics
 from pods import Pods
 
 from accelerate_recipes.launch.kubernetes import CHECKPOINTS
@@ -81,21 +81,21 @@ def test_a_pod_is_deleted(toy_losses, tmp_path, node):
 
 
 @pytest.fixture(scope="module")
-def chess_losses(tmp_path_factory) -> dict[int, float]:
-    """Losses of the chess recipe on four processes of one machine, without Kubernetes."""
-    tmp_path = tmp_path_factory.mktemp("chess")
-    args = [*CHESS[1:], "--output_dir", tmp_path / "out", "--data_cache_dir", tmp_path / "cache"]
-    launch_ok(tmp_path, "fsdp_full", ROOT / CHESS[0], *args, flags=("--num_processes", "4"))
-    return losses(tmp_path / "out")
+def chess_losses(forks, tmp_path_factory) -> dict[int, float]:
+    """Losses of the chess recipe on two processes of one machine, without Kubernetes."""
+    out = tmp_path_factory.mktemp("chess") / "out"
+    code = forks.run(out, *CHESS[1:], "--data_cache_dir", out.parent / "cache", script=ROOT / CHESS[0])
+    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    return losses(out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pytorchjob", pytest.param("trainjob", marks=pytest.mark.long)])
 def test_chess(chess_losses, tmp_path, kind):
-    with Pods(kind, tmp_path, *TWO, *FP32, *CHESS, *OUT) as pods:
+    with Pods(kind, tmp_path, *ONE, *FP32, *CHESS, *OUT) as pods:
         pods.finish()
     log = pods.log.read_text()
-    assert pods.restarts == 0 and log.count("Strategy: ") == 1 and "FSDP2 full shard | 4 x cpu" in log
+    assert pods.restarts == 0 and log.count("Strategy: ") == 1 and "FSDP2 full shard | 2 x cpu" in log
     assert re.search(r"^Step 6/6 Loss: ", log, re.MULTILINE), "which HyperPod looks for"
     assert_undisturbed(pods, chess_losses)
 

@@ -2,17 +2,21 @@
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import CONFIGS, ROOT
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import (
     Architecture,
     check_belong_together,
+    load_model,
     new_config,
     new_model,
     new_t5,
     new_word_tokenizer,
+    stretched_positions,
 )
 
 PRESETS = ROOT / "recipes/configs/c4"
@@ -59,6 +63,99 @@ def test_llama3_stretches_its_rotary_waves():
         }
     default = new_config(parsed("--config", str(PRESETS / "llama2_7b.yaml"))).rope_parameters
     assert default == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+TINY = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+STRETCH = (
+    "--rope_scaling_factor", "4", "--rope_original_max_position_embeddings", "64", "--max_position_embeddings", "256",
+    "--max_length", "256", "--max_steps", "1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> str:
+    """Folder of a pretrained model that reads 64 tokens."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("published")
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_pretrained_model_is_stretched(published, tmp_path, capsys):
+    """It computes what the model with a changed config.json computes, and is saved with it; a second time is the same."""
+    args = parsed("--model_name_or_path", published, *STRETCH, "--rope_theta", "50000")
+    model = load_model(published, "sdpa", stretch=args)
+    wanted = {
+        "rope_type": "llama3",
+        "rope_theta": 50000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert model.config.rope_parameters == wanted and model.config.max_position_embeddings == 256
+    assert "'factor': 4.0" in capsys.readouterr().out
+    by_hand = AutoModelForCausalLM.from_config(
+        LlamaConfig(**TINY | {"max_position_embeddings": 256}, rope_parameters=wanted)
+    )
+    by_hand.load_state_dict(load_model(published, "sdpa").state_dict())
+    ids = torch.arange(200)[None] % 100
+    assert torch.equal(model(ids).logits, by_hand(ids).logits)
+    assert not torch.equal(model(ids).logits, load_model(published, "sdpa")(ids).logits)
+    model.save_pretrained(tmp_path)
+    for again in (load_model(str(tmp_path), "sdpa"), load_model(str(tmp_path), "sdpa", stretch=args)):
+        assert again.config.rope_parameters == wanted and torch.equal(again(ids).logits, model(ids).logits)
+    unchanged = load_model(published, "sdpa", stretch=parsed("--model_name_or_path", published, "--max_steps", "1"))
+    assert unchanged.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert {"rope_scaling_factor", "rope_theta", "max_position_embeddings"} <= type(args).fixed_on_resume()
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (["--max_length", "257"], "--max_length is 257, but the model is made for --max_position_embeddings 256"),
+        (["--rope_high_freq_factor", "1"], "--rope_high_freq_factor 1.0 must be above --rope_low_freq_factor 1.0"),
+        (["--use_peft"], "the files of an adapter do not say how positions are stretched; add --merge_adapter"),
+        (
+            ["--rope_original_max_position_embeddings", "32"],
+            "--rope_original_max_position_embeddings is 32, but .* was first trained for 64 tokens; set it to 64",
+        ),
+        (
+            ["--max_position_embeddings", "32", "--max_length", "32"],
+            "--max_position_embeddings 32 is what .* which is 64 already; set it to 64 or more",
+        ),
+    ],
+)
+def test_what_cannot_be_stretched(flags, reason, published, tmp_path):
+    argv = ["--model_name_or_path", published, "--output_dir", str(tmp_path / "out"), *STRETCH, *flags]
+    with pytest.raises(ConfigError, match=reason):
+        preflight(
+            [
+                str(CONFIGS / "single.yaml"),
+                str(ROOT / "recipes/c4.py"),
+                "--dataset_name",
+                str(ROOT / "data/c4_pydoc"),
+                *argv,
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [
+        (BloomConfig(), "none, or several"),
+        (Gemma3TextConfig(), "none, or several"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+    ],
+    ids=["no rotary embedding", "one for each kind of layer", "dynamic"],
+)
+def test_only_one_rotary_embedding_is_stretched(config, kind):
+    args = parsed("--model_name_or_path", "m", *STRETCH)
+    with pytest.raises(ConfigError, match=f"m has {kind}; leave them out, and change the config.json"):
+        stretched_positions(config, "m", args)
 
 
 def test_any_field_can_be_overridden():

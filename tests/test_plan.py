@@ -7,7 +7,19 @@ from dataclasses import replace
 
 import pytest
 from helpers import CONFIGS, ROOT
-from test_simulate import BF16, C4, FP32, RECOMPUTE, job, simulator  # noqa: F401  a fixture
+from test_simulate import (  # noqa: F401  with fixtures
+    BF16,
+    C4,
+    FP32,
+    RECOMPUTE,
+    SFT,
+    T5,
+    TEMPLATE,
+    bases,
+    command_of,
+    job,
+    simulator,
+)
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.launch import planning
@@ -17,7 +29,7 @@ from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
 
 LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
@@ -50,6 +62,23 @@ def test_the_path_of_gpus_without_a_gpu(simulator, configs):  # noqa: F811
         assert not [shape for shape in found.shapes if shape.count(72) > 1], config
         assert found.calls["_varlen_attn"] == found.num_layers * found.micro_batches
         assert (found.host_peak > 2**16) == (config == "fsdp_offload")
+
+
+@pytest.mark.slow
+def test_the_path_of_gpus_of_each_recipe(simulator, bases):  # noqa: F811
+    """Each recipe with a trial runs on tensors of a GPU; a deep T5 is extrapolated to the byte from two stacks of layers."""
+    commands = [[*T5, "FLAN"], [*TEMPLATE, "BERT"], [*SFT, "LLAMA"], [*SFT, "TIED", "--packing"]]
+    jobs = [on_four("fsdp_full", command_of(bases, command)) for command in commands]
+    for command, found in zip(commands, simulator(jobs), strict=True):
+        assert not isinstance(found, Exception), (command, str(found))
+        # In packed rows transformers looks for documents once in a micro-batch.
+        assert found.value_reads == 5 + ("--packing" in command), command
+    deep = on_four("fsdp_full", command_of(bases, [*T5, "DEEP"]))
+    (whole,) = simulator([deep])
+    (found,) = predict(simulator, [deep])
+    assert whole.phases and not found.phases  # an extrapolation has none
+    for name in ("peak", "at_peak", "flops", "trained", "num_layers"):
+        assert getattr(found, name) == getattr(whole, name), name
 
 
 FAULTY = """
@@ -90,7 +119,7 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: 
     deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "13", *more], *flags)
     (whole,), number = simulator([deep]), simulator.number
     (found,) = predict(simulator, [deep])
-    assert simulator.number == number + 3
+    assert simulator.number == number + 3 and whole.phases and not found.phases  # an extrapolation has none
     for name in ("peak", "at_peak", "host_peak", "flops", "recomputed", "trained", "num_layers"):
         assert getattr(found, name) == getattr(whole, name), name
     for key, counts in whole.collectives.items():
@@ -184,13 +213,21 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     [
         ("fsdp1_full", C4, "FSDP1"),
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
-        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
+        ("fsdp_full", [str(ROOT / "recipes/dpo.py")], "dpo.py: it defines no trial(args)"),
+        ("fsdp_full", [*T5, "BART"], "BART: its decoder makes a mask that masks nothing"),
+        ("fsdp_full", [*SFT, ".", "--loss_type", "dft"], "SFT with --loss_type dft"),
     ],
 )
-def test_what_is_not_simulated_is_named(simulator, config, command, said):  # noqa: F811
+def test_what_is_not_simulated_is_named(simulator, bases, config, command, said):  # noqa: F811
     flags = [] if config == "fsdp_fp8" else FP32
-    (found,) = simulator([job(config, command, *flags)])
+    (found,) = simulator([job(config, command_of(bases, command), *flags)])
     assert isinstance(found, NotSimulatedError) and said in str(found)
+
+
+def test_a_simulator_that_is_killed():
+    with pytest.raises(ConfigError, match="ended with exit code -9, perhaps for want of memory"), Simulator() as killed:
+        killed.child.kill()
+        killed([Job({}, [])])
 
 
 def test_allocator():

@@ -224,6 +224,17 @@ def test_what_a_launch_says(monkeypatch):
         ConfigError, match="llama has 4 query heads, which parallelism_config_cp_size 3 does not divide"
     ):
         preflight([LONG, "--num_processes", "3", "--parallelism_config_cp_size", "3", *CHESS, "--max_length", "255"])
+    c4 = [str(ROOT / "recipes/c4.py"), "--config", str(ROOT / "recipes/configs/c4/laptop.yaml")]
+    with pytest.raises(ConfigError) as caught:
+        preflight([LONG, *shards, *c4, "--total_batch_size", "15", "--num_streams", "25"])
+    text = str(caught.value)
+    assert (
+        "15 is not a multiple of --per_device_train_batch_size 4 x 2 groups of 2 processes that share rows = 8" in text
+    )
+    assert "totals that work: 8 or 16" in text
+    assert (
+        "25 is not a multiple of 2 groups of 2 processes that share rows; numbers of groups that work: 1, 5, 25" in text
+    )
     trl = [str(ROOT / "recipes/sft.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
     with pytest.raises(ConfigError, match="in this recipe a row is whole on each process"):
         preflight([LONG, *trl])
@@ -308,6 +319,20 @@ def test_memory_of_a_row_is_divided(shared_attention, monkeypatch):
 KILLED_IN_STEP_5 = {
     "TOY_FAULT": json.dumps({"rank": 0, "event": "toy.loss", "path": "step 5.", "count": 1, "everyone": True})
 }
+
+
+@pytest.mark.slow
+def test_architectures(forks, tmp_path):
+    """Loss and gradients are those of whole rows: with windows, tied weights, experts, and one to as many heads for keys."""
+    out, script = tmp_path / "out", CHILDREN / "shared_models.py"
+    assert forks.run(out, script=script, config="fsdp_long") == 0, log_of(out)[-3000:]
+    found = json.loads((out / "result.json").read_text())
+    assert len(found) == 7
+    for name, model in found.items():
+        assert model["attention"] == DOCUMENTS, name
+        shared, whole = model["losses"]
+        assert shared == pytest.approx(whole, rel=1e-5), name
+        assert max(model["distances"].values()) < 1e-5, (name, model["distances"])
 
 
 @pytest.mark.slow

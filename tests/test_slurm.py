@@ -1,4 +1,4 @@
-"""Tests of slurm/submit.sh under a real Slurm of two nodes, started here. `make test-slurm` installs Slurm and runs this."""
+"""Tests of slurm/submit.sh under real Slurms of two nodes, started here. `make test-slurm` installs Slurm and runs this."""
 
 import contextlib
 import json
@@ -122,6 +122,7 @@ def assert_undisturbed(out: Path, expected: dict[int, float], rel: float = 0.0) 
     assert (out / "export/model.safetensors").is_file()
 
 
+@pytest.mark.xdist_group("chess")  # its run is used by two tests
 def test_one_node(jobs, chess_run):
     out, job = chess_run
     log = jobs.log(job)
@@ -147,6 +148,7 @@ def test_time_limit(jobs, tmp_path):
     assert_undisturbed(out, losses(tmp_path / "reference"))
 
 
+@pytest.mark.xdist_group("chess")
 def test_two_nodes(jobs, chess_run, tmp_path):
     """Two processes on each of two nodes have the losses of four on one machine without Slurm."""
     run = [*CHESS, "--max_steps", 12, "--logging_steps", 1, "--per_device_train_batch_size", 4]
@@ -159,6 +161,20 @@ def test_two_nodes(jobs, chess_run, tmp_path):
     assert log.count("Strategy: ") == log.count("Data: ") == 1 and "4 x cpu" in log
     assert_undisturbed(tmp_path / "out", losses(tmp_path / "reference"), rel=1e-5)
     assert {path.name for path in (tmp_path / "out/logs").iterdir()} == {"node-0", "node-1"}
+
+
+def test_two_nodes_whose_ranks_share_rows(jobs, tmp_path):
+    """Rows shared by the two processes of a node, a shard on each: the losses of one process, also when one was killed."""
+    config = ["accelerate_configs/fsdp_long.yaml", "--mixed_precision", "no", "--parallelism_config_cp_size", "2"]
+    killed = {"rank": 3, "event": "toy.loss", "path": "step 5.", "command": FIRST_ATTEMPT + "kill -9 $PPID"}
+    job = jobs.submit(tmp_path / "out", [*config, *TOY, "--async_save", "false"], "--nodes=2", fault=killed)
+    launch_ok(tmp_path, "single", *TOY, "--output_dir", tmp_path / "alone")
+    jobs.completed(job, restarts=1)
+    log = jobs.log(job)
+    assert ", rows shared by 2" in log and "| 4 x cpu" in log and "warning: 2 ranks share a row" not in log
+    assert_undisturbed(tmp_path / "out", losses(tmp_path / "alone"), rel=1e-5)
+    first, last = attempts(tmp_path / "out")
+    assert (first["state"], first["step"], last["state"]) == ("crashed", 3, "finished")
 
 
 def test_the_jobs_end_without_a_signal(jobs, toy_losses, tmp_path):
@@ -284,7 +300,8 @@ def test_a_node_is_lost(jobs, toy_losses, tmp_path):
 def test_three_failures_at_one_step(jobs, tmp_path):
     out = tmp_path / "out"
     fault = {"event": "toy.loss", "path": "step 5.", "command": "kill -9 $PPID"}
-    job = jobs.submit(out, [*FP32, *TOY], fault=fault)
+    # The checkpoint of step 3 is whole before step 5, on a busy machine too.
+    job = jobs.submit(out, [*FP32, *TOY, "--async_save", "false"], fault=fault)
     found = jobs.end(job)
     assert (found["JobState"], found["Restarts"]) == ("FAILED", "2")
     assert "3 attempts without a newer checkpoint" in jobs.log(job)

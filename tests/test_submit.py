@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from helpers import ROOT
@@ -15,7 +16,9 @@ def asked(tmp_path_factory):
     (folder / "slurm").mkdir()
     shutil.copy(ROOT / "slurm/submit.sh", folder / "slurm")
     (folder / "slurm/site.sh").touch()
-    for name, said in (("python", 'echo "$@" >"$ASKED"; echo "COMMAND=(recipes/chess.py)"'), ("sbatch", "true")):
+    python = f"""[[ $2 != *.gpus ]] || PYTHONPATH={ROOT / "src"} exec {sys.executable} "$@"
+echo "$@" >"$ASKED"; echo "COMMAND=(recipes/chess.py)\""""
+    for name, said in (("python", python), ("sbatch", "true")):
         (folder / name).write_text(f"#!/bin/bash\n{said}\n")
         (folder / name).chmod(0o755)
 
@@ -42,7 +45,22 @@ def asked(tmp_path_factory):
     ids=str,
 )  # fmt: skip
 def test_gpus_of_a_node(asked, flags, gpus):
-    assert f" config.yaml --nodes 1 --gpus-per-node {gpus} --cpus-per-node 1 recipe.py" in asked(*flags)
+    assert f" config.yaml --nodes 1 --gpus-per-node {gpus} --cpus-per-node 1 " in asked(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags, gpu",
+    [
+        (["--gpus-per-node=8"], ""), (["--gres=gpu:8"], ""), (["--gres=gpu:08,shard:l4:1"], ""), (["--gres=gpu:tesla:1"], ""),
+        (["--gpus-per-node", "h100:8"], "h100"), (["--gpus-per-node=a100:1,h100:7"], "a100"),
+        (["--gres=craynetwork:4,gpu:h200:2"], "h200"), (["--gres=gres/gpu:l40s"], "l40s"),
+        (["--gres=gpu:l4:2", "--gpus-per-node=4"], ""), (["--gres=gpu:nvidia_a100-sxm4-40gb:4"], "a100_40"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_gpu_by_its_name_in_slurm(asked, flags, gpu):
+    found = asked(*flags)
+    assert f" --gpu {gpu} recipe.py" in found if gpu else "--gpu " not in found
 
 
 def test_gpus_by_the_environment(asked):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, losses, read_metrics
+from helpers import ROOT, blocks, losses, read_metrics
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from accelerate_recipes.checkpoint.files import candidates, step_of
@@ -23,9 +23,9 @@ def log_of(out: Path) -> str:
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
-    """File with the page's code blocks, in their order."""
+    """File with the page's code blocks, in their order; the last one, for `plan`, is optional."""
     recipe = tmp_path_factory.mktemp("typed") / "my_recipe.py"
-    recipe.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))
+    recipe.write_text("\n\n".join(blocks(PAGE)[:-1]))
     return recipe
 
 

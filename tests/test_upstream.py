@@ -27,6 +27,7 @@ from torch.nn.attention import varlen
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl.kernels import chunked_logprob
 
 TOUCHED = [
     # torch
@@ -80,6 +81,9 @@ TOUCHED = [
     (c10d, "_resolve_process_group", "ledger", "ranks of a collective", None),
     (fully_shard, "_init_default_mesh", "pretence", "a mesh that no value is asked for", None),
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
+    (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
+    (chunked_logprob, "_backward_kernel", "pretence", "the same", None),
+    (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
     (torch.nn.LinearCrossEntropyOptions, "_resolve_auto_acc_dtype", "pretence", "the precision on a GPU", "dtype device"),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
@@ -92,6 +96,9 @@ TOUCHED = [
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "preflight", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "distributed", "without what holds the embedding", None),
+    (PreTrainedModel, "_no_split_modules", "vision", "layers, not whole stages", None),
+    (PreTrainedModel, "_init_weights", "deepvit", "first values of linear layers and norms", "self module"),
+    (PreTrainedModel, "_input_embed_layer", "deepvit", "the embedding, which FSDP gathers alone", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
     (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
     (Trainer, "_get_dataloader", "trainers", "workers outlive SIGTERM", "self dataset description batch_size sampler_fn is_training dataloader_key"),

@@ -20,7 +20,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from accelerate_recipes.ranks import data_world_size
+from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
 # Flags that other scripts have, but that the accelerate YAML or another argument decides here.
 OWNED_ELSEWHERE = {
@@ -219,6 +219,9 @@ class TrainArgs:
     # Shares of the data in this launch: processes, or groups that share rows. `world_size` is a property of transformers'.
     num_launched = 1
 
+    # Processes in such a group (parallelism_config_cp_size).
+    row_size = 1
+
     def problems(self, world_size: int) -> list[str]:
         """List contradictions between these values, one sentence each. A recipe adds its own."""
         found = []
@@ -249,7 +252,8 @@ class TrainArgs:
             elif find_spec(tracker) is None:
                 found.append(f"--report_to {tracker}: it is not installed; run: pip install {tracker}")
         found += self.adapter_problems()
-        return found + batch_problems(self.total_batch_size, self.per_device_train_batch_size, world_size)
+        per_device = self.per_device_train_batch_size
+        return found + batch_problems(self.total_batch_size, per_device, world_size, self.row_size)
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         """Give arguments that are left open the values `saved` in the checkpoint to resume, or those of a fresh start ({}).
@@ -353,15 +357,18 @@ class TrainArgs:
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
 
 
-def batch_problems(total: int, per_device: int, world_size: int) -> list[str]:
-    """Check that `total` sequences divide over `world_size` processes with `per_device` sequences a pass."""
+def batch_problems(total: int, per_device: int, world_size: int, row_size: int = 1) -> list[str]:
+    """Check that `total` sequences divide over `world_size` shares of the data with `per_device` sequences a pass.
+
+    `row_size` processes share rows, and so one share.
+    """
     step = per_device * world_size
     if total % step == 0:
         return []
     nearest = [n for n in (total // step * step, (total // step + 1) * step) if n]
     return [
         f"--total_batch_size {total} is not a multiple of --per_device_train_batch_size {per_device} x "
-        f"{world_size} processes = {step}; totals that work: {' or '.join(map(str, nearest))}"
+        f"{readers(world_size, row_size)} = {step}; totals that work: {' or '.join(map(str, nearest))}"
     ]
 
 
@@ -383,16 +390,19 @@ def parse(
         ConfigError: with every problem found, in the preset, the flags and their combination.
     """
     world_size = data_world_size() if world_size is None else world_size
-    args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size)
+    args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size, row_size=ranks_a_row())
     if errors := [*other_problems(args), *errors]:
         raise ConfigError(error_list("This run cannot start", errors))
     return args
 
 
 def resolve(
-    args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = ()
+    args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = (), row_size: int = 1
 ) -> tuple[Args, list[str]]:
-    """Return the arguments, without the wrong ones, and every problem found. `elsewhere` is that of `TrainArgs`."""
+    """Return the arguments, without the wrong ones, and every problem found.
+
+    `elsewhere` and `row_size` are those of `TrainArgs`.
+    """
     argv = list(argv)
     # Do not exit at the first error, and allow no abbreviations: `--learning` must not silently mean --learning_rate.
     parser = Parser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
@@ -415,7 +425,7 @@ def resolve(
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])
     args = args_class(**{f.name: getattr(namespace, f.name) for f in fields(args_class)})
-    args.elsewhere, args.num_launched = elsewhere, world_size
+    args.elsewhere, args.num_launched, args.row_size = elsewhere, world_size, row_size
     return args, errors + args.problems(world_size)
 
 

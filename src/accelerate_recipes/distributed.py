@@ -326,9 +326,9 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
     mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
     """
     config = getattr(model, "config", None)
-    by_function = [
-        getattr(config, kind, 0.0) for kind in ("attention_dropout", "activation_dropout", "dropout")
-    ]  # BART's
+    kinds = ("attention_dropout", "activation_dropout", "dropout")  # BART's
+    kinds += ("attention_probs_dropout_prob", "drop_path_rate")  # of models of images
+    by_function = [getattr(config, kind, 0.0) for kind in kinds]
     if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or any(by_function):
         for module in model.modules():
             if isinstance(module, CheckpointWrapper):
@@ -466,7 +466,8 @@ def report_strategy(
     if accelerator.device.type == "cpu":
         parts.append(f"{torch.get_num_threads()} threads a process")
     if trained < total:
-        parts.append(f"adapters: {trained:,} parameters are trained, {trained / total:.2%}")
+        has_adapters = any(".lora_" in name for name, _ in model.named_parameters())
+        parts.append(f"{'adapters: ' if has_adapters else ''}{trained:,} parameters are trained, {trained / total:.2%}")
     parts.append(f"{local:,} of {total:,} parameters on rank {accelerator.process_index}")
     accelerator.on_main_process(print)("Strategy: " + " | ".join(parts), flush=True)
 

@@ -80,7 +80,7 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     return output.logits + balance
 
 
-def next_tokens_loss(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
     """Choose between `next_token_loss` and `next_token_loss_without_logits`."""
     return next_token_loss if whole_logits else next_token_loss_without_logits
 

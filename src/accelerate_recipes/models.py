@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import Fuse
@@ -20,6 +21,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     LlamaConfig,
@@ -34,12 +36,27 @@ from transformers import (
 
 from accelerate_recipes.args import ConfigError, arg, error_list
 from accelerate_recipes.attention import choose
+from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import check_head, check_packing, check_sharing
-from accelerate_recipes.ranks import on_first_rank, ranks_a_row
+from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
+
+# So that no code of a folder is run: transformers prefers a registered class to the copy in an export.
+AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
+AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """Return the class of a model that a config.json names.
+
+    Raises:
+        AttributeError: if transformers has no such class, and it is not ours.
+    """
+    ours = DeepViTForImageClassification
+    return ours if name == ours.__name__ else getattr(transformers, name)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -67,12 +84,13 @@ def load_model(
     *,
     packed: bool = False,
     has_boundaries: bool = True,
+    stretch: "Architecture | None" = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     With `packed` a class of models is refused whose attention crosses the documents of a packed row;
-    `has_boundaries` is that of `attention.choose`.
+    `has_boundaries` is that of `attention.choose`. `stretch` may say other positions than the model was made for.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
@@ -83,6 +101,12 @@ def load_model(
             alone.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    changes = stretched_positions(config, name, stretch) if stretch else {}
+    if changes and is_first():
+        before = {field: getattr(config, field) for field in changes}
+        print(f"Positions of {name}: {changes}; before: {before}", flush=True)
+    for field, value in changes.items():
+        setattr(config, field, value)
     check_reads_text(config, name)
     if config.is_encoder_decoder:
         raise ConfigError(
@@ -96,7 +120,7 @@ def load_model(
         config._attn_implementation = attention
         check_packing(config)
     return AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=attention, use_safetensors=True, **settings, **cache.pinned(name)
+        name, attn_implementation=attention, use_safetensors=True, **changes, **settings, **cache.pinned(name)
     )
 
 
@@ -148,9 +172,13 @@ class Architecture:
     rms_norm_eps: float = arg(1e-5, "Epsilon of the norms.", above=0, max=1)
     initializer_range: float = arg(0.02, "Standard deviation of the initial weights.", min=0, max=10)
     attention_dropout: float = arg(0.0, "Dropout on attention weights.", min=0, below=1)
-    rope_theta: float = arg(10000.0, "Base of the rotary embedding.", min=1)
+    rope_theta: float = arg(
+        10000.0, "Base of the rotary embedding. The default leaves a pretrained model its own.", min=1
+    )
     rope_scaling_factor: float = arg(
-        1.0, "Factor by which positions are stretched, as in Llama 3 (rope_type llama3); 1: none.", min=1
+        1.0,
+        "Factor by which positions are stretched, as in Llama 3 (rope_type llama3); 1: none, or the model's own.",
+        min=1,
     )
     rope_low_freq_factor: float = arg(
         1.0, "With --rope_scaling_factor: waves longer than the original context / this are stretched whole.", above=0
@@ -168,9 +196,43 @@ class Architecture:
     bos_token_id: int = arg(1, "Id of the tokenizer's begin token, for the model's config.json.", min=0)
     eos_token_id: int = arg(2, "Id of the tokenizer's end token, for the model's config.json.", min=0)
 
+    @property
+    def stretches(self) -> bool:
+        """True if the arguments say how a pretrained model's positions are stretched."""
+        default = Architecture()
+        return (self.rope_scaling_factor, self.rope_theta) != (default.rope_scaling_factor, default.rope_theta)
+
+    def rope_problems(self) -> list[str]:
+        """List what is wrong with the arguments of the rotary embedding, one sentence each."""
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_scaling_factor != 1 and low >= high:
+            return [f"--rope_high_freq_factor {high} must be above --rope_low_freq_factor {low}"]
+        return []
+
+    def stretch_problems(self, exports_adapter_alone: bool) -> list[str]:
+        """List why these arguments cannot stretch a pretrained model's positions, one sentence each."""
+        if not self.stretches:
+            return []
+        found = self.rope_problems()
+        if exports_adapter_alone:
+            found.append(
+                "--rope_scaling_factor and --rope_theta with --use_peft: the files of an adapter do not say how positions "
+                "are stretched; add --merge_adapter, or change the config.json of a copy of the model"
+            )
+        return found
+
+    def length_problems(self, max_length: int) -> list[str]:
+        """Say that rows of `max_length` tokens are longer than the arguments make the model for."""
+        if max_length <= self.max_position_embeddings:
+            return []
+        return [
+            f"--max_length is {max_length}, but the model is made for --max_position_embeddings "
+            f"{self.max_position_embeddings}"
+        ]
+
     def architecture_problems(self) -> list[str]:
         """List the sizes from which no model can be made, one sentence each."""
-        found = []
+        found = self.rope_problems()
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not self.head_dim and self.hidden_size % (2 * heads):
             found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
@@ -180,9 +242,6 @@ class Architecture:
             found.append(f"--num_attention_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}")
         if self.sliding_window and self.model_type == "llama":
             found.append(f"--sliding_window {self.sliding_window}: llama has none; it is mistral's and mixtral's")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_scaling_factor != 1 and low >= high:
-            found.append(f"--rope_high_freq_factor {high} must be above --rope_low_freq_factor {low}")
         if self.model_type == "mixtral" and self.num_experts_per_tok > self.num_local_experts:
             found.append(
                 f"--num_experts_per_tok {self.num_experts_per_tok} is above --num_local_experts {self.num_local_experts}"
@@ -195,17 +254,56 @@ class Architecture:
         return found
 
 
+def rope_scaling(args: Architecture) -> dict[str, Any]:
+    """Return what the arguments say about stretched positions, as in `rope_parameters` of config.json."""
+    if args.rope_scaling_factor == 1:
+        return {}
+    return {
+        "rope_type": "llama3",
+        "factor": args.rope_scaling_factor,
+        "low_freq_factor": args.rope_low_freq_factor,
+        "high_freq_factor": args.rope_high_freq_factor,
+        "original_max_position_embeddings": args.rope_original_max_position_embeddings,
+    }
+
+
+def stretched_positions(config: PreTrainedConfig, name: str, args: Architecture) -> dict[str, Any]:
+    """Return the fields of a pretrained model's config.json that change if the arguments stretch its positions, else none.
+
+    Raises:
+        ConfigError: for a model whose positions cannot be stretched so, and for another original context than its own.
+    """
+    if not args.stretches:
+        return {}
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    kind = rope.get("rope_type", "none, or several")
+    if kind not in ("default", "llama3"):
+        raise ConfigError(
+            f"--rope_scaling_factor and --rope_theta stretch one rotary embedding of the type default or llama3, {name} has "
+            f"{kind}; leave them out, and change the config.json of a copy of it"
+        )
+    longest = max_positions(config)
+    original = rope.get("original_max_position_embeddings") or longest
+    given = args.rope_original_max_position_embeddings
+    if args.rope_scaling_factor != 1 and given != original:
+        raise ConfigError(
+            f"--rope_original_max_position_embeddings is {given}, but {name} was first trained for {original} tokens; set "
+            f"it to {original}"
+        )
+    if args.max_position_embeddings < longest:
+        raise ConfigError(
+            f"--max_position_embeddings {args.max_position_embeddings} is what {name} is made for once its positions are "
+            f"stretched, which is {longest} already; set it to {longest} or more"
+        )
+    rope |= rope_scaling(args)
+    if args.rope_theta != Architecture().rope_theta:
+        rope |= {"rope_theta": args.rope_theta}
+    return {"rope_parameters": rope, "max_position_embeddings": args.max_position_embeddings}
+
+
 def new_config(args: Architecture) -> PreTrainedConfig:
     """Make the configuration of the model that the arguments describe."""
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": args.rope_low_freq_factor,
-            "high_freq_factor": args.rope_high_freq_factor,
-            "original_max_position_embeddings": args.rope_original_max_position_embeddings,
-        }
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta} | rope_scaling(args)
     values = {name: getattr(args, name) for name in Architecture.__dataclass_fields__}
     values |= {
         "num_key_value_heads": args.num_key_value_heads or args.num_attention_heads,
@@ -249,16 +347,28 @@ def check_belong_together(
 
 
 def new_model(
-    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32
+    config: PreTrainedConfig,
+    attn_implementation: str,
+    dtype: torch.dtype = torch.float32,
+    has_boundaries: bool = True,
 ) -> PreTrainedModel:
-    """Make a causal language model on the meta device, in `dtype`.
+    """Make a causal language model on the meta device, in `dtype`; `has_boundaries` is that of `attention.choose`.
 
     `distributed.prepare` gives it its first weights; outside of a run `weights.initialize` does.
     """
     check_sharing(config)
-    attention, _ = choose(attn_implementation, config, dtype, is_shared=ranks_a_row() > 1)
+    attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Make a classifier of images on the meta device, in `dtype`."""
+    config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(config, dtype=dtype)
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -278,6 +388,19 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
         ConfigError: for another kind of model, and for one that does not say how a text begins.
     """
     config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    check_encoder_decoder(config, name)
+    model = AutoModelForSeq2SeqLM.from_pretrained(
+        name,
+        attn_implementation=attn_implementation,
+        **dropouts(config, dropout_rate),
+        **settings,
+        **cache.pinned(name),
+    )
+    return share_embedding(model)
+
+
+def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
+    """Raise ConfigError for a model that is none of ENCODER_DECODERS, and for one that does not say how a text begins."""
     if config.model_type not in ENCODER_DECODERS:
         raise ConfigError(
             f"{name} is a {config.model_type}, not one of {', '.join(ENCODER_DECODERS)}; give another model"
@@ -287,13 +410,26 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
             f"the config.json of {name} has no decoder_start_token_id, the token before the first of a text; add the one "
             f"that it was trained with (in a T5 that of the padding, here {config.pad_token_id})"
         )
+
+
+def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
+    """Return the fields of an encoder-decoder's configuration with which it has this dropout, and no LayerDrop.
+
+    LayerDrop leaves out whole layers, others on each rank: under FSDP the ranks would wait for each other for ever.
+    """
     kinds = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
-    dropout = {kind: dropout_rate for kind in kinds if hasattr(config, kind)}
-    # LayerDrop leaves out whole layers, others on each rank: under FSDP the ranks would wait for each other for ever.
-    dropout |= {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
-    model = AutoModelForSeq2SeqLM.from_pretrained(
-        name, attn_implementation=attn_implementation, **dropout, **settings, **cache.pinned(name)
-    )
+    found = {kind: rate for kind in kinds if hasattr(config, kind)}
+    return found | {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
+
+
+def encoder_decoder_on_meta(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Make an encoder-decoder on the meta device, of which only the sizes matter: as it would be after loading."""
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        # transformers 5.23 ties every T5's output layer, and keeps what config.json says about that here.
+        if not getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+            head = model.get_output_embeddings()
+            head.weight = nn.Parameter(torch.empty_like(head.weight))
     return share_embedding(model)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Bars(NamedTuple):
     """Bar chart: for each series its values by label, in `unit`."""
@@ -57,4 +59,38 @@ def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curve
     chart.margins(y=0.12)
     chart.grid(alpha=0.3, axis="y")
     chart.legend()
+    figure.savefig(path, dpi=110)
+
+
+def draw_matrix(path: Path, counts: np.ndarray, names: Sequence[str], title: str) -> None:
+    """Write a PNG of a confusion matrix: in row i and column j the number of images of class i taken for class j."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 0.6 * len(names), 1.5 + 0.6 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(counts / counts.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
+    for (i, j), count in np.ndenumerate(counts):
+        if count:
+            dark = count > counts[i].sum() / 2
+            axes.text(j, i, str(count), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="predicted", ylabel="label", title=title)
+    figure.savefig(path, dpi=110)
+
+
+def draw_images(path: Path, images: Sequence[tuple[np.ndarray, str, bool]], title: str) -> None:
+    """Write a PNG of images, (H, W, 3) from 0 to 255, each with a text, which is red where it is not right."""
+    from matplotlib.figure import Figure
+
+    columns = min(10, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(1.35 * columns, 0.4 + 1.75 * rows), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    places = figure.subplots(rows, columns, squeeze=False).ravel()
+    for place in places:
+        place.axis("off")
+    for place, (image, text, is_right) in zip(places, images, strict=False):
+        place.imshow(image)
+        place.set_title(text, fontsize=7, color="black" if is_right else "red")
     figure.savefig(path, dpi=110)

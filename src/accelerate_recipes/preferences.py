@@ -19,7 +19,7 @@ from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
 from accelerate_recipes.data.conversations import NUM_COMPARED, select
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, prompt_alone
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
@@ -136,7 +136,7 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
         ends = ends_of(self.model, self.processing_class)
         if not any(ends & set(self.kept_answer(row)) for row in self.train_dataset):
             last = self.processing_class.decode(self.kept_answer(self.train_dataset[0])[-2:])
-            stops = " or ".join(repr(self.processing_class.decode([end])) for end in sorted(ends)) or "nothing"
+            stops = shown_ends(self.processing_class, sorted(ends))
             raise ConfigError(
                 f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
                 f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
@@ -160,23 +160,16 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
         """
         exported = as_exported(self.processing_class)
         pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
+        prompts = [{name: pair[name] for name in ("prompt", *SETTINGS) if name in pair} for pair in pairs]
         rows, trained = [], []
-        for pair, side in itertools.product(pairs, PAIR):
+        for (pair, prompt), side in itertools.product(zip(pairs, prompts, strict=True), PAIR):
             ids = pair["prompt_ids"] + pair[f"{side}_ids"]
-            given = {name: pair[name] for name in ("prompt", *SETTINGS) if name in pair}
-            rows.append(given | {"completion": pair[side]})
+            rows.append(prompt | {"completion": pair[side]})
             trained.append(Rendering(ids, [True] * len(ids)))
         settings = {"text_field": "", "completion_only": False, "assistant_only": False}
         folder = None if self.run.args.data_only else self.run.output_dir
         compare_with_export(exported, rows, trained, settings, folder)
-        asked = [
-            prompt_alone(
-                exported,
-                pair["prompt"],
-                {"tools": pair.get("tools") or None, **(pair.get("chat_template_kwargs") or {})},
-            )
-            for pair in pairs
-        ]
+        asked = [render(prompt, exported, **settings).ids for prompt in prompts]
         lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
         lost = [ids for ids in lost if ids]
         if lost:

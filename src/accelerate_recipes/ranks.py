@@ -48,6 +48,13 @@ def data_world_size(env: Mapping[str, str] = os.environ) -> int:
     return max(1, int(env.get("WORLD_SIZE", 1)) // ranks_a_row(env))
 
 
+def readers(shares: int, size: int) -> str:
+    """Name the shares of the data in words: processes, or groups of `size` processes that share rows."""
+    if size == 1:
+        return f"{shares} processes"
+    return f"{shares} group{'s' if shares > 1 else ''} of {size} processes that share rows"
+
+
 def on_all_data_ranks(value: Any) -> list:
     """Gather the value of each share of the data, once, on every rank."""
     return on_all_ranks(value)[:: ranks_a_row()]

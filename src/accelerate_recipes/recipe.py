@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import datasets
 import transformers
@@ -48,13 +48,15 @@ WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 class Requirements:
     """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; empty names are ignored.
 
-    `new_model` makes the model of a run that begins with a new one; preflight calls it on the meta device.
+    `new_model` makes the model of a run that begins with a new one; preflight calls it on the meta device. `changes`
+    returns the fields that the run changes in the configuration of a model with this name.
     """
 
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
     datasets: list[cache.HubDataset] = field(default_factory=list)
     new_model: Callable[[], transformers.PreTrainedModel] | None = None
+    changes: Callable[[transformers.PreTrainedConfig, str], dict[str, Any]] | None = None
 
     def __post_init__(self):
         self.models, self.tokenizers = ([name for name in names if name] for names in (self.models, self.tokenizers))

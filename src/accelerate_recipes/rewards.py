@@ -28,7 +28,13 @@ from trl import GRPOTrainer
 from accelerate_recipes.args import ConfigError, Range, arg, first_line
 from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
 from accelerate_recipes.data.conversations import NUM_COMPARED
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, end_of_answer, prompt_alone
+from accelerate_recipes.data.rendering import (
+    SETTINGS,
+    Rendering,
+    end_of_answer,
+    prompt_alone,
+    shown_ends,
+)
 from accelerate_recipes.generation import Generated, Sampling, generate_texts
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
@@ -261,6 +267,23 @@ def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float 
     return sum(said) if said else None
 
 
+def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) -> None:
+    """Check that no row, as `select` gives it, asks for a rendering of its own: trl renders all prompts with `common`.
+
+    Raises:
+        ConfigError: for a row with tools, or with settings of the chat template that are not `common`.
+    """
+    if not isinstance(rows["prompt"][0], list):
+        return
+    for name in SETTINGS:
+        for number, own in enumerate(rows[name] if name in rows.column_names else [], 1):
+            if own and own != common:
+                raise ConfigError(
+                    f"{source}, row {number}, has {name!r} ({json.dumps(own):.60}), but trl renders GRPO's prompts without "
+                    "that column: remove it, or rename it if it is for a reward (--chat_template_kwargs holds for all rows)"
+                )
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any]) -> list[list[int]]:
     """Tokenise prompts, texts or conversations, as trl does for an answer."""
     if isinstance(prompts[0], str):
@@ -279,43 +302,36 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
         """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
 
         Raises:
-            ConfigError: if they differ, or drawing an answer does not stop where the template ends it.
+            ConfigError: if they differ, or the template cannot render an answer.
         """
         exported = as_exported(self.processing_class)
         train_rows: Any = self.train_dataset
         first = [train_rows[i] for i in range(min(NUM_COMPARED, len(train_rows)))]
         ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
         trained = [Rendering(row, [False] * len(row)) for row in ids]
-        rows = [{name: row[name] for name in ("prompt", *SETTINGS) if name in row} for row in first]
         common = self.run.args.template_settings
-        for row in rows:
-            row["chat_template_kwargs"] = common | (row.get("chat_template_kwargs") or {})
+        rows = [{"prompt": row["prompt"], "chat_template_kwargs": common} for row in first]
         settings = {"text_field": "", "completion_only": False, "assistant_only": False}
         folder = None if self.run.args.data_only else self.run.output_dir
-        try:
-            compare_with_export(exported, rows, trained, settings, folder)
-        except ConfigError as error:
-            if not (unread := [name for name in SETTINGS if name in first[0]]):
-                raise
-            raise ConfigError(
-                f"{error}\nGRPO's prompts are rendered without the columns {' and '.join(unread)}; remove them, or rename "
-                "them if they are for a reward (--chat_template_kwargs holds for all rows)"
-            ) from None
+        compare_with_export(exported, rows, trained, settings, folder)
         if not isinstance(rows[0]["prompt"], str):
-            self.compare_end(exported, rows[0])
+            self.compare_end(exported, rows[0]["prompt"])
 
-    def compare_end(self, exported: PreTrainedTokenizerBase, row: dict) -> None:
+    def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
         """Say if the template ends an answer with a special token at which drawing one does not stop.
 
         A base model that has never seen the template may be trained so; a chat model would go on behind its answers.
+
+        Raises:
+            ConfigError: if the template cannot render an answer.
         """
         try:
-            written = end_of_answer(exported, row["prompt"], row["chat_template_kwargs"])
+            written = end_of_answer(exported, prompt, self.run.args.template_settings)
         except (TemplateError, ValueError, TypeError) as error:
             raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
         special = {*exported.all_special_ids, *exported.added_tokens_decoder}
         if special & {*written} and not {*self.eos_token_ids} & {*written}:
-            stops = " or ".join(repr(exported.decode([end])) for end in self.eos_token_ids)
+            stops = shown_ends(exported, self.eos_token_ids)
             self.run.print(
                 f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}. "
                 "If the model has learned the template, name that end in its generation_config.json (eos_token_id)"

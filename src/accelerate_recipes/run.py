@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
@@ -36,7 +36,7 @@ from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import Bars, Curves, draw_run
+from accelerate_recipes.picture import Bars, Curves, draw_images, draw_run
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 
 # The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
@@ -144,6 +144,33 @@ class Run(Generic[Args]):
             self.print(text)
             raise DataReady
 
+    def show_images(self, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
+        """Draw the first images of training and of evaluation, as they are trained, in rows.png; `names` are the classes'.
+
+        Call it where a recipe of texts calls `show_rows`.
+
+        Raises:
+            DataReady: if data are all that is wanted (--data_only).
+        """
+
+        def show() -> None:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            drawn = []
+            for part, loader in loaders.items():
+                batch = loader.first_batch()
+                mean, std = (torch.tensor(values) for values in (processor.image_mean, processor.image_std))
+                pixels = (batch["pixel_values"].movedim(1, -1) * std + mean).clamp(0, 1).numpy()
+                texts = [f"{part}\n{names[label] if label >= 0 else 'broken'}" for label in batch["labels"].tolist()]
+                drawn += [(image, text, True) for image, text in zip(pixels, texts, strict=True)]
+            draw_images(file, drawn, "Images as they are trained")
+
+        file = self.output_dir / "rows.png"
+        if self.writes_rows and not (self.resumed_from and on_first_rank(file.exists)):
+            on_first_rank(show)
+        if self.args.data_only:
+            self.print(f"The first images are in {file}")
+            raise DataReady
+
     def shard(self, model: PreTrainedModel) -> None:
         """Put the adapters of --use_peft into a model, shard it as the strategy says, and make its optimizer."""
         self.adapter = self.adapter or add_adapters(model, self.args)
@@ -158,7 +185,7 @@ class Run(Generic[Args]):
     def prepare(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | BaseImageProcessor,
         total_steps: int,
         flops_fn: Callable[[PreTrainedModel], Flops] | None = None,
     ) -> None:

@@ -1,20 +1,29 @@
 """Supervised fine-tuning by trl: what is trained is shown, counted, and compared with what the export renders."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
 
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import ROWS, as_exported, compare_with_export
 from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, lengths_of
-from accelerate_recipes.data.rendering import Rendering, differences
+from accelerate_recipes.data.rendering import Rendering, differences, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.models import new_config, new_model
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.trainers import RecipeTrainer, ends_of
+from accelerate_recipes.trainers import RecipeTrainer, count_targets, ends_of
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 
 class SupervisedTrainer(RecipeTrainer, SFTTrainer):
@@ -49,7 +58,7 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         ends = ends_of(self.model, self.processing_class)
         num_targets, num_ended = count_targets_of(self.train_dataset, ends)
         if num_targets.any() and not num_ended:
-            stops = " or ".join(repr(self.processing_class.decode([end])) for end in ends) or "nothing"
+            stops = shown_ends(self.processing_class, ends)
             last = self.processing_class.decode(next(ids for ids, targets in self.first if any(targets))[-2:])
             raise ConfigError(
                 f"no row has a target at which the model would stop: generation stops at {stops}, the first row ends with "
@@ -84,3 +93,54 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 + "\nAccept that by --accept_training_template, or give a template with {% generation %}"
             )
         self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(everything)} rows", *found]))
+
+
+def with_fused_head(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model on the meta device, with the forward pass that SFTTrainer gives it."""
+    model = new_model(config, attn_implementation, dtype)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    return model
+
+
+def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
+    """Make the trial of an SFT run: trl's own forward pass and loss, on rows of --max_length tokens by its own collator.
+
+    Raises:
+        NotSimulatedError: for settings with which the step is another one.
+    """
+    others = {
+        "--max_length none": not args.max_length,
+        "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
+        "--new_tokens": bool(args.new_tokens),
+        f"--loss_type {args.loss_type}": args.loss_type != "nll",
+        **{
+            f"--{name}": bool(getattr(args, name))
+            for name in ("use_liger_kernel", "label_smoothing_factor", "neftune_noise_alpha")
+        },
+    }
+    if found := [what for what, is_so in others.items() if is_so]:
+        raise NotSimulatedError(f"SFT with {', '.join(found)}")
+    config = new_config(args) if args.from_scratch else config_of(args)
+    dtype = load_settings(args)["dtype"]
+    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    length, rows = args.max_length, args.per_device_train_batch_size
+    row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
+    if args.has_boundaries:
+        row["seq_lengths"] = [length - 1, 1]
+    multiple = str(args.pad_to_multiple_of)
+    collator = DataCollatorForLanguageModeling(
+        pad_token_id=0,
+        padding_free=args.has_boundaries,
+        pad_to_multiple_of=int(multiple) if multiple.isdecimal() else None,
+    )
+    batch = collator([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
+    if rows == 1:  # then nothing is padded, and attention has no mask
+        batch.pop("attention_mask", None)
+    return Trial(
+        config,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype),
+        loss_fn,
+        count_targets,
+        batch,
+        rows * (length - 1),
+    )

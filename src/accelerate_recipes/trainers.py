@@ -148,7 +148,7 @@ class NewModelArgs(TrainerArgs, Architecture):
         """Return what makes the new model on the meta device; None if the run begins with a pretrained one."""
         if not self.from_scratch:
             return None
-        return lambda: new_model(new_config(self), self.attn_implementation, self.param_dtype)
+        return lambda: new_model(new_config(self), self.attn_implementation, self.param_dtype, self.has_boundaries)
 
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
@@ -193,7 +193,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     """Load the model; without its weights, on the meta device, for a run of which only the data are wanted."""
     if args.data_only:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
-        model = new_model(config, args.attn_implementation)
+        model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
         with contextlib.suppress(OSError):  # there may be none; it says where an answer ends
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))

@@ -10,11 +10,16 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, TrainArgs, first_line
+from accelerate_recipes.args import TrainArgs, first_line
 from accelerate_recipes.data.packing import collate, make_row
+from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import count_next_tokens
-from accelerate_recipes.models import new_model
+from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
+from accelerate_recipes.models import check_encoder_decoder, dropouts, encoder_decoder_on_meta, new_model
+
+
+class NotSimulatedError(Exception):
+    """A run cannot be simulated; the text says what of it."""
 
 
 @dataclass
@@ -43,12 +48,14 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
     """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed.
 
     Raises:
-        ConfigError: if it is not here, and cannot be downloaded.
+        NotSimulatedError: if it is not here, and cannot be downloaded.
     """
     try:
         return AutoConfig.from_pretrained(args.base_model, **cache.pinned(args.base_model))
     except OSError as error:
-        raise ConfigError(f"the config.json of {args.base_model} cannot be read: {first_line(error)}") from error
+        raise NotSimulatedError(
+            f"this run: the config.json of {args.base_model} cannot be read: {first_line(error)}"
+        ) from error
 
 
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:
@@ -66,4 +73,40 @@ def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) 
         count_next_tokens,
         collate([row | {"row": torch.tensor(0)}] * rows),
         rows * (length - 2),
+    )
+
+
+def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
+    """Make the trial of an encoder-decoder on pairs of texts, of which one has the greatest lengths and the others pad.
+
+    `config` is a new model's; None: that of the pretrained one.
+
+    Raises:
+        NotSimulatedError: for a BART.
+    """
+    if config is None:
+        config = config_of(args)
+        check_encoder_decoder(config, args.base_model)
+        if config.model_type == "bart":
+            # transformers leaves it out where it sees its values, which a simulation does not have.
+            raise NotSimulatedError("BART: its decoder makes a mask that masks nothing")
+        vars(config).update(dropouts(config, args.dropout_rate))
+    rows = args.per_device_train_batch_size
+    source, target = (-(-n // PAD_MULTIPLE) * PAD_MULTIPLE for n in (args.max_source_length, args.max_target_length))
+    mask = torch.ones(rows, source, dtype=torch.int64)
+    mask[-1, -1] = 0
+    batch = {
+        "input_ids": torch.zeros(rows, source, dtype=torch.int64),
+        "attention_mask": mask,
+        "labels": torch.zeros(rows, target, dtype=torch.int64),
+        "row": torch.arange(rows),
+    }
+    settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
+    return Trial(
+        config,
+        partial(encoder_decoder_on_meta, **settings),
+        sequence_to_sequence_loss,
+        count_labels,
+        batch,
+        rows * args.max_target_length,
     )

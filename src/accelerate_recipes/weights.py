@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 # Models whose `_init_weights` looks at one module at a time. In others (T5, GPT-2) it reaches into the module's children.
-MODEL_TYPES = ("llama", "mistral", "mixtral")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "deepvit", "vit", "deit", "dinov2", "swin", "convnext")
 
 # Parts that DDP, FSDP1, activation checkpointing and torch.compile add to a parameter's name.
 WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
@@ -69,7 +69,9 @@ def first_value(
     name_in_model = WRAPPERS.sub("", f"{path}.{name}".lstrip("."))
     own, held = {}, dict(module.__dict__)
     for group in ("_parameters", "_buffers"):
-        own[group] = {n: None if t is None else torch.empty_like(t, device="meta") for n, t in held[group].items()}
+        own[group] = {
+            n: None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in held[group].items()
+        }
         if name in own[group]:
             tensor = held[group][name]
             value = own[group][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

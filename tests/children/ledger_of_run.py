@@ -5,6 +5,7 @@ agree in what the launcher decides.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from toy import requirements
 from accelerate_recipes import distributed
 from accelerate_recipes.args import arg
 from accelerate_recipes.plan.ledger import Ledger
-from accelerate_recipes.plan.simulate import load_trial, outcome_of, take_steps
+from accelerate_recipes.plan.simulate import Job, load_trial, outcome_of, take_steps
+from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import part_of_rows, row_group
 
 
 @dataclass
@@ -37,12 +40,15 @@ def fill(model, seed, device, storage=None):
 
 
 def ledger_of(accelerator, command: list[str]) -> dict:
-    args, trial = load_trial(command, accelerator.num_processes)
+    args, trial = load_trial(Job(dict(os.environ), command))
     run = Run(args, accelerator)
+    if accelerator.is_fsdp2:  # else Accelerate looks for the layers of the model before
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     run.shard(trial.make_model(trial.config))
-    number = args.accumulation_steps(accelerator.num_processes)
+    number = args.accumulation_steps(data_world_size())
     with Ledger("cpu", trial.config.vocab_size) as ledger:
         batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
+        batches = [part_of_rows(batch, row_group(accelerator)) for batch in batches]
         take_steps(ledger, run, trial, batches)
     outcome = outcome_of(ledger, trial, batches, trained=0, parameters=0, num_layers=0, is_uniform=True)
     run.release()

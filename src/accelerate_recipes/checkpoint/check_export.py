@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.data.rendering import Rendering, by_template, differences, without_nulls
+from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends, without_nulls
 from accelerate_recipes.disk import write_atomically
 
 ROWS = "rows.json"  # in the output directory, beside export/
@@ -72,13 +72,17 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     """
     if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
         raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
+    if (export / "preprocessor_config.json").is_file():
+        raise ConfigError(
+            f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
+        )
     number = compare_rows(export)
     tokenizer = AutoTokenizer.from_pretrained(export)
     model: Any = load(export).eval()
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     dtype = str(model.dtype).removeprefix("torch.")
-    stops = " or ".join(repr(tokenizer.decode([end])) for end in ends if end is not None) or "nothing"
+    stops = shown_ends(tokenizer, (end for end in ends if end is not None))
     lines = [
         f"{export}: {type(model).__name__}, {model.num_parameters():,} parameters in {dtype}",
         f"Vocabulary: {len(tokenizer):,} tokens, {model.get_input_embeddings().weight.shape[0]:,} rows of the embedding",
@@ -117,10 +121,8 @@ def load(export: Path) -> transformers.PreTrainedModel:
 def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> list[int]:
     """Tokenise what the model shall answer to."""
     if prompt is not None:
-        if tokenizer.chat_template:
-            asked = [{"role": "user", "content": prompt}]
-            return by_template(tokenizer, asked, add_generation_prompt=True)["input_ids"]
-        return tokenizer(prompt)["input_ids"]
+        asked = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
+        return prompt_alone(tokenizer, asked, {})
     file = export.resolve().parent / ROWS
     if file.exists():
         kept = json.loads(file.read_text())
@@ -128,8 +130,6 @@ def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | N
         asked = row.get("prompt")
         if "messages" in row:
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
-        if isinstance(asked, list) and asked:
-            return by_template(tokenizer, asked, add_generation_prompt=True)["input_ids"]
-        return tokenizer(asked)["input_ids"] if asked else kept["trained"][0][0][:8]
+        return prompt_alone(tokenizer, asked, {}) if asked else kept["trained"][0][0][:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return [begin]

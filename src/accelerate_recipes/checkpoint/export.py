@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 import yaml
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
@@ -29,7 +28,7 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.models import tied_names
+from accelerate_recipes.models import model_class, tied_names
 
 
 def export(
@@ -108,7 +107,7 @@ def write_export(
     if is_adapter:  # the other kind's file would mislead `from_pretrained`
         left_out.add("adapter_config.json" if merge_adapter else "config.json")
     for name in marker["files"].keys() - left_out:
-        is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".txt"))
+        is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".py", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copy(checkpoint / name, out / name)
@@ -307,7 +306,7 @@ def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
     """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight."""
     config = AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
+        model = model_class(config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
     return model, tied_names(model, checkpoint)
 
 

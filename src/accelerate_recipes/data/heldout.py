@@ -67,12 +67,16 @@ class RowsArgs:
             DataError: for rows that cannot be read.
         """
         if self.train_files:
-            rows = {"train": read_files(self.train_files)}
+            rows = {"train": self.read_files(self.train_files)}
         else:
             arguments = cache.load_arguments(self.row_datasets[0])
             with reading(self.source):
                 rows = {"train": datasets.load_dataset(**arguments, split=self.train_split)}
-        return rows | ({"test": read_files(self.eval_files)} if self.eval_files else {})
+        return rows | ({"test": self.read_files(self.eval_files)} if self.eval_files else {})
+
+    def read_files(self, files: list[str]) -> datasets.Dataset:
+        """Read the rows of local files, all of one kind."""
+        return read_files(files)
 
     def is_heldout(self, row: dict, asked: str) -> bool:
         """Tell whether a row is one of --heldout_share; `asked` is the column that says what it asks the model."""

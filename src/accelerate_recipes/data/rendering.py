@@ -90,6 +90,11 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settin
     return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
+def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
+    """Return the tokens at which generation stops as a person reads them."""
+    return " or ".join(repr(tokenizer.decode([end])) for end in ends) or "nothing"
+
+
 def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> dict[str, Any]:
     """Tokenise messages by the chat template, into `input_ids` and what the settings ask for."""
     found: Any = tokenizer.apply_chat_template(messages, return_dict=True, **settings)

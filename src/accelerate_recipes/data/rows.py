@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.prepared import check_content
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.life.parent import start_worker
 
@@ -136,6 +137,17 @@ class LengthOrder(StepOrder):
         return [row for start in starts for row in rows[start : start + size]]
 
 
+class EpochOrder(StepOrder):
+    """StepOrder for rows that chance changes: row r of epoch e has the number e * N + r, with N rows in an epoch."""
+
+    def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
+        super().__init__(num_rows, args, rank, world_size)
+        self.epoch = lru_cache(maxsize=2)(self.epoch)  # a batch may lie in two
+
+    def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
+        return permutation(num_rows, seed, epoch) + epoch * num_rows
+
+
 def num_steps(args: TrainArgs, num_rows: int) -> int:
     """Return the number of optimizer steps of the whole run.
 
@@ -153,14 +165,29 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
     return math.ceil(num_trained / args.total_batch_size)
 
 
+def without_error(batch: Any) -> dict[str, torch.Tensor]:
+    """Return a batch. Raises DataError for one that is only an `error`."""
+    if isinstance(batch, dict) and "error" in batch:
+        raise DataError(batch["error"])
+    return batch
+
+
 class RowLoader(DataLoader):
-    """Loader of batches of rows by their numbers."""
+    """Loader of batches of rows by their numbers.
+
+    Raises:
+        DataError: for a batch that is only an `error`: a worker's own error would come with its traceback as its text.
+    """
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in super().__iter__():
+            yield without_error(batch)
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, torch.Tensor]:
         """Make a batch of the first `size` rows, for a reader; it changes nothing in the loader."""
         batches: Any = self.batch_sampler
         numbers = itertools.islice((row for batch in batches for row in batch if row >= 0), size)
-        return self.collate_fn([self.dataset[number] for number in numbers])  # pyright: ignore[reportReturnType]
+        return without_error(self.collate_fn([self.dataset[number] for number in numbers]))
 
 
 class StepLoader(RowLoader):
@@ -194,13 +221,16 @@ def make_train_loader(
     lengths: np.ndarray | None = None,
     collate_fn: Callable[[list], dict[str, torch.Tensor]] | None = None,
     content: str = "",
+    order_class: type[StepOrder] = StepOrder,
 ) -> StepLoader:
     """Make the loader of this rank's micro-batches in the order of the steps; `lengths` groups rows of similar length.
+
+    `order_class` is EpochOrder for rows that chance changes.
 
     `content` is the rows' `checksum_of_rows`, by which a resumed run checks that the rows are the same.
     """
     position = (args, rank, world_size)
-    order = StepOrder(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
+    order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
     loader = StepLoader(
         rows,
         batch_sampler=order,

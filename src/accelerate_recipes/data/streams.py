@@ -56,7 +56,7 @@ from accelerate_recipes.data.shards import (
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.parent import start_worker
-from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank
+from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
@@ -70,13 +70,14 @@ def fewest_streams(world_size: int) -> int:
     return math.lcm(NUM_STREAMS, world_size)
 
 
-def stream_problems(num_streams: int, world_size: int) -> list[str]:
-    """Check that the logical streams divide among the processes."""
+def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> list[str]:
+    """Check that the logical streams divide among the processes, or among groups of `row_size` that share rows."""
     if num_streams % world_size == 0:
         return []
     fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
     return [
-        f"--num_streams {num_streams} is not a multiple of {world_size} processes; numbers of processes that work: "
+        f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers of "
+        f"{'groups' if row_size > 1 else 'processes'} that work: "
         f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams {fewest_streams(world_size)}, "
         "which it has by itself"
     ]
@@ -117,14 +118,14 @@ class TextArgs:
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        return found + (stream_problems(self.num_streams, world_size) if self.num_streams else [])
+        return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
         found = super().settle(saved)
         if self.num_streams:
             return found
         self.num_streams = saved.get("num_streams", NUM_STREAMS) if saved else fewest_streams(self.num_launched)
-        return found + stream_problems(self.num_streams, self.num_launched)
+        return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
@@ -430,7 +431,7 @@ class StreamLoader:
         shuffle_block: int = SHUFFLE_BLOCK,
         min_document_tokens: int = 0,
     ):
-        if problems := stream_problems(num_streams, world_size):
+        if problems := stream_problems(num_streams, world_size, ranks_a_row()):
             raise ConfigError(problems[0])
         self.source = source
         self.args = args

@@ -41,6 +41,10 @@ INSTANCES = {
     "g6.24xlarge": (4, 1),
     "g6.48xlarge": (8, 1),
 }
+# GPUs of these instances, as `plan` names them.
+GPU_OF = {
+    "p4d": "a100_40", "p5": "h100", "p5en": "h200", "p6-b200": "b200", "g5": "a10g", "g6": "l4",
+}  # fmt: skip
 # Huge pages make the fork of data workers fail: "Cannot allocate memory".
 EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}
 # GPUs of a p4d use the network directly only with this variable; on later instances it is the default.
@@ -233,6 +237,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
     else:
         size = ["--nodes", job.nodes or 1, "--gpus-per-node", job.gpus_per_node or 0]
         size += [] if job.gpus_per_node else ["--cpus-per-node", job.cpus_per_node or 1]
+        size += ["--gpu", GPU_OF[job.instance.partition(".")[0]]] if job.instance in INSTANCES else []
         try:
             launch, found = check([run[0], *map(str, size), *run[1:]], volumes=(CHECKPOINTS, CACHE))
         except ConfigError as error:

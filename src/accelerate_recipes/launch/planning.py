@@ -18,16 +18,11 @@ from accelerate_recipes.launch.preflight import Request, launch_environment, rea
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import (
-    SHOWN,
-    Change,
-    Proposal,
-    find_faster,
-    find_fitting,
-    prediction_of,
-)
+from accelerate_recipes.plan.search import Change, Proposal, find_faster, find_fitting, prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
+
+SHOWN = 6  # proposals of each sort
 
 
 @dataclass(frozen=True)
@@ -40,16 +35,12 @@ class Plan:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take our own flags out of a command line."""
+    """Take the flags out of a command line that preflight does not have."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpu", default="h100")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--no-search", action="store_true")
-    asked, rest = parser.parse_known_args(argv)
-    if asked.gpu not in GPUS:
-        raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
-    return asked, rest
+    return parser.parse_known_args(argv)
 
 
 def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
@@ -88,7 +79,7 @@ def plan(argv: Sequence[str]) -> Plan:
     request = read_request(argv)
     if request.config_problems:
         raise ConfigError(error_list("This run cannot start", request.config_problems))
-    job = job_of(request, asked.gpu)
+    job = job_of(request, request.gpu or "h100")
     if problems := environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])):
         raise ConfigError(error_list("This run cannot start", problems))
     began = time.perf_counter()

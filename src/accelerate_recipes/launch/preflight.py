@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import psutil
 import torch
-import transformers
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
@@ -40,13 +39,13 @@ from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, sharing_problems
-from accelerate_recipes.models import check_reads_text
+from accelerate_recipes.models import check_reads_text, model_class
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.search import prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
-from accelerate_recipes.ranks import data_world_size, ranks_a_row
+from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import (
     environment_problems,
     fp8_layers,
@@ -179,10 +178,12 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             try:
                 config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+                for field, value in (needed.changes(config, name) if needed.changes else {}).items():
+                    setattr(config, field, value)
                 check_reads_text(config, name)
                 (architecture,) = config.architectures or ["no architecture in its config.json"]
                 with torch.device("meta"):
-                    models.append(getattr(transformers, architecture)(config))
+                    models.append(model_class(architecture)(config))
             except ConfigError as error:
                 problems.append(str(error))
             except (OSError, ValueError, AttributeError) as error:
@@ -383,7 +384,8 @@ class Request(NamedTuple):
     command: list[str]  # the recipe with its arguments
     num_devices: int  # accelerators of a machine of the job
     reads_checksums: bool
-    gpu: str  # name of the GPU on which the run must fit; empty: this is not checked
+    gpu: str  # name of the GPU on which the run must fit, if one is given
+    plans: bool  # whether to check that
 
 
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
@@ -406,7 +408,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     world_size = int(env.get("WORLD_SIZE", 1))
     nodes = world_size // int(env.get("LOCAL_WORLD_SIZE", 1))
 
-    args, found = resolve(module.Args, request.command[1:], data_world_size(env), elsewhere=volumes)
+    shares, size = data_world_size(env), ranks_a_row(env)
+    args, found = resolve(module.Args, request.command[1:], shares, elsewhere=volumes, row_size=size)
     report.problems += found
     if env:
         report.problems += lever_problems(args, env, request.num_devices)
@@ -419,16 +422,14 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
 
     needed = module.requirements(args)
     models = check_model_and_data(args, needed, request.command, env, report, is_here=not volumes)
-    shares, size = data_world_size(env), ranks_a_row(env)
-    readers = f"{shares} groups of {size} processes that share rows" if size > 1 else f"{world_size} processes"
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
-        f"{readers} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"
+        f"{readers(shares, size)} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"
     ]
     if models and is_writable:
         lines.append(check_space(args, models, env, report, is_here=not volumes))
-    if request.gpu and not report.problems:
-        lines.append(check_memory(request, env, report))
+    if request.gpu and request.plans and not report.problems:
+        lines.append(check_memory(request, env, report, is_here=not volumes))
     if report.problems:
         return None, report.problems
     if resumed_from:
@@ -452,6 +453,8 @@ def read_request(argv: Sequence[str]) -> Request:
     for name, number in vars(asked).items():
         if isinstance(number, int) and number < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
+    if asked.gpu and asked.gpu not in GPUS:
+        raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
     config = Path(argv[0])
     problems = yaml_problems(config)
     launch = ["--config_file", *argv]
@@ -471,7 +474,8 @@ def read_request(argv: Sequence[str]) -> Request:
         command,
         num_devices,
         not asked.no_checksums,
-        "" if asked.no_plan else asked.gpu,
+        asked.gpu,
+        not asked.no_plan,
     )
 
 
@@ -555,15 +559,15 @@ def check_model_and_data(
     return models
 
 
-def check_memory(request: Request, env: dict[str, str], report: Report) -> str:
-    """Simulate a step, and check that the run fits on its GPU; returns a line that says what it needs, if that is known."""
-    if request.gpu not in GPUS:
-        report.problems.append(f"--gpu {request.gpu}: not known; known are {', '.join(GPUS)}")
-        return ""
+def check_memory(request: Request, env: dict[str, str], report: Report, *, is_here: bool) -> str:
+    """Simulate a step, and check that the run fits on its GPU; returns a line that says what it needs, if that is known.
+
+    A file that the simulation reads may be only where the run is: unless `is_here`, it is then not a problem.
+    """
     job = Job(env, request.command, request.gpu)
     with Simulator() as simulator:
         (outcome,) = predict(simulator, [job])
-    if isinstance(outcome, ConfigError):
+    if isinstance(outcome, ConfigError) and is_here:
         report.problems.append(str(outcome))
         return ""
     if not isinstance(outcome, Outcome):

@@ -1,5 +1,10 @@
-"""GPUs by name: memory and speeds, from data sheets."""
+"""GPUs by name: memory and speeds, from data sheets.
 
+`python -m accelerate_recipes.plan.gpus NAME` translates a cluster's name of a GPU; slurm/submit.sh asks it.
+"""
+
+import re
+import sys
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -49,3 +54,26 @@ GPUS = {
         _gpu("b200", 178.4, 2250, 80, 8.0, 900, 50, "NVIDIA HGX B200 data sheet"),
     )
 }
+
+
+def known_as(name: str) -> str:
+    """Return the name in GPUS of what a cluster calls `name`, such as nvidia_a100-sxm4-40gb; empty if it is none of them.
+
+    Where several have that name, a size in it decides, else it is the one with the most memory. A part of a GPU is none.
+    """
+    words = "_".join(re.findall("[a-z0-9.]+", name.lower())).replace("rtx_4090", "rtx4090")
+    size = re.search(r"(\d+)gb", words)
+    if re.search(r"(^|_)\dg[._]", words):  # a slice by MIG, such as 1g.10gb
+        return ""
+    found = [
+        gpu
+        for gpu in GPUS.values()
+        if f"_{gpu.name.partition('_')[0]}_" in f"_{words}_"
+        # Programs can allocate up to 8 % less than the name says.
+        and (size is None or 0.92 * int(size[1]) <= gpu.memory / GIB <= int(size[1]))
+    ]
+    return max(found, key=lambda gpu: gpu.memory).name if found else ""
+
+
+if __name__ == "__main__":
+    print(known_as(sys.argv[1]))

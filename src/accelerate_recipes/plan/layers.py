@@ -13,9 +13,8 @@ from typing import Any
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, Simulator, layers_of, load_trial
 
-STEADY = (
-    4  # layers of which those in the middle have neighbours that are treated alike: with 3 an extrapolation was too low
-)
+# The fewest layers of which those in the middle have neighbours that are treated alike: from 3 an extrapolation was too low.
+STEADY = 4
 
 
 def small_sizes(num_layers: int, period: int, ahead: int) -> list[int]:
@@ -29,17 +28,12 @@ def small_sizes(num_layers: int, period: int, ahead: int) -> list[int]:
     return sizes if num_layers > sizes[-1] + period else []
 
 
-def line(values: Sequence[float], steps: float) -> float | None:
+def on_line(values: Sequence[int], steps: int) -> int | None:
     """Continue three equidistant values by `steps` distances from the first; None if they do not lie on a line."""
     a, b, c = values
     if abs(c - 2 * b + a) > 1e-9 * max(map(abs, values)):
         return None
-    return a + (b - a) * steps
-
-
-def whole_line(values: Sequence[int], steps: int) -> int | None:
-    found = line(values, steps)
-    return None if found is None else round(found)
+    return round(a + (b - a) * steps)
 
 
 def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]] | None:
@@ -53,7 +47,7 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
         half = len(segments[0]) // 2
         for at in (*range(len(segments[0]) - half), *range(-half, 0)):
             places = [part[at] for part in segments]
-            total = whole_line([total for total, _ in places], steps)
+            total = on_line([total for total, _ in places], steps)
             if total is None:  # a place in the middle: no layer need be as high as the ends say
                 unsure = max(unsure, places[2][0] + round((places[2][0] - places[0][0]) / 2 * (steps - 2)))
             elif total > best[0]:
@@ -72,7 +66,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     peak = peak_of([outcome.phases for outcome in outcomes], steps)
     found: dict[str, Any] = {"num_layers": num_layers}
     for name in ("host_peak", "flops", "recomputed", "trained", "parameters"):
-        found[name] = whole_line([getattr(outcome, name) for outcome in outcomes], steps)
+        found[name] = on_line([getattr(outcome, name) for outcome in outcomes], steps)
     # Where links and computation overlap, nearly.
     for name in ("seconds", "compute", "memory", "communication"):
         found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
@@ -80,7 +74,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     for key, counts in third.collectives.items():
         if key not in first.collectives or key not in second.collectives:
             return None
-        calls, size = (whole_line([o.collectives[key][what] for o in outcomes], steps) for what in ("calls", "bytes"))
+        calls, size = (on_line([o.collectives[key][what] for o in outcomes], steps) for what in ("calls", "bytes"))
         if calls is None or size is None:
             return None
         found["collectives"][key] = {"calls": calls, "bytes": size, "sent": size * counts["sent"] // counts["bytes"]}
@@ -123,6 +117,6 @@ def sizes_of(job: Job) -> list[int]:
 
 def depth_of(job: Job) -> tuple[int, int, int]:
     """Return the layers of a job's model, the period in which they repeat, and how many are gathered ahead."""
-    args, trial = load_trial(job.command, int(job.env["WORLD_SIZE"]))
+    args, trial = load_trial(job)
     recomputes = job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
     return layers_of(trial.config), args.checkpoint_every_n_layers if recomputes else 1, args.prefetch_layers

@@ -37,7 +37,9 @@ ACTIVATIONS, LOGITS, TEMPORARY, INSIDE = "activations", "logits", "temporary", "
 BUCKETS = "DDP's buckets"
 HOST = "host"  # tensors on the CPU of a run on GPUs; they do not count in the peak
 # Position of the group, and of the whole tensors, among the arguments of a collective.
-COLLECTIVES = {"_allgather_base_": (2, 0), "_reduce_scatter_base_": (2, 1), "allreduce_": (1, 0)}
+COLLECTIVES = {
+    "_allgather_base_": (2, 0), "_reduce_scatter_base_": (2, 1), "allreduce_": (1, 0), "alltoall_base_": (2, 0),
+}  # fmt: skip
 
 
 class Event(NamedTuple):
@@ -100,14 +102,14 @@ class Clock:
             speed = min(speed, self.gpu.network * self.of_node(ranks))
         return sent / speed / EFFICIENCY
 
-    def send(self, name: str, sent: float, ranks: list[int], is_small: bool) -> None:
+    def send(self, name: str, sent: float, ranks: list[int], is_awaited: bool) -> None:
         """Add a collective over a ring: its GPUs share the network cards of their node where it leaves the node."""
         # A gather starts when the one before was copied out, anything else when its input was computed.
         begin = self.copied if "gather" in name else self.now
         seconds = self.transfer(sent, ranks)
         self.link = max(self.link, begin) + seconds
         self.communication += seconds
-        if is_small and "gather" not in name:  # a sum that the next operator reads
+        if is_awaited and "gather" not in name:  # the next operator reads it
             self.now = max(self.now, self.link)
 
 
@@ -306,12 +308,12 @@ class Ledger(TorchDispatchMode):
         ranks, size = dist.get_process_group_ranks(group), sum(t.numel() * t.itemsize for t in tensors)
         if len(ranks) == 1:
             return
-        sent = size * (len(ranks) - 1) / len(ranks) * (1 if "scatter" in name or "gather" in name else 2)  # a ring
+        sent = size * (len(ranks) - 1) / len(ranks) * (2 if name in ("allreduce", "all_reduce") else 1)  # a ring
         key = name, len(ranks)
         self.collectives[key].update({"calls": 1, "bytes": size, "sent": int(sent)})
         self.groups[key] = ranks
         if self.clock:
-            self.clock.send(name, sent, ranks, size < 1e6)
+            self.clock.send(name, sent, ranks, size < 1e6 or name == "alltoall_base")
         if name == "allgather_base":
             if self.clock:
                 self.clock.gathers[out.untyped_storage()._cdata] = self.clock.link
@@ -343,10 +345,15 @@ def packed_attention_backward_flops(
     return 2 * query.numel() * max_q * 5
 
 
+def addmm_flops(summand, a, b, *args, out_val=None, **kwargs) -> int:
+    """Count the FLOPs of `addmm` in all its forms, also with a dtype of its own for the result."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
 CUSTOM_FORWARD = (torch.ops.torch_attn._varlen_attn.default,)
-# torch 2.13 forgets `addmm_`, and takes each boundary for a document of the greatest length.
+# torch 2.13 forgets `addmm_` and `addmm` with a dtype, and takes each boundary for a document of the greatest length.
 FLOPS = flop_registry | {
-    aten.addmm_: flop_registry[aten.addmm],
+    **dict.fromkeys((aten.addmm, aten.addmm_), addmm_flops),
     torch.ops.torch_attn._varlen_attn: packed_attention_flops,
     torch.ops.torch_attn._varlen_attn_backward: packed_attention_backward_flops,
 }

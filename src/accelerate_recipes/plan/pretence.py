@@ -7,8 +7,10 @@ does nothing else. tests/test_simulate.py compares the result with real runs, an
 import contextlib
 import ctypes
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,6 +49,9 @@ class Answers(TorchDispatchMode):
             return True  # is it finite?
         if not self.on_gpu:
             return func(*args, **kwargs)
+        if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            values, mask = args[0], args[1][0]  # which has no values: take all, the most that there can be
+            return values.new_empty(mask.numel(), *values.shape[mask.ndim :])
         if func is torch.ops.prim.device.default:  # autograd looks for a stream, and must not find a GPU
             asks = not _truth and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1)
             return META if asks and args[0].device.type == "cuda" else args[0].device
@@ -76,6 +81,25 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+class Kernel:
+    """Stand-in for a Triton kernel, which works in memory that is there."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def of_trl() -> list[Any]:
+    """List patches with which trl's loss takes its path of GPUs, if it is loaded."""
+    module = sys.modules.get("trl.kernels.chunked_logprob")
+    if module is None:
+        return []
+    return [
+        *(mock.patch.object(module, name, Kernel()) for name in ("_forward_kernel", "_backward_kernel")),
+        mock.patch.object(module, "_TRITON_AVAILABLE", True),
+        mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True),
+    ]
 
 
 def packed_sequence_indices(is_packed: bool) -> Any:
@@ -139,6 +163,7 @@ def of_gpu() -> list[Any]:
             for name in ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
         ),
         truthful(distributed, "initialize"),
+        *of_trl(),
     ]
 
 

@@ -14,7 +14,6 @@ from accelerate_recipes.plan.predict import Prediction, gib
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
-SHOWN = 6  # proposals of each sort
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def simulate_all(
 
 
 def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
-    args, _ = load_trial(job.command, int(job.env["WORLD_SIZE"]))
+    args, _ = load_trial(job)
     return Prediction(outcome, args, gpu, int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"]))
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -27,12 +27,15 @@ from accelerate_recipes.engine import train_step
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
-from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
-from accelerate_recipes.trial import Trial
+from accelerate_recipes.sequence import part_of_rows, row_group
+from accelerate_recipes.trial import NotSimulatedError, Trial
 
 MICRO_BATCHES = 2  # more of them take time, but no memory
-NUM_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+NUM_LAYERS = (
+    "num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "encoder_layers", "decoder_layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Outcome:
     memory: float
     communication: float
     micro_batches: int  # of the whole step; memory is that of two
-    tokens: int  # targets of a micro-batch
+    tokens: int  # targets of a micro-batch, of this rank
     trained: int  # parameters of the whole model, and of the rest
     parameters: int
     num_layers: int
@@ -80,10 +83,6 @@ class Outcome:
     resident: int = 0  # memory of the simulation itself
 
 
-class NotSimulatedError(Exception):
-    """A run cannot be simulated; the text says what of it."""
-
-
 class SimulationError(Exception):
     """A simulation has failed where a run might not, or for a fault that a run would meet too."""
 
@@ -96,7 +95,10 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     found = {
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
-        "parallelism_config_cp_size: rows that ranks share": ranks_a_row(env) > 1,
+        # There, fakes lie on a CPU, where trl's loss takes more.
+        "trl's loss in bf16 without FSDP": not use_fsdp
+        and computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION"))
+        and "trl.kernels.chunked_logprob" in sys.modules,
         "--load_in_4bit": args.load_in_4bit,
         "--optim adamw_8bit": args.optim == "adamw_8bit",
         "mixed_precision: fp8": env.get("ACCELERATE_MIXED_PRECISION") == "fp8",
@@ -128,27 +130,30 @@ def layers_of(config: PreTrainedConfig) -> int:
 
 
 def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
-    """Tell whether all layers of each class have the same parameters and the same kind of attention."""
-    kinds: dict[str, set] = {}
-    for module in model.modules():
-        if type(module).__name__ in (getattr(model, "_no_split_modules", None) or ()):
-            shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
-            kinds.setdefault(type(module).__name__, set()).add(shapes)
+    """Tell whether the layers of each stack have the same parameters, and all the same kind of attention."""
+    kinds: dict[int, set] = {}
+    for stack in model.modules():
+        if isinstance(stack, torch.nn.ModuleList):
+            for layer in list(stack)[1:]:  # the first may have more, such as T5's bias of relative positions
+                if type(layer).__name__ in (getattr(model, "_no_split_modules", None) or ()):
+                    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+                    kinds.setdefault(id(stack), set()).add(shapes)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     return bool(kinds) and all(len(shapes) == 1 for shapes in kinds.values()) and len(types) <= 1
 
 
-def load_trial(command: Sequence[str], world_size: int) -> tuple[Any, Trial]:
-    """Load a recipe, and let it make its trial.
+def load_trial(job: Job) -> tuple[Any, Trial]:
+    """Load a job's recipe, and let it make its trial.
 
     Raises:
         ConfigError: for arguments that are wrong.
         NotSimulatedError: for a recipe that hands over no trial.
     """
-    module = recipe.load(command[0])
+    module = recipe.load(job.command[0])
     if not hasattr(module, "trial"):
-        raise NotSimulatedError(f"{command[0]}: it defines no trial(args)")
-    args, problems = resolve(module.Args, command[1:], world_size)
+        raise NotSimulatedError(f"{job.command[0]}: it defines no trial(args)")
+    shares, row_size = data_world_size(job.env), ranks_a_row(job.env)
+    args, problems = resolve(module.Args, job.command[1:], shares, row_size=row_size)
     if problems:
         raise ConfigError("; ".join(problems))
     return args, module.trial(args)
@@ -218,10 +223,12 @@ def simulate_here(job: Job) -> Outcome:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     world_size, gpus_per_node = int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"])
+    recipe.load(job.command[0])  # so that what it imports does not see a GPU
     with mock.patch("torch.cuda.is_available", lambda: job.device == "cuda"):  # for the choice of the attention
-        args, trial = load_trial(job.command, world_size)
+        args, trial = load_trial(job)
         if found := unsupported(args, trial, job.env):
             raise NotSimulatedError(", ".join(found))
+        trial = replace(trial, tokens=trial.tokens // ranks_a_row(job.env))
         args.merge_adapter = False  # it would look at files
         config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
         model = trial.make_model(config)
@@ -236,9 +243,10 @@ def simulate_here(job: Job) -> Outcome:
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
         with mode, Answers(on_gpu=device == "cuda"), Ledger(device, args_vocab(config), clock) as ledger:
-            accumulation = args.accumulation_steps(world_size)
+            accumulation = args.accumulation_steps(data_world_size(job.env))
             batches = [
-                fake_batch(trial.batch, run.accelerator.device) for _ in range(min(job.micro_batches, accumulation))
+                part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
+                for _ in range(min(job.micro_batches, accumulation))
             ]
             take_steps(ledger, run, trial, batches)
             facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
@@ -356,23 +364,24 @@ class Simulator:
         return self
 
     def __exit__(self, *args):
-        self.child.stdin.close()
-        self.child.wait()
+        self.child.communicate()  # closes its input, at which it ends
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
         """Simulate each job, once; returns an error in place of what is refused, cannot be simulated, or fails.
 
         Raises:
-            SimulationError: if the child is gone.
+            ConfigError: if the child is gone.
         """
         keys = [json.dumps(asdict(job), sort_keys=True) for job in jobs]
         new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.cache}
         if new:
-            print(json.dumps([asdict(job) for job in new.values()]), file=self.child.stdin, flush=True)
+            with contextlib.suppress(BrokenPipeError):
+                print(json.dumps([asdict(job) for job in new.values()]), file=self.child.stdin, flush=True)
             answer = self.child.stdout.readline()
             if not answer:
-                raise RuntimeError(
-                    "the simulator has ended; run it by hand: python -m accelerate_recipes.plan.simulate"
+                raise ConfigError(
+                    f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
+                    "is more, or leave it out (preflight --no_plan)"
                 )
             self.number += len(new)
             self.cache |= dict(zip(new, map(read_result, json.loads(answer)), strict=True))

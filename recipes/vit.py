@@ -1,0 +1,145 @@
+"""Train a classifier of images: fine-tune a ViT, DeiT, Swin, DINOv2 or ConvNeXt, or train a new one, such as a DeepViT.
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
+        recipes/vit.py --config recipes/configs/vit/vit_large_imagenet.yaml
+
+    accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
+        recipes/vit.py --config recipes/configs/vit/laptop.yaml
+
+The images are rows of a dataset, a folder, Parquet files or tar shards. Before and after training and every --eval_steps,
+loss, top-1 and top-5 accuracy and the calibration error are measured on held-out images; pictures show what is confused.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate, load_images
+from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.engine import train
+from accelerate_recipes.image_metrics import ImageEvaluation
+from accelerate_recipes.losses import count_labels
+from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.recipe import Requirements, run_recipe
+from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.vision import (
+    VisionArchitecture,
+    flops_per_image,
+    image_loss,
+    load_classifier,
+    load_image_processor,
+    new_classifier,
+    new_image_processor,
+)
+
+METRIC = Path(__file__).parent / "metrics" / "image_classes.py"
+MOST_NAMED = 12  # classes in the result
+
+
+@dataclass
+class Args(VisionArchitecture, ImageArgs, TrainArgs):
+    output_dir: str = "outputs/vit"
+    model_name_or_path: str = arg(
+        "google/vit-base-patch16-224-in21k",
+        "ViT, DeiT, Swin, DINOv2, ConvNeXt or DeepViT: a name on the Hub, or a folder.",
+    )
+    from_scratch: bool = arg(False, "Train a new model of the sizes below, instead of a pretrained one.")
+    label_smoothing: float = arg(
+        0.0, "Share of the target that all classes divide among themselves.", fixed=False, min=0, below=1
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.from_scratch:
+            found += self.architecture_problems()
+        if self.use_peft:
+            found.append("--use_peft would leave the new output layer as it is; remove it")
+        return found
+
+
+def requirements(args: Args) -> Requirements:
+    return Requirements(
+        models=[args.base_model],
+        datasets=args.row_datasets,
+        new_model=(lambda: make_model(args, ["one", "other"])) if args.from_scratch else None,
+    )
+
+
+def make_model(args: Args, names: list[str]) -> PreTrainedModel:
+    if args.from_scratch:
+        return new_classifier(args, names, args.param_dtype)
+    return load_classifier(args.model_name_or_path, names, **load_settings(args))
+
+
+def main(args: Args) -> None:
+    run = start(args)
+
+    # Images
+    processor = load_image_processor(args.base_model) if args.base_model else new_image_processor(args.image_size)
+    train_side, heldout_side, names = load_images(args)
+    train_images = Images(train_side, processor, augmentation_of(args), args.seed, args.skip_broken_images)
+    heldout_images = Images(heldout_side, processor, skips_broken=args.skip_broken_images)
+    place = (args, run.rank, run.world_size)
+    train_loader = make_train_loader(
+        train_images, *place, collate_fn=collate, content=train_side.content, order_class=EpochOrder
+    )
+    heldout_loader = make_eval_loader(heldout_images, *place, collate_fn=collate)
+    run.show_images({"Training": train_loader, "Evaluation": heldout_loader}, names, processor)
+
+    # Model
+    run.prepare(
+        make_model(args, names),
+        processor,
+        total_steps=num_steps(args, len(train_images)),
+        flops_fn=partial(flops_per_image, size=train_images.size),
+    )
+    run.print(
+        f"Data: {len(train_images):,} images of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
+        f"{train_images.size} x {train_images.size} pixels"
+    )
+
+    # Training and evaluation
+    evaluation = ImageEvaluation(METRIC, heldout_images, heldout_loader, names, run.output_dir)
+
+    def evaluate_fn(step: int) -> dict[str, float]:
+        return evaluation.evaluate(run.accelerator, run.model, step)
+
+    loss_fn = partial(image_loss, label_smoothing=args.label_smoothing)
+    records = train(run, train_loader, loss_fn=loss_fn, count_fn=count_labels, evaluate_fn=evaluate_fn)
+
+    # Result
+    if not on_first_rank(evaluation.file(run.total_steps).exists):  # the last evaluation ran with another --output_dir
+        evaluate_fn(run.total_steps)
+
+    def result(before: dict, after: dict) -> Result:
+        evaluation.draw(run.output_dir, run.total_steps)
+        measured = {"accuracy": "top-1", "top5_accuracy": "top-5", "calibration_error": "calibration error"}
+        values = {
+            key: {text: 100 * record[f"eval_{name}"] for name, text in measured.items()}
+            for key, record in (("before", before), ("after", after))
+        }
+        text = "\n".join(
+            f"Held-out images ({len(heldout_images):,}), {name}: before {values['before'][name]:.2f}%, "
+            f"after {values['after'][name]:.2f}%"
+            for name in measured.values()
+        )
+        by_class = evaluation.by_class(run.total_steps)
+        text += "\nBy class: " + ", ".join(
+            f"{name} {share:.1f}%" for name, share in list(by_class.items())[:MOST_NAMED]
+        )
+        bars = Bars(values, "Held-out images", "%")
+        return Result(
+            text, bars, [Curves({"top-1": "eval_accuracy", "top-5": "eval_top5_accuracy"}, "Accuracy, held out")]
+        )
+
+    begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+    finish(run, records, f"{begin} on {len(train_images):,} images from {args.source}.", result)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

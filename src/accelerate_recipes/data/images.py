@@ -1,0 +1,447 @@
+"""Images with labels: read from the Hub, folders, Parquet or tar shards, split, decoded, and augmented.
+
+What chance does to an image of the training data is a pure function of (seed, epoch, row). So a resumed run, and one on
+another number of processes or loader workers, trains on the same pixels.
+"""
+
+import io
+import math
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+import xxhash
+from PIL import Image, ImageOps
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.data.files import reading
+from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
+
+TAR = ".tar"
+THUMBNAIL = 16  # pixels of a side, by which images are compared
+ALIKE = 0.99  # correlation of two thumbnails above which they show the same
+MOST_COMPARED = 50_000  # images; each is compared with all others
+RATIO = 4 / 3  # of the sides of a random crop, at most
+
+
+@dataclass
+class Augmentation:
+    """Arguments of what chance does to an image."""
+
+    crop_area: float = arg(
+        0.08, "Smallest area of a random crop, as a share of the image; 1: nothing is cropped.", above=0, max=1
+    )
+    horizontal_flip: bool = arg(True, "Mirror every second image, by chance.")
+    mixup_alpha: float = arg(
+        0.0, "Mix each image with another, in shares drawn from Beta(this, this); 0: never.", min=0, max=100
+    )
+    cutmix_alpha: float = arg(
+        0.0,
+        "Paste a part of another image into each, of a share drawn from Beta(this, this); 0: never.",
+        min=0,
+        max=100,
+    )
+
+
+@dataclass
+class ImageArgs(Augmentation, RowsArgs):
+    """Arguments that say which images a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
+
+    train_files: list[str] = arg(
+        [], "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset."
+    )
+    eval_files: list[str] = arg([], "Local files to evaluate on, of the same kinds.")
+    eval_split: str = arg("", "Split of the dataset to evaluate on, instead of a share of the rows.")
+    image_column: str = arg("image", "Column with the images.")
+    label_column: str = arg("label", "Column with the labels: names, or numbers.")
+    heldout_share: float = arg(
+        0.05,
+        "Share of the images to evaluate on, chosen by a hash; images that look alike lie on one side.",
+        above=0,
+        below=1,
+    )
+    skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.eval_split and self.train_files:
+            found.append(f"--eval_split {self.eval_split} is of no dataset, since there are --train_files")
+        if self.eval_split and self.eval_files:
+            found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
+        return found
+
+    def file_problems(self, name: str, suffixes: Any) -> list[str]:
+        kinds = (".parquet", TAR) if name in ("train_files", "eval_files") else suffixes
+        return super().file_problems(name, kinds)
+
+    @property
+    def row_datasets(self) -> list[cache.HubDataset]:
+        if not self.dataset_name:
+            return []
+        splits = (self.train_split, *filter(None, [self.eval_split]))
+        return [cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=splits)]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        return super().sources | ({"test": f"{self.dataset_name}, {self.eval_split}"} if self.eval_split else {})
+
+    def read_files(self, files: list[str]) -> datasets.Dataset:
+        return read_tars(files) if files[0].endswith(TAR) else super().read_files(files)
+
+    def read_rows(self) -> dict[str, datasets.Dataset]:
+        rows = super().read_rows()
+        if self.eval_split:
+            with reading(self.sources["test"]):
+                arguments = cache.load_arguments(self.row_datasets[0])
+                rows["test"] = datasets.load_dataset(**arguments, split=self.eval_split)
+        return rows
+
+
+class Labelled(NamedTuple):
+    """Images of one side, not decoded, with the numbers of their classes; `rows` are their places in `source`."""
+
+    images: datasets.Dataset  # one column, `image`: {"bytes", "path"}
+    labels: np.ndarray
+    rows: np.ndarray
+    source: str
+
+    @property
+    def content(self) -> str:
+        """Return a checksum of the labels and of what identifies the images without reading them: sizes, or names."""
+        column = self.images.data.column("image")
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
+        digest.update(np.ascontiguousarray(self.rows))
+        for chunk in column.chunks:
+            sizes = pc.binary_length(chunk.field("bytes")).to_pylist()
+            names = chunk.field("path").to_pylist()
+            for size, name in zip(sizes, names, strict=True):
+                digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
+        return digest.hexdigest()
+
+
+def load_images(args: ImageArgs) -> tuple[Labelled, Labelled, list[str]]:
+    """Read the images to train and to evaluate on, and the names of the classes. Call it on all ranks.
+
+    Raises:
+        DataError: for rows that cannot be read, have no such columns, or have no label.
+        ConfigError: if a side is empty.
+    """
+    tables = on_first_of_machine_before_others(args.read_rows)
+    for name, table in tables.items():
+        check_columns(table, args, args.sources[name])
+    names = class_names(tables["train"].features[args.label_column], tables["train"].data.column(args.label_column))
+    sides = {}
+    for name, table in tables.items():
+        images = table.select_columns([args.image_column])
+        if args.image_column != "image":
+            images = images.rename_column(args.image_column, "image")
+        images = images.cast_column("image", datasets.Image(decode=False))
+        labels = numbered(table, args.label_column, names, args.sources[name])
+        sides[name] = Labelled(images, labels, np.arange(len(images)), args.sources[name])
+    if "test" not in sides:
+        whole = sides["train"]
+        is_heldout = on_first_rank(lambda: heldout(whole, args.heldout_share, args.skip_broken_images))
+        for name, chosen in (("train", np.flatnonzero(~is_heldout)), ("test", np.flatnonzero(is_heldout))):
+            sides[name] = Labelled(
+                whole.images.select(chosen).flatten_indices(), whole.labels[chosen], chosen, whole.source
+            )
+    for name, side in sides.items():
+        if not len(side.images):
+            raise ConfigError(
+                f"of the images of {side.source} none is left to {'train' if name == 'train' else 'evaluate'} on; change "
+                f"--heldout_share {args.heldout_share}, or give more images"
+            )
+    return sides["train"], sides["test"], names
+
+
+def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None:
+    """Raise DataError for a column that is missing, or holds nothing that can be an image or a label."""
+    for flag in ("image_column", "label_column"):
+        if (column := getattr(args, flag)) not in table.column_names:
+            raise DataError(
+                f"{source} has no column {column!r}; there are {', '.join(table.column_names)}; set --{flag}"
+            )
+    if not isinstance(table.features[args.image_column], datasets.Image):
+        raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")
+    for column in (args.image_column, args.label_column):
+        if missing := table.data.column(column).null_count:
+            raise DataError(f"{source}: {column!r} is null in {missing} of {len(table)} rows")
+
+
+def class_names(feature: Any, labels: Any) -> list[str]:
+    """List the names of the classes, in the order of their numbers."""
+    if isinstance(feature, datasets.ClassLabel):
+        return list(feature.names)
+    return [str(label) for label in sorted(labels.unique().to_pylist())]
+
+
+def numbered(table: datasets.Dataset, column: str, names: Sequence[str], source: str) -> np.ndarray:
+    """Return the number of each row's class. Raises DataError for other classes, and for a label that is none of them."""
+    labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        if feature.names != names:  # not by name: two classes of ImageNet are called "crane"
+            raise DataError(
+                f"{source} has the classes {some(feature.names)}, but those trained on are {some(names)}; give both the same"
+            )
+        number_of = {number: number for number in range(len(names))}
+    else:
+        number_of = {name: number for number, name in enumerate(names)}
+        labels = [str(label) for label in labels]
+    for row, label in enumerate(labels):
+        if label not in number_of:
+            raise DataError(f"{source}, row {row}: the label {label!r} is none of the {len(names)} classes trained on")
+    return np.array([number_of[label] for label in labels], dtype=np.int64)
+
+
+def some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} ({len(names)})"
+
+
+def read_tars(files: Sequence[str]) -> datasets.Dataset:
+    """List the images in tar shards, which stay where they are; an image is read when it is needed.
+
+    Of each image there is a member `NAME.jpg` (or .jpeg, .png, .webp), and its label in `NAME.cls`.
+
+    Raises:
+        DataError: for a shard that cannot be read, and a member without its label.
+    """
+    columns = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("string")})
+    with reading(", ".join(files)):
+        rows = datasets.Dataset.from_generator(
+            members, features=columns, gen_kwargs={"files": list(files), "versions": cache.file_versions(files)}
+        )
+    return rows.cast_column("image", datasets.Image())  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
+
+
+def members(files: list[str], versions: list) -> Iterator[dict]:
+    """Yield where each image of the shards begins, and its label; `versions` only tells `datasets` when to list anew."""
+    for file in files:
+        images, labels = {}, {}
+        with tarfile.open(file, "r:") as shard:  # not compressed: an image is read from its place
+            for member in shard:
+                stem, _, suffix = member.name.rpartition(".")
+                if suffix.lower() in ("jpg", "jpeg", "png", "webp"):
+                    images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
+                elif suffix == "cls":
+                    labels[stem] = shard.extractfile(member).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
+        if lost := images.keys() ^ labels.keys():
+            raise DataError(f"{file}: {min(lost)} has no image, or no label in {min(lost)}.cls")
+        for stem, place in images.items():
+            yield {"image": {"bytes": None, "path": place}, "label": labels[stem]}
+
+
+def read_bytes(image: dict) -> bytes:
+    """Read the file of an image: one that its row holds, of its own, or a member of a tar shard."""
+    if image["bytes"] is not None:
+        return image["bytes"]
+    path, *place = image["path"].rsplit(":", 2)
+    if not (place and path.endswith(TAR)):
+        return Path(image["path"]).read_bytes()
+    offset, size = map(int, place)
+    with open(path, "rb") as shard:
+        shard.seek(offset)
+        return shard.read(size)
+
+
+def decode(image: dict) -> Image.Image:
+    """Decode an image to RGB, upright."""
+    with Image.open(io.BytesIO(read_bytes(image))) as opened:
+        return ImageOps.exif_transpose(opened).convert("RGB")
+
+
+def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
+    """Tell which images to evaluate on. Images that look alike, directly or by way of others, lie on one side.
+
+    Each group follows the hash of its first file by content, so the order of the rows does not matter.
+
+    Raises:
+        DataError: for an image that cannot be decoded.
+        ConfigError: for more images than can be compared.
+    """
+    if len(side.images) > MOST_COMPARED:
+        raise ConfigError(
+            f"{side.source} has {len(side.images):,} images, of which no more than {MOST_COMPARED:,} are compared with each "
+            "other to hold some out; give --eval_split or --eval_files"
+        )
+    thumbnails = np.zeros((len(side.images), THUMBNAIL**2))
+    digests = []
+    for number, row in enumerate(side.images):
+        image = row["image"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
+        digest: int = number
+        try:
+            with reading(f"{side.source}, row {side.rows[number]}: the image"):
+                digest = xxhash.xxh64_intdigest(read_bytes(image))
+                small = decode(image).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+                thumbnails[number] = np.asarray(small, dtype=np.float64).ravel()
+        except DataError:
+            if not skips_broken:
+                raise
+        digests.append(digest)
+    group = groups_of_alike(thumbnails)
+    first = {}
+    for number, root in enumerate(group):
+        first[root] = min(first.get(root, math.inf), digests[number])
+    # A smallest hash is small: hash it again.
+    sides = {root: xxhash.xxh64_intdigest(str(digest).encode()) < share * 2**64 for root, digest in first.items()}
+    return np.array([sides[root] for root in group], dtype=bool)
+
+
+def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
+    """Return for each thumbnail the number of the first one in its group; those that correlate above ALIKE are joined."""
+    centred = thumbnails - thumbnails.mean(1, keepdims=True)
+    norms = np.linalg.norm(centred, axis=1, keepdims=True)
+    centred /= np.where(norms, norms, 1)  # an image of one colour is like no other
+    root = list(range(len(centred)))
+
+    def find(number: int) -> int:
+        while root[number] != number:
+            root[number] = number = root[root[number]]
+        return number
+
+    for start in range(0, len(centred), 1024):
+        alike = centred[start : start + 1024] @ centred[start:].T > ALIKE
+        for one, other in np.argwhere(alike):
+            one, other = sorted((find(start + int(one)), find(start + int(other))))
+            root[other] = one
+    return [find(number) for number in range(len(root))]
+
+
+class Images(torch.utils.data.Dataset):
+    """Images as tensors: prepared by the model's own processor, or with an `augmentation`, to train on.
+
+    Number n is row n % N of epoch n // N. Number -1 stands for places for which no row is left.
+    """
+
+    def __init__(
+        self,
+        side: Labelled,
+        processor: Any,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+        skips_broken: bool = False,
+    ):
+        self.side, self.processor, self.seed, self.skips_broken = side, processor, seed, skips_broken
+        self.augmentation = augmentation
+        self.size = image_size(processor)
+
+    def __len__(self) -> int:
+        return len(self.side.images)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return `pixel_values`, (3, H, W), `labels` and `row`; of mixed images also `other_labels` and the first's `share`.
+
+        An image that cannot be decoded gives `error`; its caller is a loader's worker, from which no error has a short text.
+        """
+        epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
+        try:
+            image = self.image(row) if row >= 0 else None
+        except DataError as error:
+            if not self.skips_broken:
+                return {"error": str(error)}
+            image = None
+        label = IGNORE_INDEX if image is None else int(self.side.labels[row])
+        found: dict[str, Any] = {"labels": torch.tensor(label), "row": torch.tensor(row)}
+        if self.augmentation is None:
+            image = image or Image.new("RGB", (self.size, self.size))
+            return found | {"pixel_values": self.processor(images=image, return_tensors="pt")["pixel_values"][0]}
+        generator = np.random.default_rng((self.seed, epoch, max(row, 0)))
+        pixels = self.augmented(image, generator)
+        if self.augmentation.mixup_alpha or self.augmentation.cutmix_alpha:
+            other, share = int(generator.integers(len(self))), 1.0
+            try:
+                pixels, share = self.mixed(pixels, self.augmented(self.image(other), generator), generator)
+            except DataError as error:
+                if not self.skips_broken:
+                    return {"error": str(error)}
+            other_label = IGNORE_INDEX if image is None else int(self.side.labels[other])
+            found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
+        mean, std = (
+            torch.tensor(values)[:, None, None] for values in (self.processor.image_mean, self.processor.image_std)
+        )
+        return found | {"pixel_values": (pixels / 255 - mean) / std}
+
+    def image(self, row: int) -> Image.Image:
+        """Decode the image of a row. Raises DataError that names it."""
+        image = self.side.images[row]["image"]
+        name = f" ({image['path']})" if image["path"] else ""
+        with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):
+            return decode(image)
+
+    def augmented(self, image: Image.Image | None, generator: np.random.Generator) -> torch.Tensor:
+        """Crop, resize and mirror an image by chance; (3, H, W), from 0 to 255. None is black."""
+        if image is None:
+            return torch.zeros(3, self.size, self.size)
+        settings = self.augmentation
+        assert settings is not None
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if settings.crop_area < 1:
+            top, left, height, width = random_box(image.height, image.width, settings.crop_area, generator)
+            pixels = pixels[:, top : top + height, left : left + width]
+        resized = F.interpolate(pixels[None], size=(self.size, self.size), mode="bilinear", antialias=True)[0].float()
+        return resized.flip(-1) if settings.horizontal_flip and generator.random() < 0.5 else resized
+
+    def mixed(
+        self, pixels: torch.Tensor, other: torch.Tensor, generator: np.random.Generator
+    ) -> tuple[torch.Tensor, float]:
+        """Mix two images by mixup or cutmix, each half of the time if both are on; also return the first one's share.
+
+        Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
+        """
+        settings = self.augmentation
+        assert settings is not None
+        is_cut = settings.cutmix_alpha > 0 and (settings.mixup_alpha == 0 or generator.random() < 0.5)
+        alpha = settings.cutmix_alpha if is_cut else settings.mixup_alpha
+        share = float(generator.beta(alpha, alpha))
+        if not is_cut:
+            return share * pixels + (1 - share) * other, share
+        side = round(self.size * math.sqrt(1 - share))
+        top, left = (int(generator.integers(self.size - side + 1)) for _ in range(2))
+        pasted = pixels.clone()
+        pasted[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
+        return pasted, 1 - (side / self.size) ** 2
+
+
+def image_size(processor: Any) -> int:
+    """Return the side of the square images that a processor makes."""
+    crop = dict(processor.crop_size or {}) if getattr(processor, "do_center_crop", False) else {}
+    sizes = crop or dict(processor.size)
+    return int(sizes.get("height") or sizes["shortest_edge"])
+
+
+def random_box(height: int, width: int, smallest: float, generator: np.random.Generator) -> tuple[int, int, int, int]:
+    """Draw top, left, height and width of a part of an image, with an area from the share `smallest` on.
+
+    Source: Szegedy et al., Going Deeper with Convolutions, 2015, section 6; ten tries, then the whole, as in torchvision.
+    """
+    for _ in range(10):
+        area = height * width * generator.uniform(smallest, 1)
+        ratio = math.exp(generator.uniform(-math.log(RATIO), math.log(RATIO)))
+        box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < box_height <= height and 0 < box_width <= width:
+            top, left = generator.integers(height - box_height + 1), generator.integers(width - box_width + 1)
+            return int(top), int(left), box_height, box_width
+    return 0, 0, height, width
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put images into a batch; if one has an error, the batch is only that."""
+    broken = next((row for row in rows if "error" in row), None)
+    return broken or default_collate(rows)
+
+
+def augmentation_of(args: Augmentation) -> Augmentation:
+    """Return the arguments that say what chance does to an image, alone."""
+    return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

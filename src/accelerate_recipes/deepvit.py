@@ -1,0 +1,179 @@
+"""DeepViT: a vision transformer whose heads mix their attention maps, so that deep layers do not all attend alike.
+
+An export of a DeepViT holds a copy of this file, which its config.json names (`auto_map`), so that it loads without this
+project: `AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)`. So this file imports torch and
+transformers alone.
+
+Source: Zhou et al., DeepViT: Towards Deeper Vision Transformer, 2021.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import ImageClassifierOutput
+
+
+class DeepViTConfig(PreTrainedConfig):
+    """Sizes of a DeepViT. With `reattention` false it is a plain vision transformer: its maps stay as softmax gives them."""
+
+    model_type = "deepvit"
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    hidden_size: int = 384
+    intermediate_size: int = 1152
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 12
+    reattention: bool = True
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        self.auto_map = {
+            "AutoConfig": "deepvit.DeepViTConfig",
+            "AutoModelForImageClassification": "deepvit.DeepViTForImageClassification",
+        }
+
+
+# A configuration is saved with a copy of the file that defines it.
+DeepViTConfig.register_for_auto_class()
+
+
+class DeepViTEmbeddings(nn.Module):
+    """Embeddings of the patches of an image, behind one of the class, each with that of its position."""
+
+    def __init__(self, config: DeepViTConfig):
+        super().__init__()
+        num_patches = (config.image_size // config.patch_size) ** 2
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, 1 + num_patches, config.hidden_size))
+        self.patch_embeddings = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
+        )
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        patches = self.patch_embeddings(pixel_values).flatten(2).transpose(1, 2)
+        cls = self.cls_token.expand(len(patches), -1, -1)
+        return torch.cat([cls, patches], dim=1) + self.position_embeddings
+
+
+class ReAttention(nn.Module):
+    """Mixture of the attention maps of the heads: Norm(Theta^T A), where A = softmax(Q K^T / sqrt d), (B, H, T, T).
+
+    The paper's Norm is a BatchNorm over the heads, whose statistics depend on how a batch is divided among ranks and
+    micro-batches. Here it is a LayerNorm over the heads of each pair of tokens.
+    """
+
+    def __init__(self, num_heads: int):
+        super().__init__()
+        self.theta = nn.Parameter(torch.eye(num_heads))
+        self.norm = nn.LayerNorm(num_heads)
+
+    def forward(self, attention: torch.Tensor) -> torch.Tensor:
+        mixed = torch.einsum("bhqk,hg->bqkg", attention, self.theta)
+        return self.norm(mixed).permute(0, 3, 1, 2)
+
+
+class DeepViTAttention(nn.Module):
+    """Attention whose maps are held in memory, (B, H, T, T), since re-attention mixes them: no fused kernel does that."""
+
+    def __init__(self, config: DeepViTConfig):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.reattention = ReAttention(self.num_heads) if config.reattention else nn.Identity()
+        self.projection = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        batch, length, width = hidden_states.shape
+        heads = self.qkv(hidden_states).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+        maps = scores.softmax(dim=-1, dtype=torch.float32).to(scores.dtype)
+        output = (self.reattention(maps) @ value).transpose(1, 2).reshape(batch, length, width)
+        return self.projection(output)
+
+
+class DeepViTLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual connection."""
+
+    def __init__(self, config: DeepViTConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = DeepViTAttention(config)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.attention(self.attention_norm(hidden_states))
+        return hidden_states + self.down(F.gelu(self.up(self.mlp_norm(hidden_states))))
+
+
+class DeepViTPreTrainedModel(PreTrainedModel):
+    """Rules that transformers needs: names, what is not divided, and first weights."""
+
+    config_class = DeepViTConfig
+    base_model_prefix = "deepvit"
+    main_input_name = "pixel_values"
+    _no_split_modules: ClassVar = ["DeepViTLayer"]
+    _input_embed_layer = "patch_embeddings"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=self.config.initializer_range)
+            init.zeros_(module.bias)
+        elif isinstance(module, DeepViTEmbeddings):
+            init.trunc_normal_(module.position_embeddings, std=self.config.initializer_range)
+            init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
+        elif isinstance(module, ReAttention):
+            # As a 1 x 1 convolution begins. Heads that begin unmixed would all be normalised apart from each other alike.
+            init.kaiming_uniform_(module.theta, a=5**0.5)
+        else:
+            super()._init_weights(module)
+
+
+class DeepViTModel(DeepViTPreTrainedModel):
+    """Layers of a DeepViT, from pixels to hidden states."""
+
+    def __init__(self, config: DeepViTConfig):
+        super().__init__(config)
+        self.embeddings = DeepViTEmbeddings(config)
+        self.layers = nn.ModuleList([DeepViTLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_init()
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states, (B, T, C)."""
+        hidden_states = self.embeddings(pixel_values)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return self.norm(hidden_states)
+
+
+class DeepViTForImageClassification(DeepViTPreTrainedModel):
+    """DeepViT with an output layer on the class token."""
+
+    def __init__(self, config: DeepViTConfig):
+        super().__init__(config)
+        self.deepvit = DeepViTModel(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ImageClassifierOutput:
+        """Compute logits, (B, C), of images, (B, 3, H, W); and with `labels`, (B,), the mean loss."""
+        logits = self.classifier(self.deepvit(pixel_values)[:, 0])
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)

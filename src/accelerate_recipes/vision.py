@@ -1,0 +1,213 @@
+"""Classifiers of images: from a name, a folder or sizes; their loss, and what they do to one image."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BitImageProcessorPil,
+    ConvNextConfig,
+    DeiTConfig,
+    Dinov2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SwinConfig,
+    ViTConfig,
+)
+
+from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.deepvit import DeepViTConfig
+from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.metrics import Flops, trained_share
+from accelerate_recipes.models import classifier_on_meta
+
+CONFIGS = {
+    "deepvit": DeepViTConfig,
+    "vit": ViTConfig,
+    "deit": DeiTConfig,
+    "dinov2": Dinov2Config,
+    "swin": SwinConfig,
+    "convnext": ConvNextConfig,
+}
+# The layers that FSDP gathers one by one. transformers also names embeddings, or whole stages of a Swin or a ConvNeXt.
+LAYERS = {
+    "deepvit": "DeepViTLayer",
+    "vit": "ViTLayer",
+    "deit": "DeiTLayer",
+    "dinov2": "Dinov2Layer",
+    "swin": "SwinLayer",
+    "convnext": "ConvNextLayer",
+}
+STAGED = ("swin", "convnext")  # their width and number of layers differ from stage to stage
+CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
+
+
+@dataclass
+class VisionArchitecture:
+    """Arguments of a recipe that makes new classifiers of images: fields of config.json, with the same names."""
+
+    model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(CONFIGS))
+    image_size: int = arg(224, "Side of the images of a new model, in pixels.", min=1, max=2**14)
+    patch_size: int = arg(16, "Side of a patch, in pixels; in a new model.", min=1, max=2**14)
+    hidden_size: int = arg(384, "Width of the residual stream; in a new model.", min=1, max=2**20)
+    intermediate_size: int = arg(1152, "Width inside the MLP; in a new model.", min=1, max=2**20)
+    num_hidden_layers: int = arg(16, "Number of layers of a new model.", min=1, max=10_000)
+    num_attention_heads: int = arg(12, "Number of attention heads of a new model.", min=1, max=2**20)
+    reattention: bool = arg(True, "Mix the heads' attention maps in a new deepvit; without it, it is a plain ViT.")
+    hidden_sizes: list[int] = arg([], "Width of each stage, in swin and convnext.", min=1, max=2**20)
+    depths: list[int] = arg([], "Number of layers of each stage, in swin and convnext.", min=1, max=10_000)
+
+    def architecture_problems(self) -> list[str]:
+        """List the sizes from which no model can be made, one sentence each."""
+        if self.model_type in STAGED:
+            return self.stage_problems()
+        found = [
+            f"--{name} is of {' and '.join(STAGED)}; {self.model_type} has --hidden_size and --num_hidden_layers"
+            for name in ("hidden_sizes", "depths")
+            if getattr(self, name)
+        ]
+        if self.hidden_size % self.num_attention_heads:
+            found.append(
+                f"--hidden_size {self.hidden_size} is not a multiple of --num_attention_heads {self.num_attention_heads}"
+            )
+        if self.image_size % self.patch_size:
+            found.append(f"--image_size {self.image_size} is not a multiple of --patch_size {self.patch_size}")
+        if self.model_type == "dinov2" and self.intermediate_size % self.hidden_size:
+            found.append(
+                f"--intermediate_size {self.intermediate_size} is not a multiple of --hidden_size {self.hidden_size}, as "
+                "dinov2 has it"
+            )
+        return found
+
+    def stage_problems(self) -> list[str]:
+        """List what is wrong with the sizes of a new Swin or ConvNeXt."""
+        found = []
+        if not self.depths or len(self.depths) != len(self.hidden_sizes):
+            found.append(
+                f"--model_type {self.model_type} has --hidden_sizes and --depths, a number for each stage, such as "
+                f"96 192 384 768 and 2 2 6 2; here {self.hidden_sizes} and {self.depths}"
+            )
+        elif self.model_type == "swin" and (
+            self.hidden_sizes != [self.hidden_sizes[0] * 2**i for i in range(len(self.depths))]
+            or self.hidden_sizes[0] % 32
+        ):
+            found.append(
+                f"--hidden_sizes {self.hidden_sizes}: swin's begin with a multiple of 32 and double in each stage"
+            )
+        return found
+
+
+def new_config(args: VisionArchitecture) -> PreTrainedConfig:
+    """Make the configuration of the model that the arguments describe."""
+    if args.model_type == "convnext":
+        stages = {"hidden_sizes": args.hidden_sizes, "depths": args.depths, "num_stages": len(args.depths)}
+        return ConvNextConfig(image_size=args.image_size, **stages)
+    if args.model_type == "swin":
+        width, heads = args.hidden_sizes[0], [size // 32 for size in args.hidden_sizes]
+        sizes = {"embed_dim": width, "depths": args.depths, "num_heads": heads, "patch_size": 4}
+        return SwinConfig(image_size=args.image_size, drop_path_rate=0.0, **sizes)
+    names = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    if args.model_type == "dinov2":
+        values["mlp_ratio"] = args.intermediate_size // args.hidden_size
+    else:
+        values["intermediate_size"] = args.intermediate_size
+    if args.model_type == "deepvit":
+        values["reattention"] = args.reattention
+    return CONFIGS[args.model_type](**values)
+
+
+def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig:
+    """Give a configuration the names of the classes."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    return config
+
+
+def new_classifier(args: VisionArchitecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
+    """Make a classifier of images on the meta device; `distributed.prepare` gives it its first weights."""
+    return by_layers(classifier_on_meta(with_classes(new_config(args), names), dtype))
+
+
+def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
+    """Load a model of images with a new output layer for the classes `names`, unless it has one for as many.
+
+    Raises:
+        ConfigError: for another kind of model.
+    """
+    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    if config.model_type not in LAYERS:
+        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(LAYERS)}; give another model")
+    model = AutoModelForImageClassification.from_pretrained(
+        name, config=with_classes(config, names), ignore_mismatched_sizes=True, **settings, **cache.pinned(name)
+    )
+    return by_layers(model)
+
+
+def by_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """Say which layers FSDP gathers one by one, and freeze what no image reaches; returns the model."""
+    model._no_split_modules = [LAYERS[model.config.model_type]]
+    if model.config.model_type == "convnext":
+        # Accelerate 1.15 asks for the input embedding (fsdp2_prepare_model); transformers 5.23 raises, for there is none.
+        model.get_input_embeddings = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    for name, parameter in model.named_parameters():
+        if name.endswith(".mask_token"):  # only for pretraining: without a gradient, DDP would wait for it
+            parameter.requires_grad_(False)
+    return model
+
+
+def load_image_processor(name: str) -> Any:
+    """Load the processor with which a model's images are prepared, by PIL."""
+    return AutoImageProcessor.from_pretrained(name, backend="pil", **cache.pinned(name))
+
+
+def new_image_processor(size: int) -> BitImageProcessorPil:
+    """Make a processor: the shorter side becomes `size` pixels long, and the middle is taken."""
+    square = {"height": size, "width": size}
+    return BitImageProcessorPil(
+        size={"shortest_edge": size}, crop_size=square, image_mean=CHANNELS, image_std=CHANNELS, resample=2
+    )
+
+
+def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return logits, (B, C), in fp32; the pixels get the dtype of the weights, which may be bf16."""
+    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
+    return model(pixel_values=pixels).logits.float()
+
+
+def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0) -> torch.Tensor:
+    """Compute the sum of the cross entropies of a batch, in nats; of a mixed image, of both labels by their shares.
+
+    With `label_smoothing` s, the target is 1 - s at the label, and s / C more at each of the C classes.
+    """
+    logits = logits_of(model, batch)
+    settings = {"reduction": "none", "ignore_index": IGNORE_INDEX, "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits, batch["labels"], **settings)
+    if "share" in batch:
+        share = batch["share"].to(losses)
+        losses = share * losses + (1 - share) * F.cross_entropy(logits, batch["other_labels"], **settings)
+    return losses.sum()
+
+
+def flops_per_image(model: PreTrainedModel, size: int) -> Flops:
+    """Count the training FLOPs per image of `size` pixels a side: 6 for each weight and each place that it multiplies, plus
+    12 for each product of a query with a key and of a weight with a value; of a frozen weight 4.
+
+    Counted are the matrix products and convolutions of a forward pass of the same model on the meta device: a multiplication
+    and an addition are 2 FLOPs, and the backward pass has twice as many. For a ViT of L layers, width D, MLP M and N
+    patches, T = N + 1 tokens, that is 6 (L (4 D^2 + 2 D M) T + 3 P^2 D N + D C) + 12 L D T^2; re-attention of H heads adds
+    6 L H^2 T^2.
+    """
+    twin = classifier_on_meta(model.config, torch.float32).eval()
+    # Kernels of attention have no count on the meta device.
+    twin.set_attn_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        twin(pixel_values=torch.empty(1, 3, size, size, device="meta"))
+    return Flops((2 + trained_share(model)) * counter.get_total_flops())

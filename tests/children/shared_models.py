@@ -1,0 +1,89 @@
+"""Compute loss and gradients of packed rows that ranks share, and of whole ones, for many models; results go to a JSON file.
+
+tests/test_sequence.py runs this recipe, which is like any other.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import toy
+from accelerate.utils import set_seed
+from torch.distributed.tensor import DTensor
+from toy import requirements
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
+
+from accelerate_recipes.attention import choose
+from accelerate_recipes.data.packing import PackedRows, collate
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.losses import next_token_loss
+from accelerate_recipes.ranks import sum_over_ranks
+from accelerate_recipes.recipe import run_recipe
+from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import part_of_rows, row_group, whole_rows
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = ["sliding_attention", "full_attention"]
+MODELS = {
+    "as many heads for keys as queries": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "one head for keys": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.0),
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=5),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=KINDS),
+}
+
+
+@dataclass
+class Args(toy.Args):
+    attn_implementation: str = "auto"
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, dict]:
+    """Return this rank's loss, and the whole gradients, as FSDP reduced them."""
+    loss = next_token_loss(model, batch)
+    loss.backward()
+    found = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def main(args: Args) -> None:
+    accelerator = make_accelerator(args)
+    settings = dict(vars(accelerator.state.fsdp_plugin))
+    batch = collate([PackedRows(toy.make_rows(8), toy.LENGTH, 0, document_mask=True)[i] for i in range(8)])
+    result = {}
+    for name, config in MODELS.items():
+        set_seed(args.seed)
+        # Use one model at a time: the plugin remembers the layer class of the first model.
+        accelerator.free_memory()
+        vars(accelerator.state.fsdp_plugin).update(settings)
+        run = Run(args, accelerator)
+        attention, _ = choose(args.attn_implementation, config, torch.float32, is_shared=True)
+        run.shard(AutoModelForCausalLM.from_config(config, attn_implementation=attention))
+        model = run.model.train()
+        shared, parts = loss_and_gradients(model, part_of_rows(batch, row_group(accelerator)))
+        with whole_rows():
+            whole, wanted = loss_and_gradients(model, batch)
+        # Each rank computed the whole rows then, and only its part before: FSDP's sum is as many times as large.
+        size = accelerator.num_processes
+        result[name] = {
+            "attention": model.config._attn_implementation,
+            "losses": [sum_over_ranks(shared).item(), whole.item()],
+            "distances": {key: ((size * parts[key] - g).norm() / g.norm()).item() for key, g in wanted.items()},
+        }
+    if accelerator.is_main_process:
+        Path(args.output_dir).mkdir(parents=True)
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    run_recipe(main, Args, requirements)

@@ -1,0 +1,280 @@
+"""Tests of images: what chance does to them, their order, their sources, which lie on which side, and broken ones."""
+
+import io
+import tarfile
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value, load_dataset
+from datasets import Image as ImageColumn
+from helpers import ROOT
+from PIL import Image
+
+from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.data.images import (
+    ImageArgs,
+    Images,
+    augmentation_of,
+    collate,
+    groups_of_alike,
+    image_size,
+    load_images,
+    random_box,
+)
+from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.vision import new_image_processor
+
+PROCESSOR = new_image_processor(16)
+
+
+@dataclass
+class Args(ImageArgs, TrainArgs):
+    """Arguments of a recipe that reads images."""
+
+
+def png(seed: int, size: int = 24) -> bytes:
+    """Make an image of noise, so that no two are alike."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size + seed % 5, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(out := io.BytesIO(), format="png")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def parquet(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("parquet") / "images.parquet"
+    rows = {"image": [{"bytes": png(i), "path": None} for i in range(40)], "label": [i % 3 for i in range(40)]}
+    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c"])})
+    Dataset.from_dict(rows, features=features).to_parquet(file)
+    return str(file)
+
+
+def sides(files: list[str], **settings: object):
+    return load_images(Args(train_files=files, heldout_share=0.25, **settings))
+
+
+def batches(side, num_steps: int, rank: int = 0, world_size: int = 1, start: int = 0, **settings: object):
+    """Return micro-batches of the first steps, as one rank of several reads them."""
+    args = Args(
+        max_steps=99, total_batch_size=12, per_device_train_batch_size=2, mixup_alpha=0.4, cutmix_alpha=1.0, **settings
+    )
+    images = Images(side, PROCESSOR, augmentation_of(args), args.seed)
+    loader = make_train_loader(images, args, rank, world_size, collate_fn=collate, order_class=EpochOrder)
+    loader.start_at(start, [])
+    return list(islice(loader, (num_steps - start) * 6 // world_size))
+
+
+def by_place(found: list[dict], rank: int, world_size: int) -> dict[tuple[int, int], dict]:
+    """Name rows by step and place in the global batch."""
+    share, places = 12 // world_size, {}
+    for i, batch in enumerate(found):
+        for j in range(2):
+            step, place = divmod(i * 2 + j, share)
+            places[step, rank * share + place] = {name: value[j] for name, value in batch.items()}
+    return places
+
+
+def test_the_same_pixels_on_any_number_of_ranks_and_after_a_resume(parquet):
+    """Each image comes once in an epoch; crop, flip and mixture are those of (seed, epoch, row), also from workers."""
+    side, _, _ = sides([parquet])
+    num_rows, steps = len(side.images), 6  # over two epochs
+    assert 24 < num_rows < 40
+    whole = by_place(batches(side, steps), 0, 1)
+    rows = [int(whole[step, place]["row"]) for step in range(steps) for place in range(12)]
+    assert sorted(rows[:num_rows]) == sorted(rows[num_rows : 2 * num_rows]) == list(range(num_rows))
+    for world_size in (2, 3):
+        found = {}
+        for rank in range(world_size):
+            found |= by_place(batches(side, steps, rank, world_size, dataloader_num_workers=rank), rank, world_size)
+        assert found.keys() == whole.keys()
+        for place, row in whole.items():
+            assert all(torch.equal(row[name], found[place][name]) for name in row)
+    resumed = by_place(batches(side, steps, start=4), 0, 1)
+    for (step, place), row in resumed.items():
+        assert torch.equal(row["pixel_values"], whole[step + 4, place]["pixel_values"])
+    again = [i for i in range(num_rows, steps * 12) if rows[i] == rows[0]]
+    first, second = whole[0, 0], whole[divmod(again[0], 12)]
+    assert not torch.equal(first["pixel_values"], second["pixel_values"]), "an epoch has its own draws"
+    other = by_place(batches(side, 1, seed=1), 0, 1)
+    mine = {int(row["row"]): row["pixel_values"] for row in other.values()}
+    assert not any(
+        torch.equal(row["pixel_values"], mine[int(row["row"])]) for row in whole.values() if int(row["row"]) in mine
+    )
+
+
+def test_mixtures_have_the_share_that_is_said(parquet):
+    """A black image mixed with a white one has the brightness that its share says, by mixup and by cutmix."""
+    side, _, _ = sides([parquet])
+    black, white = torch.zeros(3, 16, 16), torch.full((3, 16, 16), 255.0)
+    for settings in ({"mixup_alpha": 0.4}, {"cutmix_alpha": 1.0}):
+        images = Images(side, PROCESSOR, augmentation_of(Args(**settings)))
+        found = [images.mixed(black, white, np.random.default_rng(seed)) for seed in range(20)]
+        for pixels, share in found:
+            assert pixels.mean().item() / 255 == pytest.approx(1 - share, abs=1e-6)
+        assert len({share for _, share in found}) > 5
+        values = torch.cat([pixels.ravel() for pixels, _ in found]).unique()
+        assert (len(values) == 2) == ("cutmix_alpha" in settings)
+
+
+def test_crops_lie_inside_and_have_the_area():
+    generator = np.random.default_rng(0)
+    boxes = [random_box(24, 30, 0.25, generator) for _ in range(300)]
+    for top, left, height, width in boxes:
+        assert 0 <= top <= top + height <= 24 and 0 <= left <= left + width <= 30
+    areas = np.array([height * width / 720 for *_, height, width in boxes])
+    assert 0.2 < areas.min() < 0.35 and areas.max() > 0.9 and 0.5 < areas.mean() < 0.75
+    assert random_box(1, 1000, 0.9, generator) == (0, 0, 1, 1000), "no such crop: the whole"
+
+
+def test_nothing_by_chance_is_the_image_itself(parquet):
+    """Without augmentation settings, training sees what evaluation sees."""
+    side, _, _ = sides([parquet])
+    plain = augmentation_of(Args(crop_area=1.0, horizontal_flip=False))
+    square = [row for row in range(len(side.images)) if side.rows[row] % 5 == 0][:3]
+    processor = new_image_processor(24)
+    for row in square:
+        trained, evaluated = Images(side, processor, plain)[row], Images(side, processor)[row]
+        torch.testing.assert_close(trained["pixel_values"], evaluated["pixel_values"], atol=1e-6, rtol=0)
+        assert trained.keys() == evaluated.keys()
+
+
+def test_every_source_gives_the_same_images(parquet, tmp_path):
+    """Parquet, a folder of each class, and tar shards hold the same images, and name their classes."""
+    folder, shards = tmp_path / "folder/train", [tmp_path / f"shard-{i}.tar" for i in range(2)]
+    for i in range(40):
+        (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
+        (folder / "abc"[i % 3] / f"{i:02}.png").write_bytes(png(i))
+    for number, shard in enumerate(shards):
+        with tarfile.open(shard, "w") as tar:
+            for i in range(number * 20, number * 20 + 20):
+                for suffix, content in (("png", png(i)), ("cls", "abc"[i % 3].encode())):
+                    member = tarfile.TarInfo(f"images/{i:02}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    found = []
+    args = Args(dataset_name=str(tmp_path / "folder"), heldout_share=0.25)
+    for train, test, names in (sides([parquet]), sides([str(shard) for shard in shards]), load_images(args)):
+        assert names == ["a", "b", "c"]
+        found.append([
+            {Images(side, PROCESSOR)[row]["pixel_values"].numpy().tobytes(): int(side.labels[row]) for row in range(len(side.labels))}
+            for side in (train, test)
+        ])  # fmt: skip
+    assert found[0] == found[1] == found[2] and len(found[0][0]) + len(found[0][1]) == 40
+    assert sides([str(shard) for shard in shards])[0].content == sides([str(shard) for shard in shards])[0].content
+    with tarfile.open(shards[0], "a") as tar:
+        member = tarfile.TarInfo("alone.png")
+        member.size = len(png(1))
+        tar.addfile(member, io.BytesIO(png(1)))
+    with pytest.raises(DataError, match=r"shard-0\.tar: alone has no image, or no label in alone\.cls"):
+        sides([str(shard) for shard in shards])
+
+
+def test_images_that_look_alike_lie_on_one_side(tmp_path):
+    """Brighter copies and copies of copies lie with their original, and the order of the rows plays no role."""
+    noise = np.random.default_rng(0).integers(0, 200, (60, 16, 16, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels) for pixels in [*noise, *(noise[:30] + 40), *(noise[:30] // 2)]]
+
+    def heldout(order: list[int]) -> set[int]:
+        rows = {"image": [images[i] for i in order], "label": [i % 60 % 2 for i in order]}
+        file = tmp_path / f"{order[0]}.parquet"
+        Dataset.from_dict(rows, features=Features({"image": ImageColumn(), "label": ClassLabel(2)})).to_parquet(file)
+        return {order[row] for row in sides([str(file)])[1].rows}
+
+    found = heldout(list(range(120)))
+    assert 15 < len(found) < 60
+    for i in range(30):
+        assert len({i in found, i + 60 in found, i + 90 in found}) == 1
+    assert heldout(list(reversed(range(120)))) == found
+
+
+def test_alike_by_way_of_others():
+    """A chain of images, each like the next, is one group; an image of one colour is like no other."""
+    angles = np.linspace(0, 0.39, 4)[:, None]
+    axis, other = np.zeros((2, 256))
+    axis[:2], other[2:4] = (1, -1), (1, -1)
+    chain = np.cos(angles) * axis + np.sin(angles) * other
+    assert groups_of_alike(np.concatenate([chain, np.full((2, 256), 7.0)])) == [0, 0, 0, 0, 4, 5]
+
+
+@pytest.fixture
+def broken(parquet, tmp_path) -> str:
+    """File whose row 7 is a PNG that ends early."""
+    rows = load_dataset("parquet", data_files=parquet, split="train").cast_column("image", ImageColumn(decode=False))
+    cut = {"bytes": png(7)[:200], "path": None}
+    images = [cut if i == 7 else row["image"] for i, row in enumerate(rows)]
+    file = str(tmp_path / "broken.parquet")
+    Dataset.from_dict({"image": images, "label": rows["label"][:]}, features=rows.features).cast_column(
+        "image", ImageColumn()
+    ).to_parquet(file)
+    return file
+
+
+def test_a_broken_image_is_named_or_left_out(broken, parquet):
+    with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: "):
+        sides([broken])
+    train, _, _ = sides([broken], eval_files=[parquet])  # here nobody has looked at it before
+    args = Args(max_steps=99, total_batch_size=4, per_device_train_batch_size=4, dataloader_num_workers=1)
+    for settings in ({}, {"mixup_alpha": 1.0}):
+        augmentation = augmentation_of(Args(**settings))
+        images = Images(train, PROCESSOR, augmentation)
+        loader = make_train_loader(images, args, 0, 1, collate_fn=collate, order_class=EpochOrder)
+        with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: ") as caught:
+            list(islice(loader, 12))
+        assert "Traceback" not in str(caught.value)
+        with pytest.raises(DataError, match=r"row 7: the image"):
+            loader.first_batch(40)
+        images = Images(train, PROCESSOR, augmentation, skips_broken=True)
+        loader = make_train_loader(images, args, 0, 1, collate_fn=collate, order_class=EpochOrder)
+        found = {
+            int(row): int(label) for b in islice(loader, 10) for row, label in zip(b["row"], b["labels"], strict=True)
+        }
+        assert [row for row, label in found.items() if label < 0] == [7] and len(found) == 40
+    skipped = sides([broken], skip_broken_images=True)
+    assert sum(len(side.images) for side in skipped[:2]) == 40
+
+
+def test_evaluation_sees_each_image_once(parquet):
+    _, test, _ = sides([parquet])
+    args = Args(per_device_eval_batch_size=4)
+    rows, images = [], Images(test, PROCESSOR)
+    for rank in range(3):
+        loader = make_eval_loader(images, args, rank, 3, collate_fn=collate)
+        found = [(int(r), int(n)) for b in loader for r, n in zip(b["row"], b["labels"], strict=True)]
+        assert len(found) == len(loader) * 4 and all((row < 0) == (label < 0) for row, label in found)
+        rows += [row for row, _ in found if row >= 0]
+    assert sorted(rows) == list(range(len(test.images)))
+
+
+def test_columns_and_labels_are_checked(parquet, tmp_path):
+    with pytest.raises(DataError, match=r"has no column 'img'; there are image, label; set --image_column"):
+        sides([parquet], image_column="img")
+    with pytest.raises(DataError, match=r"'label' holds .*, not images"):
+        sides([parquet], image_column="label")
+    file = str(tmp_path / "test.parquet")
+    rows = load_dataset("parquet", data_files=parquet, split="train")
+    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a", "b", "c", "d"])})
+    images = rows.cast_column("image", ImageColumn(decode=False))["image"][:2]
+    Dataset.from_dict({"image": images, "label": [0, 3]}, features=features).to_parquet(file)
+    with pytest.raises(DataError, match=r"has the classes a, b, c, d \(4\), but those trained on are a, b, c \(3\)"):
+        sides([parquet], eval_files=[file])
+    Dataset.from_dict(
+        {"image": images, "label": ["a", "d"]}, features=Features({"image": ImageColumn(), "label": Value("string")})
+    ).to_parquet(file)
+    with pytest.raises(DataError, match=r"test\.parquet, row 1: the label 'd' is none of the 3 classes trained on"):
+        sides([parquet], eval_files=[file])
+    with pytest.raises(ConfigError, match="none is left to evaluate on"):
+        load_images(Args(train_files=[parquet], heldout_share=1e-9))
+
+
+def test_content_notices_other_images(parquet, broken):
+    assert sides([parquet])[0].content == sides([parquet])[0].content
+    assert sides([parquet], eval_files=[parquet])[0].content != sides([broken], eval_files=[parquet])[0].content
+
+
+def test_size_of_processors():
+    assert image_size(new_image_processor(20)) == 20
+    assert Path(ROOT / "data/fashion/images_10k.parquet").stat().st_size < 5e6

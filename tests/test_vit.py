@@ -1,0 +1,383 @@
+"""Tests of the vision recipe on a few real images: one trajectory, kill and resume, export, pretrained architectures."""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import attention_maps
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import vision_baselines
+import yaml
+from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, ViTImageProcessorPil
+from transformers.modeling_outputs import ImageClassifierOutput
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
+from accelerate_recipes.models import classifier_on_meta
+from accelerate_recipes.picture import draw_matrix
+from accelerate_recipes.vision import LAYERS, flops_per_image, image_loss, new_classifier, new_config
+from accelerate_recipes.weights import initialize
+
+SCRIPT = ROOT / "recipes" / "vit.py"
+STEPS = 6
+Args = recipe.load(SCRIPT).Args
+
+
+@pytest.fixture(scope="module")
+def images_file(tmp_path_factory) -> Path:
+    """File with the first 120 real images."""
+    file = tmp_path_factory.mktemp("images") / "images.parquet"
+    pq.write_table(pq.read_table(ROOT / "data/fashion/images_10k.parquet").slice(0, 120), file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def arguments(images_file) -> tuple:
+    """Return arguments of a run that takes seconds, with all that chance does to an image; 6 steps are more than an epoch."""
+    return (
+        "--from_scratch", "--train_files", images_file, "--heldout_share", 0.3, "--image_size", 28, "--patch_size", 7,
+        "--hidden_size", 24, "--intermediate_size", 48, "--num_hidden_layers", 2, "--num_attention_heads", 3,
+        "--crop_area", 0.5, "--mixup_alpha", 0.4, "--cutmix_alpha", 1, "--label_smoothing", 0.1, "--max_steps", STEPS,
+        "--total_batch_size", 24, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 7,
+        "--learning_rate", 1e-2, "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0, "--async_save", "false",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(forks, arguments, tmp_path_factory):
+    """Run the recipe in forked ranks, once for all tests that ask for the same; return its output."""
+    done: dict[tuple, Path] = {}
+
+    def output(*args: object, config: str = "fsdp_full", num_processes: int = 2, **env: str) -> Path:
+        key = (args, config, num_processes, *env.items())
+        if key not in done:
+            out = tmp_path_factory.mktemp("run") / "out"
+            code = forks.run(out, *arguments, *args, config=config, num_processes=num_processes, **env)
+            assert code == 0, log_of(out)[-3000:]
+            done[key] = out
+        return done[key]
+
+    return output
+
+
+def trajectory(out: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(out) if "loss" in record]
+
+
+def predictions(out: Path, step: int = STEPS) -> list[dict]:
+    return [json.loads(line) for line in (out / f"predictions/step-{step}.jsonl").read_text().splitlines()]
+
+
+def test_it_says_what_it_does(run):
+    out = run()
+    printed = log_of(out)
+    assert "5 FSDP units (Conv2d, DeepViTForImageClassification, DeepViTLayer, LayerNorm)" in printed, printed
+    said = re.search(r"Data: (\d+) images of 10 classes to train on, (\d+) held out; 28 x 28 pixels", printed)
+    train, heldout = map(int, said.groups())
+    assert train + heldout == 120 and train < 24 * STEPS and len(predictions(out)) == heldout
+    assert re.search(rf"Held-out images \({heldout}\), top-1: before [\d.]+%, after [\d.]+%", printed)
+    for name in ("rows", "result", "confusion", "heldout"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (out / "export").iterdir()} == {
+        "README.md", "accelerate_recipes.json", "config.json", "deepvit.py", "model.safetensors",
+        "preprocessor_config.json",
+    }  # fmt: skip
+    first, *_, last = (record for record in read_metrics(out) if "eval_loss" in record)
+    assert last["eval_loss"] < first["eval_loss"]
+    assert last["eval_accuracy"] == np.mean([line["classes"][0] == line["label"] for line in predictions(out)])
+
+
+STRATEGIES = {
+    "accumulation": ("single", 1, 4, {}),
+    "ddp": ("ddp", 2, 12, {}),
+    "fsdp2, accumulation": ("fsdp_full", 2, 4, {}),
+    "fsdp2 on 4": ("fsdp_full", 4, 6, {}),
+    "hybrid": ("fsdp_hybrid", 4, 3, {}),
+    "fsdp1": ("fsdp1_full", 2, 6, {}),
+    "recomputed": ("fsdp_full", 2, 12, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}),
+    "offload": ("fsdp_offload", 2, 12, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES],
+)
+def test_one_trajectory(run, name):
+    """Losses and gradient norms on augmented and mixed images agree to 1e-5 under any division."""
+    config, num_processes, size, env = STRATEGIES[name]
+    reference = run("--per_device_train_batch_size", 24, config="single", num_processes=1)
+    if name == "fsdp2, accumulation":
+        found = run()
+    else:
+        found = run("--per_device_train_batch_size", size, config=config, num_processes=num_processes, **env)
+    assert len(trajectory(found)) == STEPS
+    for step, wanted in zip(trajectory(found), trajectory(reference), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+    if name == "recomputed":
+        assert "activations of 2 of 2 layers recomputed" in log_of(found)
+
+
+def test_weights_in_bf16(run):
+    """Images are fp32: they are rounded to the weights' precision."""
+    found = run("--optim", "adamw_bf16_kahan")
+    assert [loss for loss, _ in trajectory(found)] == pytest.approx([loss for loss, _ in trajectory(run())], rel=0.02)
+    assert {tensor.dtype for tensor in load_file(found / "export/model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_killed_and_resumed_with_workers_is_as_if_it_had_not_been(forks, arguments, run, tmp_path):
+    """Both ranks get SIGKILL when rank 0 would log step 5. Workers decode, and have read ahead; without them it is the same."""
+    out, workers = tmp_path / "out", ("--dataloader_num_workers", 2)
+    assert forks.run(out, *arguments, *workers, **IN_STEP_5) == -9, log_of(out)[-3000:]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"] and max(losses(out)) >= 4
+    assert forks.run(out, *arguments, *workers) == 0, log_of(out)[-3000:]
+    assert trajectory(out) == trajectory(run())
+    assert predictions(out) == predictions(run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_resumed_on_another_number_of_processes(forks, arguments, run, tmp_path, num_processes):
+    out = tmp_path / "out"
+    args = (*arguments, "--resume_from_checkpoint", run() / "checkpoint-3", "--per_device_train_batch_size", 3)
+    assert forks.run(out, *args, num_processes=num_processes) == 0, log_of(out)[-3000:]
+    assert len(trajectory(out)) == STEPS
+    assert trajectory(out) == [pytest.approx(step, rel=1e-5) for step in trajectory(run())]
+
+
+ALONE = """
+import io, json, sys
+import pyarrow.parquet as pq, torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+export, predictions, table, *rows = sys.argv[1:]
+model = AutoModelForImageClassification.from_pretrained(export, trust_remote_code=True).eval()
+processor = AutoImageProcessor.from_pretrained(export)
+images = pq.read_table(table)["image"].to_pylist()
+for line, row in zip(open(predictions), map(int, rows), strict=True):
+    line = json.loads(line)
+    image = Image.open(io.BytesIO(images[row]["bytes"])).convert("RGB")
+    with torch.no_grad():
+        logits = model(**processor(images=image, return_tensors="pt")).logits[0]
+    assert logits.argmax() == line["classes"][0], line
+    assert abs(logits.softmax(-1).max() - line["probability"]) < 1e-5
+    assert model.config.id2label[0] == "T-shirt/top", model.config.id2label
+assert "accelerate_recipes" not in sys.modules
+assert "torchvision" not in sys.modules
+"""
+
+
+def test_export_predicts_alone_what_the_last_evaluation_did(run, fork_server, images_file, tmp_path):
+    """A process without this project gives each held-out image the class and probability of the last evaluation."""
+    from accelerate_recipes.data.images import load_images
+
+    out, code = run(), tmp_path / "alone.py"
+    code.write_text(ALONE)
+    args = parse(Args, ["--from_scratch", "--train_files", str(images_file), "--heldout_share", "0.3"], world_size=1)
+    rows = load_images(args)[1].rows.tolist()
+    file = out / f"predictions/step-{STEPS}.jsonl"
+    fork_server.run_python(
+        tmp_path, code, out / "export", file, images_file, *rows, HF_MODULES_CACHE=tmp_path / "modules"
+    )
+
+
+def test_maps_of_neighbouring_layers_are_compared(run, monkeypatch):
+    """The benchmark reads the maps of an export: two layers have one value each way."""
+    monkeypatch.setattr(attention_maps, "NUM_IMAGES", 3)
+    found = attention_maps.similarities(run() / "export")
+    assert [len(values) for values in found.values()] == [1, 1] and all(abs(v) <= 1 for (v,) in found.values())
+
+
+def test_baselines_and_the_paired_test():
+    """The nearest mean is the nearest; 1 and 8 images that only one has right: 10 of 512 outcomes on each side."""
+    train, labels = np.array([[0.0, 0], [2, 0], [9, 9], [9, 11]]), np.array([0, 0, 1, 1])
+    assert vision_baselines.nearest_mean(train, labels, np.array([[1.0, 1], [6, 8]])).tolist() == [0, 1]
+    one, other = np.arange(30) < 20, np.arange(30) < 12
+    other[29] = True
+    assert vision_baselines.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 2**9)
+    assert vision_baselines.mcnemar(one, one) == 1
+
+
+def test_reattention_is_the_papers_formula():
+    """Norm(Theta^T A), written plainly; the paper's BatchNorm differs only in what it takes mean and variance over."""
+    torch.manual_seed(0)
+    module, maps = ReAttention(4), torch.rand(2, 4, 5, 5).softmax(-1)
+    torch.nn.init.normal_(module.theta)
+    torch.nn.init.normal_(module.norm.weight)
+    torch.nn.init.normal_(module.norm.bias)
+    mixed = torch.zeros(2, 4, 5, 5)
+    for new, old in product(range(4), range(4)):
+        mixed[:, new] += module.theta[old, new] * maps[:, old]
+
+    def normed(over: tuple[int, ...]) -> torch.Tensor:
+        mean, variance = mixed.mean(over, keepdim=True), mixed.var(over, unbiased=False, keepdim=True)
+        scale, shift = (weight[:, None, None] for weight in (module.norm.weight, module.norm.bias))
+        return (mixed - mean) / (variance + module.norm.eps).sqrt() * scale + shift
+
+    torch.testing.assert_close(module(maps), normed((1,)))
+    paper = torch.nn.BatchNorm2d(4)
+    paper.weight, paper.bias = module.norm.weight, module.norm.bias
+    torch.testing.assert_close(paper(mixed), normed((0, 2, 3)))
+    # The statistics of the paper's norm depend on how a batch is divided, ours do not.
+    assert not torch.allclose(paper(mixed)[:1], paper(mixed[:1]))
+    torch.testing.assert_close(module(maps)[:1], module(maps[:1]))
+
+
+def test_the_maps_weight_the_values():
+    """Softmax(Q K^T / sqrt d), re-attention and the values, one head and one token at a time."""
+    torch.manual_seed(0)
+    config = DeepViTConfig(image_size=8, patch_size=4, hidden_size=12, intermediate_size=24, num_attention_heads=3)
+    layer = DeepViTForImageClassification(config).deepvit.layers[0].attention
+    torch.nn.init.normal_(layer.qkv.weight)
+    hidden = torch.randn(2, 5, 12)
+    maps = []
+    layer.reattention.register_forward_hook(lambda module, given, result: maps.append((given[0], result)))
+    output = layer(hidden)
+    ((softmax, mixed),) = maps
+    query, key, value = layer.qkv(hidden).split(12, dim=-1)
+    for row, head in product(range(2), range(3)):
+        mine = slice(4 * head, 4 * head + 4)
+        wanted = (query[row, :, mine] @ key[row, :, mine].T / 4**0.5).softmax(-1)
+        torch.testing.assert_close(softmax[row, head], wanted)
+        for token in range(5):
+            weighted = sum(mixed[row, head, token, t] * value[row, t, mine] for t in range(5))
+            attended = torch.linalg.solve(layer.projection.weight, output[row, token] - layer.projection.bias)[mine]
+            torch.testing.assert_close(attended, weighted, rtol=1e-3, atol=1e-3)
+
+
+def test_presets_have_the_published_sizes():
+    """DeepViT-16, -24 and -32 of the paper's table have 24.5, 36.3 and 48.1 million parameters; ours 1B, 3B and 8B."""
+    counts = {}
+    for path in (ROOT / "recipes/configs/vit").glob("deepvit*.yaml"):
+        args = parse(Args, ["--config", str(path)], world_size=8)
+        count = new_classifier(args, [str(i) for i in range(1000)], torch.float32).num_parameters()
+        counts[path.stem] = count
+        assert f"Parameters: {count:,}" in path.read_text(), f"{path}: {count:,}"
+    published = {"deepvit_16": 24.5e6, "deepvit_24": 36.3e6, "deepvit_32": 48.1e6}
+    for name, count in published.items():
+        assert counts[name] == pytest.approx(count, abs=0.1e6)
+    ours = {"deepvit_1b": 1e9, "deepvit_3b": 3e9, "deepvit_8b": 8e9}
+    for name, count in ours.items():
+        assert counts[name] == pytest.approx(count, rel=0.03)
+    assert counts.keys() == published.keys() | ours.keys()
+
+
+SIZES = {
+    "image_size": 32, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}  # fmt: skip
+STAGES = {"image_size": 64, "hidden_sizes": [32, 64], "depths": [1, 2]}
+
+
+def architecture(model_type: str) -> Args:
+    sizes = STAGES if model_type in ("swin", "convnext") else SIZES
+    return Args(model_type=model_type, from_scratch=True, **sizes)
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_new_models_and_their_layers(model_type):
+    """Each architecture is made on the meta device, gets first weights by its own rule, and has three layers to gather."""
+    args = architecture(model_type)
+    assert args.architecture_problems() == []
+    model = new_classifier(args, ["a", "b", "c"], torch.float32)
+    (layer,) = model._no_split_modules
+    assert sum(type(module).__name__ == layer for module in model.modules()) == 3
+    initialize(model, 0, "cpu")
+    batch = {"pixel_values": torch.randn(2, 3, args.image_size, args.image_size), "labels": torch.tensor([0, -100])}
+    with torch.no_grad():
+        one, other = (image_loss(model.eval(), batch | {"labels": torch.tensor([label, -100])}) for label in (0, 2))
+    assert one.isfinite() and one != other
+    assert all(p.grad is None for p in model.parameters())
+    image_loss(model, batch).backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+    assert flops_per_image(model, args.image_size).attended > 6 * sum(
+        p.numel() for p in model.parameters() if p.ndim == 2
+    )
+
+
+@pytest.mark.parametrize("reattention", [True, False])
+def test_flops_are_the_stated_formula(reattention):
+    args = Args(**SIZES, reattention=reattention)
+    model = classifier_on_meta(new_config(args))
+    layers, width, mlp, heads = 3, 32, 64, 4
+    patches = (32 // 8) ** 2
+    tokens, classes = patches + 1, model.config.num_labels
+    matrices = layers * (4 * width**2 + 2 * width * mlp) * tokens + 3 * 8**2 * width * patches + width * classes
+    wanted = 6 * matrices + 12 * layers * width * tokens**2 + reattention * 6 * layers * heads**2 * tokens**2
+    assert flops_per_image(model, 32).attended == wanted
+    vit = classifier_on_meta(new_config(Args(**SIZES, model_type="vit")))
+    assert reattention or flops_per_image(vit, 32).attended == wanted
+
+
+def test_loss_of_mixed_images():
+    """The loss of a mixed image is that of the mixed target, smoothed."""
+    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+    class Model(torch.nn.Linear):
+        def forward(self, pixel_values):
+            return ImageClassifierOutput(logits=logits)
+
+    share = torch.tensor([0.3, 1.0])
+    batch = {"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.tensor([1, 2])}
+    batch |= {"other_labels": torch.tensor([3, 0]), "share": share}
+    target = torch.tensor([[0, 0.3, 0, 0.7], [0, 0, 1, 0]]) * 0.9 + 0.1 / 4
+    wanted = -(target * logits.log_softmax(-1)).sum()
+    torch.testing.assert_close(image_loss(Model(1, 1), batch, label_smoothing=0.1), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in LAYERS if name != "deepvit"])
+def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
+    """A model of another task is fine-tuned with the same losses on one process and sharded over two, recomputed or not."""
+    config = new_config(architecture(model_type))
+    config.num_labels, size = 4, config.image_size
+    initialize(classifier_on_meta(config), 0, "cpu").save_pretrained(tmp_path / "model")
+    ViTImageProcessorPil(size={"height": size, "width": size}).save_pretrained(tmp_path / "model")
+    args = ("--from_scratch", "false", "--model_name_or_path", tmp_path / "model", "--max_steps", 2)
+    one = run(*args, "--per_device_train_batch_size", 12, config="single", num_processes=1)
+    for env in ({}, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}):
+        found = run(*args, **env)
+        assert trajectory(found) == [pytest.approx(step, rel=1e-4) for step in trajectory(one)]
+        (units,) = re.findall(r"(\d+) FSDP units \(.*Layer", log_of(found))
+        assert int(units) >= 4  # three layers, and what is around them
+    assert AutoModelForImageClassification.from_pretrained(found / "export").config.num_labels == 10
+    assert run(*args, config="ddp")
+
+
+def test_all_problems_at_once(images_file):
+    wrong = [
+        "--from_scratch", "--train_files", str(images_file), "--eval_split", "test", "--hidden_size", "100",
+        "--num_attention_heads", "3", "--image_size", "30", "--depths", "2", "2", "--use_peft", "--crop_area", "0",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        parse(Args, wrong, world_size=1)
+    for expected in (
+        "--eval_split test is of no dataset, since there are --train_files",
+        "--hidden_size 100 is not a multiple of --num_attention_heads 3",
+        "--image_size 30 is not a multiple of --patch_size 16",
+        "--depths is of swin and convnext; deepvit has --hidden_size and --num_hidden_layers",
+        "--use_peft would leave the new output layer as it is; remove it",
+        "--crop_area is 0; it must be above 0",
+    ):
+        assert expected in str(caught.value)
+    found = Args(model_type="swin", hidden_sizes=[96, 100], depths=[2, 2]).architecture_problems()
+    assert "swin's begin with a multiple of 32 and double in each stage" in found[0]
+
+
+def test_confusion_is_drawn_without_a_class(tmp_path):
+    draw_matrix(tmp_path / "confusion.png", np.array([[3, 1], [0, 0]]), ["a", "b"], "Two classes")
+    assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_ships_its_images():
+    preset = yaml.safe_load((ROOT / "recipes/configs/vit/laptop.yaml").read_text())
+    assert [(ROOT / file).is_file() for file in preset["train_files"]] == [True]
