@@ -71,7 +71,7 @@ from accelerate_recipes.losses import (  # noqa: E402
     packing_of,
     sequence_to_sequence_loss,
 )
-from accelerate_recipes.models import load_model  # noqa: E402
+from accelerate_recipes.models import load_model, load_tokenizer  # noqa: E402
 from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
 
 PAGE = REPOSITORY / "docs/models.md"
@@ -223,11 +223,11 @@ class Model:
         return (next_token_loss(net.eval(), batch) / count_next_tokens(batch)).item()
 
     def texts_of(self, net: PreTrainedModel) -> list[str]:
-        """Generate greedily from each prompt alone."""
-        texts = []
+        """Generate greedily from each prompt alone; texts are decoded as a run does it, which may be by another class."""
+        texts, tokenizer = [], load_tokenizer(str(self.base))
         for prompt in PROMPTS:
             ids = net.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=2)
-            texts.append(self.tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True))
+            texts.append(tokenizer.decode(ids[0, len(prompt) :], skip_special_tokens=True))
         return texts
 
     def texts_in(self, out: Path) -> list[str]:
