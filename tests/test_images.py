@@ -20,6 +20,7 @@ from accelerate_recipes.data.images import (
     Images,
     augmentation_of,
     collate,
+    decode,
     groups_of_alike,
     image_size,
     load_images,
@@ -130,12 +131,14 @@ def test_crops_lie_inside_and_have_the_area():
     assert random_box(1, 1000, 0.9, generator) == (0, 0, 1, 1000), "no such crop: the whole"
 
 
-def test_nothing_by_chance_is_the_image_itself(parquet):
-    """Without augmentation settings, training sees what evaluation sees."""
+@pytest.mark.parametrize("settings", [{}, {"do_normalize": False}, {"do_rescale": False, "image_mean": [99.0] * 3}])
+def test_nothing_by_chance_is_the_image_itself(parquet, settings):
+    """Without augmentation, training sees what evaluation sees, whatever the model's own processor does to values."""
     side, _, _ = sides([parquet])
     plain = augmentation_of(Args(crop_area=1.0, horizontal_flip=False))
     square = [row for row in range(len(side.images)) if side.rows[row] % 5 == 0][:3]
     processor = new_image_processor(24)
+    vars(processor).update(settings)
     for row in square:
         trained, evaluated = Images(side, processor, plain)[row], Images(side, processor)[row]
         torch.testing.assert_close(trained["pixel_values"], evaluated["pixel_values"], atol=1e-6, rtol=0)
@@ -171,6 +174,10 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         tar.addfile(member, io.BytesIO(png(1)))
     with pytest.raises(DataError, match=r"shard-0\.tar: alone has no image, or no label in alone\.cls"):
         sides([str(shard) for shard in shards])
+    with tarfile.open(shards[1], "a") as tar:
+        tar.addfile(tarfile.TarInfo("images/20.jpg"))
+    with pytest.raises(DataError, match=r"shard-1\.tar has two images called images/20; give each its own name"):
+        sides([str(shards[1])])
 
 
 def test_images_that_look_alike_lie_on_one_side(tmp_path):
@@ -237,6 +244,14 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
     assert sum(len(side.images) for side in skipped[:2]) == 40
 
 
+@pytest.mark.parametrize(("dtype", "mode"), [(np.uint16, "I;16"), (np.int32, "I"), (np.float32, "F")])
+def test_more_than_8_bits_are_refused(dtype, mode):
+    """PIL would cut such values: nearly all of the image would become white, or black."""
+    Image.fromarray(np.full((4, 4), 1000, dtype=dtype)).save(out := io.BytesIO(), format="tiff")
+    with pytest.raises(ValueError, match=rf"more than 8 bits a channel \(PIL's mode {mode}\); convert"):
+        decode({"bytes": out.getvalue(), "path": None})
+
+
 def test_evaluation_sees_each_image_once(parquet):
     _, test, _ = sides([parquet])
     args = Args(per_device_eval_batch_size=4)
@@ -266,6 +281,9 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     ).to_parquet(file)
     with pytest.raises(DataError, match=r"test\.parquet, row 1: the label 'd' is none of the 3 classes trained on"):
         sides([parquet], eval_files=[file])
+    Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
+    with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
+        sides([file])
     with pytest.raises(ConfigError, match="none is left to evaluate on"):
         load_images(Args(train_files=[parquet], heldout_share=1e-9))
 

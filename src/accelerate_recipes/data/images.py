@@ -176,6 +176,11 @@ def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None
             )
     if not isinstance(table.features[args.image_column], datasets.Image):
         raise DataError(f"{source}: {args.image_column!r} holds {table.features[args.image_column]}, not images")
+    label = table.features[args.label_column]
+    if not isinstance(label, datasets.ClassLabel | datasets.Value) or label.dtype.startswith("float"):
+        raise DataError(
+            f"{source}: {args.label_column!r} holds {label}, not one name or number of a class; set --label_column"
+        )
     for column in (args.image_column, args.label_column):
         if missing := table.data.column(column).null_count:
             raise DataError(f"{source}: {column!r} is null in {missing} of {len(table)} rows")
@@ -234,6 +239,8 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
             for member in shard:
                 stem, _, suffix = member.name.rpartition(".")
                 if suffix.lower() in ("jpg", "jpeg", "png", "webp"):
+                    if stem in images:
+                        raise DataError(f"{file} has two images called {stem}; give each its own name")
                     images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
                 elif suffix == "cls":
                     labels[stem] = shard.extractfile(member).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
@@ -257,8 +264,12 @@ def read_bytes(image: dict) -> bytes:
 
 
 def decode(image: dict) -> Image.Image:
-    """Decode an image to RGB, upright."""
+    """Decode an image to RGB, upright. Raises ValueError for one of which PIL would make white or black places, silently."""
     with Image.open(io.BytesIO(read_bytes(image))) as opened:
+        if opened.mode[0] in "IF":
+            raise ValueError(
+                f"it has more than 8 bits a channel (PIL's mode {opened.mode}); convert the images to 8 bits"
+            )
         return ImageOps.exif_transpose(opened).convert("RGB")
 
 
@@ -368,10 +379,7 @@ class Images(torch.utils.data.Dataset):
                     return {"error": str(error)}
             other_label = IGNORE_INDEX if image is None else int(self.side.labels[other])
             found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
-        mean, std = (
-            torch.tensor(values)[:, None, None] for values in (self.processor.image_mean, self.processor.image_std)
-        )
-        return found | {"pixel_values": (pixels / 255 - mean) / std}
+        return found | {"pixel_values": normalized(pixels, self.processor)}
 
     def image(self, row: int) -> Image.Image:
         """Decode the image of a row. Raises DataError that names it."""
@@ -412,6 +420,16 @@ class Images(torch.utils.data.Dataset):
         pasted = pixels.clone()
         pasted[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
         return pasted, 1 - (side / self.size) ** 2
+
+
+def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
+    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does it after it has resized an image."""
+    if processor.do_rescale:
+        pixels = pixels * processor.rescale_factor
+    if not processor.do_normalize:
+        return pixels
+    mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
+    return (pixels - mean) / std
 
 
 def image_size(processor: Any) -> int:
