@@ -258,17 +258,19 @@ def test_shared_rows_in_bf16(run_steps, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        pytest.param("one process", marks=pytest.mark.long),
-        pytest.param("fsdp2", marks=pytest.mark.long),
-        pytest.param("activation checkpointing", marks=pytest.mark.slow),
+        pytest.param("one process", "inductor", marks=pytest.mark.long),
+        pytest.param("fsdp2", "inductor", marks=pytest.mark.long),
+        pytest.param("activation checkpointing", "inductor", marks=pytest.mark.slow),
+        pytest.param("rows shared by 2", "eager", marks=pytest.mark.slow),
+        pytest.param("rows shared by 2", "inductor", marks=pytest.mark.long),
     ],
 )
-def test_compiled(run_steps, name, monkeypatch):
-    """Layers compiled by inductor change the kernels, not the losses; generation and resume still work."""
+def test_compiled(run_steps, name, backend, monkeypatch):
+    """Compiled layers change the kernels, not the losses; generation and resume still work."""
     config, world_size, size, flags, units, share = STRATEGIES[name]
-    flags = (*flags, "--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
+    flags = (*flags, "--dynamo_backend", backend, "--dynamo_use_regional_compilation")
     monkeypatch.setitem(STRATEGIES, f"{name}, compiled", (config, world_size, size, flags, units, share))
     found, wanted = run_steps(f"{name}, compiled"), run_steps("one process")
     for step, reference in zip(found["trajectory"], wanted["trajectory"], strict=True):
