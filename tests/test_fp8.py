@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 from helpers import CHILDREN, CONFIGS, ROOT, launch_ok, losses
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
@@ -54,12 +55,17 @@ def test_what_it_needs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def runs(forks, tmp_path_factory):
-    """Output directories of runs: in bf16, and in fp8 with fp32 weights and all in bf16."""
+    """Output directories of runs: in bf16; in fp8 with fp32 weights, all in bf16, and with rows that ranks share."""
     found = {}
+    content = {name: yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) for name in ("fsdp_fp8", "fsdp_long")}
+    content["fsdp_fp8"]["parallelism_config"] = content["fsdp_long"]["parallelism_config"]
+    shared = tmp_path_factory.mktemp("config") / "shared"
+    shared.with_suffix(".yaml").write_text(yaml.safe_dump(content["fsdp_fp8"]))
     for name, config, num_processes, flags, args in (
         ("bf16", "fsdp_full", 2, ("--mixed_precision", "bf16"), ()),
         ("fp8", "fsdp_fp8", 2, (*FP8, *EAGER), ()),
         ("fp8, kahan", "fsdp_fp8", 1, (*FP8, *EAGER), ("--optim", "adamw_bf16_kahan")),
+        ("fp8, shared rows", shared, 2, (*FP8, *EAGER), ("--per_device_train_batch_size", 4)),
     ):
         out = found[name] = tmp_path_factory.mktemp("fp8") / "out"
         code = forks.run(out, "--save_total_limit", 9, *args, config=config, num_processes=num_processes, flags=flags)
@@ -72,7 +78,7 @@ def test_trajectory(runs):
     """An element has 4 bits, a gradient 3, where bf16 has 8: losses differ by less than 2 %, not by nothing."""
     assert "precision fp8 in 21 linear layers" in runs["fp8"].with_suffix(".log").read_text()
     wanted = losses(runs["bf16"])
-    for name in ("fp8", "fp8, kahan"):
+    for name in ("fp8", "fp8, kahan", "fp8, shared rows"):
         found = losses(runs[name])
         assert list(found) == list(wanted) and list(found.values()) == pytest.approx(list(wanted.values()), rel=0.02)
         assert list(found.values()) != pytest.approx(list(wanted.values()), rel=1e-5)
