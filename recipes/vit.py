@@ -10,6 +10,7 @@ The images are rows of a dataset, a folder, Parquet files or tar shards. Before 
 loss, top-1 and top-5 accuracy and the calibration error are measured on held-out images; pictures show what is confused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,12 @@ from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial
 from accelerate_recipes.vision import (
     VisionArchitecture,
     flops_per_image,
     image_loss,
+    images_trial,
     load_classifier,
     load_image_processor,
     new_classifier,
@@ -76,6 +79,14 @@ def make_model(args: Args, names: list[str]) -> PreTrainedModel:
     return load_classifier(args.model_name_or_path, names, **load_settings(args))
 
 
+def loss_fn(args: Args) -> Callable:
+    return partial(image_loss, label_smoothing=args.label_smoothing)
+
+
+def trial(args: Args) -> Trial:
+    return images_trial(args, loss_fn(args))
+
+
 def main(args: Args) -> None:
     run = start(args)
 
@@ -109,8 +120,7 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return evaluation.evaluate(run.accelerator, run.model, step)
 
-    loss_fn = partial(image_loss, label_smoothing=args.label_smoothing)
-    records = train(run, train_loader, loss_fn=loss_fn, count_fn=count_labels, evaluate_fn=evaluate_fn)
+    records = train(run, train_loader, loss_fn=loss_fn(args), count_fn=count_labels, evaluate_fn=evaluate_fn)
 
     # Result
     if not on_first_rank(evaluation.file(run.total_steps).exists):  # the last evaluation ran with another --output_dir

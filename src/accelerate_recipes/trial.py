@@ -27,7 +27,8 @@ class Trial:
     """Model, loss and one micro-batch of a recipe with its arguments.
 
     `make_model` makes the model on the meta device, from `config` or from one with fewer layers. Values in `batch`, on the
-    CPU, do not matter; its sizes are the largest that the run will have. `tokens` are the target tokens in it, at most.
+    CPU, do not matter; its sizes are the largest that the run will have. `tokens` are the targets in it, at most; of each
+    `unit` there is one.
     """
 
     config: PreTrainedConfig
@@ -36,6 +37,7 @@ class Trial:
     count_fn: Callable[[dict[str, Any]], torch.Tensor]
     batch: dict[str, Any]
     tokens: int
+    unit: str = "tokens"
 
     @property
     def is_packed(self) -> bool:

@@ -1,5 +1,6 @@
 """Classifiers of images: from a name, a folder or sizes; their loss, and what they do to one image."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,14 @@ from transformers import (
     ViTConfig,
 )
 
+from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.deepvit import DeepViTConfig
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.losses import IGNORE_INDEX, count_labels
 from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import classifier_on_meta
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 CONFIGS = {
     "deepvit": DeepViTConfig,
@@ -47,6 +50,7 @@ LAYERS = {
 }
 STAGED = ("swin", "convnext")  # their width and number of layers differ from stage to stage
 CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
+NUM_CLASSES = 1000  # of a trial, as ImageNet's: those of the data are not known before they are read
 
 
 @dataclass
@@ -194,6 +198,28 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing
         share = batch["share"].to(losses)
         losses = share * losses + (1 - share) * F.cross_entropy(logits, batch["other_labels"], **settings)
     return losses.sum()
+
+
+def images_trial(args: Any, loss_fn: Callable) -> Trial:
+    """Make the trial of a classifier of NUM_CLASSES classes of images, of the size that its configuration names."""
+    config = new_config(args) if args.from_scratch else config_of(args)
+    if config.model_type not in LAYERS:
+        raise NotSimulatedError(f"{args.base_model}: it is a {config.model_type}, not one of {', '.join(LAYERS)}")
+    rows, size = args.per_device_train_batch_size, config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    batch = {
+        "pixel_values": torch.zeros(rows, 3, height, width),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row": torch.arange(rows),
+    }
+    if args.mixup_alpha or args.cutmix_alpha:
+        batch |= {"other_labels": torch.zeros(rows, dtype=torch.int64), "share": torch.ones(rows)}
+    config = with_classes(config, [str(number) for number in range(NUM_CLASSES)])
+
+    def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+        return by_layers(classifier_on_meta(config, load_settings(args)["dtype"]))
+
+    return Trial(config, make_model, loss_fn, count_labels, batch, rows, unit="images")
 
 
 def flops_per_image(model: PreTrainedModel, size: int) -> Flops:

@@ -16,7 +16,7 @@ from toy import requirements
 from accelerate_recipes import distributed
 from accelerate_recipes.args import arg
 from accelerate_recipes.plan.ledger import Ledger
-from accelerate_recipes.plan.simulate import Job, load_trial, outcome_of, take_steps
+from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, outcome_of, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
@@ -46,7 +46,7 @@ def ledger_of(accelerator, command: list[str]) -> dict:
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     run.shard(trial.make_model(trial.config))
     number = args.accumulation_steps(data_world_size())
-    with Ledger("cpu", trial.config.vocab_size) as ledger:
+    with Ledger("cpu", num_logits(trial.config)) as ledger:
         batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
         batches = [part_of_rows(batch, row_group(accelerator)) for batch in batches]
         take_steps(ledger, run, trial, batches)

@@ -11,7 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, Simulator, layers_of, load_trial
+from accelerate_recipes.plan.simulate import (
+    Job,
+    NotSimulatedError,
+    Outcome,
+    Refusal,
+    Simulator,
+    is_staged,
+    layers_of,
+    load_trial,
+)
 
 # The fewest layers of which those in the middle have neighbours that are treated alike: from 3 an extrapolation was too low.
 STEADY = 4
@@ -111,12 +120,16 @@ def sizes_of(job: Job) -> list[int]:
     """Choose numbers of layers to simulate for a job; [0] is all of them."""
     depth, period, ahead = depth_of(job)
     # Without FSDP nothing divides a phase into segments.
-    small = small_sizes(depth, period, ahead) if job.env.get("ACCELERATE_USE_FSDP") == "true" else []
+    small = small_sizes(depth, period, ahead) if depth and job.env.get("ACCELERATE_USE_FSDP") == "true" else []
     return small or [0]
 
 
 def depth_of(job: Job) -> tuple[int, int, int]:
-    """Return the layers of a job's model, the period in which they repeat, and how many are gathered ahead."""
+    """Return the layers of a job's model, the period in which they repeat, and how many are gathered ahead.
+
+    Of a model in stages of different widths there are 0 that could stand for others.
+    """
     args, trial = load_trial(job)
     recomputes = job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
-    return layers_of(trial.config), args.checkpoint_every_n_layers if recomputes else 1, args.prefetch_layers
+    depth = 0 if is_staged(trial.config) else layers_of(trial.config)
+    return depth, args.checkpoint_every_n_layers if recomputes else 1, args.prefetch_layers

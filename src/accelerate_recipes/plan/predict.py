@@ -143,7 +143,7 @@ class Prediction:
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
             f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others",
-            f"Speed at most: {self.tokens_per_second:,.0f} tokens/s, {self.mfu:.1%} MFU",
+            f"Speed at most: {self.tokens_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
         if self.args.max_steps > 0:
             lines[-1] += (

@@ -69,6 +69,7 @@ class Outcome:
     communication: float
     micro_batches: int  # of the whole step; memory is that of two
     tokens: int  # targets of a micro-batch, of this rank
+    unit: str  # of a target
     trained: int  # parameters of the whole model, and of the rest
     parameters: int
     num_layers: int
@@ -125,8 +126,16 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def layers_of(config: PreTrainedConfig) -> int:
+    """Return the number of layers, of each stack; in stages of different widths, of all."""
+    if is_staged(config):
+        return sum(config.depths)
     text = config.get_text_config()
     return next(getattr(text, name) for name in NUM_LAYERS if getattr(text, name, None) is not None)
+
+
+def is_staged(config: PreTrainedConfig) -> bool:
+    """Tell whether layers lie in stages of different widths, as in a Swin, so that few of them say nothing of all."""
+    return bool(getattr(config, "depths", None))
 
 
 def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
@@ -197,6 +206,7 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
         communication=clock.communication if clock else 0.0,
         micro_batches=len(batches),
         tokens=trial.tokens,
+        unit=trial.unit,
         value_reads=ledger.value_reads,
         shapes=sorted(map(list, ledger.shapes)),
         calls=dict(ledger.calls),
@@ -242,7 +252,7 @@ def simulate_here(job: Job) -> Outcome:
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
-        with mode, Answers(on_gpu=device == "cuda"), Ledger(device, args_vocab(config), clock) as ledger:
+        with mode, Answers(on_gpu=device == "cuda"), Ledger(device, num_logits(config), clock) as ledger:
             accumulation = args.accumulation_steps(data_world_size(job.env))
             batches = [
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
@@ -294,8 +304,10 @@ def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) ->
     outcome.seconds = max(outcome.seconds, outcome.communication)
 
 
-def args_vocab(config: PreTrainedConfig) -> int:
-    return config.get_text_config().vocab_size
+def num_logits(config: PreTrainedConfig) -> int:
+    """Return the size of the output layer: tokens, or classes of images."""
+    config = config.get_text_config()
+    return config.vocab_size if hasattr(config, "vocab_size") else len(config.id2label or {})
 
 
 def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
