@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
     "trial": {"adapters", "args", "data", "hub", "losses", "models"},
-    "plan": {"args", "distributed", "engine", "optim", "ranks", "recipe", "run", "sequence", "trial"},
+    "plan": {"adapters", "args", "distributed", "engine", "optim", "ranks", "recipe", "run", "sequence", "trial"},
     "launch": {
         "adapters",
         "args",

@@ -68,7 +68,9 @@ def test_the_path_of_gpus_without_a_gpu(simulator, configs):  # noqa: F811
 @pytest.mark.slow
 def test_the_path_of_gpus_of_each_recipe(simulator, bases):  # noqa: F811
     """Each recipe with a trial runs on tensors of a GPU; a deep T5 is extrapolated to the byte from two stacks of layers."""
+    adapters = ["--use_peft", "--lora_r", "4"]
     commands = [[*T5, "FLAN"], [*TEMPLATE, "BERT"], [*SFT, "LLAMA"], [*SFT, "TIED", "--packing"], DEEPVIT]
+    commands.append([*T5, "FLAN", *adapters])
     jobs = [on_four("fsdp_full", command_of(bases, command)) for command in commands]
     for command, found in zip(commands, simulator(jobs), strict=True):
         assert not isinstance(found, Exception), (command, str(found))

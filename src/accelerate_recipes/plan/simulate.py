@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from accelerate_recipes import distributed, recipe
+from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError, TrainArgs, computes_in_bf16, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.plan.allocator import reserved
@@ -247,6 +248,7 @@ def simulate_here(job: Job) -> Outcome:
     device = "cpu" if is_autocast else job.device  # autocast does not see fakes on a GPU
     with pretend(world_size, device, use_fsdp, trial.is_packed) as mode:
         run = Run(args, distributed.make_accelerator(args))
+        run.adapter = add_adapters(model, args)  # here, for fakes refuse to be moved
         with mode if device == "cuda" else contextlib.nullcontext():
             run.shard(model)
         parameters = sum(p.numel() for p in run.model.parameters())
