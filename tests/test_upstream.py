@@ -15,16 +15,19 @@ import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint
 import torch.distributed.checkpoint._nested_dict as nested_dict
 import torch.distributed.checkpoint.metadata as metadata
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as _fsdp_param_group
 import torch.distributed.fsdp._fully_shard._fully_shard as fully_shard
 from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.state import PartialState
 from helpers import ROOT
+from torch._subclasses import fake_tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 from torch.optim.lr_scheduler import LRScheduler
+from torch.testing._internal.distributed import fake_pg
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.kernels import chunked_logprob
@@ -79,6 +82,13 @@ TOUCHED = [
     (torch.ops.aten, "_scaled_dot_product_efficient_attention", "pretence", "what a GPU would take with a mask", None),
     (torch.ops.aten, "_scaled_dot_product_flash_attention", "pretence", "and without", None),
     (c10d, "_resolve_process_group", "ledger", "ranks of a collective", None),
+    (torch._guards, "active_fake_mode", "ledger", "whether tensors are fakes", ""),
+    (torch.utils._pytree, "tree_leaves", "ledger", "what an operator returned", "tree is_leaf"),
+    (torch.utils._python_dispatch, "TorchDispatchMode", "ledger", "sees each operator", "_dispatch_key"),
+    (torch.utils._python_dispatch, "TorchDispatchMode", "pretence", "answers for fakes", "_dispatch_key"),
+    (fake_tensor, "FakeTensorMode", "pretence", "tensors without values", None),
+    (_fsdp_param_group, "FSDPParamGroup", "pretence", "gathers of fakes", None),
+    (fake_pg, "FakeStore", "pretence", "ranks that do not exist", None),
     (fully_shard, "_init_default_mesh", "pretence", "a mesh that no value is asked for", None),
     (torch._C, "_get_accelerator", "pretence", "the device of that mesh", None),
     (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
@@ -156,7 +166,7 @@ def is_private(name: str) -> bool:
 
 
 def test_the_table_is_complete():
-    """Each private name that a module uses from another owner is in the table, under that module."""
+    """Each private name that a module uses from another owner, and each from a private module, is in the table."""
     used = set()
     for path in SOURCES:
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -167,5 +177,6 @@ def test_the_table_is_complete():
         used |= {(path.stem, node.attr) for node in attributes if node not in of_self or node.attr not in own}
         for node in nodes:
             if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("accelerate_recipes"):
-                used |= {(path.stem, alias.name) for alias in node.names if is_private(alias.name)}
+                of_private = any(map(is_private, (node.module or "").split(".")))
+                used |= {(path.stem, alias.name) for alias in node.names if of_private or is_private(alias.name)}
     assert used <= {(user, name) for _, name, user, _, _ in TOUCHED}
