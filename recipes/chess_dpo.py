@@ -41,9 +41,13 @@ MOVES = ("chosen", "rejected")
 class Args(GamesArgs, DPOArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Number of positions, from other games, to make pairs in.", min=len(PHASES))
+    num_train_positions: int = arg(
+        20000, "Number of positions in training games in which pairs are made.", min=len(PHASES)
+    )
     reject: str = arg(
-        "illegal", "Moves of the model to reject: illegal ones, or all that were not_played.", choices=RULES
+        "illegal",
+        "Moves of the model to reject: `illegal` ones, or also legal ones that were `not_played`.",
+        choices=RULES,
     )
 
 

@@ -101,6 +101,11 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
             f"the rows have the columns {', '.join(features)}; SFT needs messages, prompt and completion, or "
             f"{args.dataset_text_field} (--dataset_text_field)"
         )
+    if args.completion_only_loss and "completion" not in columns:
+        raise ConfigError(
+            f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}, of which trl "
+            "would train everything; remove it, or give --assistant_only_loss for messages"
+        )
     are_chats = any(isinstance(features[name], datasets.List) for name in columns)
     if are_chats and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")

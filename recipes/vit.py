@@ -53,7 +53,7 @@ class Args(VisionArchitecture, ImageArgs, TrainArgs):
     )
     from_scratch: bool = arg(False, "Train a new model of the sizes below, instead of a pretrained one.")
     label_smoothing: float = arg(
-        0.0, "Share of the target that all classes divide among themselves.", fixed=False, min=0, below=1
+        0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
     )
 
     def problems(self, world_size: int) -> list[str]:

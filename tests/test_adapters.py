@@ -30,6 +30,7 @@ from transformers import (
 from accelerate_recipes.adapters import add_adapters, base_tensors, merged, peft_name, targets
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import files
+from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export, saved_tensors
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.launch.preflight import preflight, space_needed
@@ -235,7 +236,7 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     said = str(caught.value)
     for problem in (
         "--load_in_4bit needs a GPU, and there is none", "bitsandbytes is not installed; run: pip install bitsandbytes",
-        "--merge_adapter would add the adapter to the model's own weights", "--use_dora needs the length",
+        "--merge_adapter would add the adapter to the model's own weights", "--use_dora needs the exact length",
     ):  # fmt: skip
         assert problem in said, said
 
@@ -356,7 +357,7 @@ def test_another_model_is_refused(forks, arguments, run, base, tmp_path):
     assert re.search(r"error: .*checkpoint-10 holds adapters of .* has other weights", log_of(out)), log_of(out)[-3000:]
     marker["base_model"] = {"name": str(base), "revision": None, "fingerprint": "of a part"}
     (last / files.MARKER).write_text(json.dumps(marker))
-    with pytest.warns(UserWarning, match=r"looked at a part of the model.s weights only: .* was not checked"):
+    with pytest.warns(UserWarning, match=r"compared only a part of the model.s weights; it was not checked that "):
         export(last, tmp_path / "merged", merge_adapter=True)
 
 
@@ -386,6 +387,8 @@ def test_export_without_merging(run, base):
     assert f"Low-rank adapters of {base}" in (out / "export/README.md").read_text()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out / "export")
     assert loss_of(loaded) == pytest.approx(evaluations(out)[-1], rel=1e-5)
+    said = check_export(out / "export", "w1 w2", 3)
+    assert "PeftModelForCausalLM" in said and "Answer: " in said
 
 
 @pytest.mark.slow
@@ -608,11 +611,13 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     attention = ["q_proj", "v_proj"]
     for setting, value in (("lora_dropout", 0.05), ("use_dora", True), ("load_in_4bit", True)):
         found = toy.Args(**args | {"lora_dropout": 0.0} | {setting: value})
-        with pytest.raises(ConfigError, match=rf"experts .*without (--{setting}[^-]*); .*k_proj o_proj q_proj v_proj$"):
+        with pytest.raises(
+            ConfigError, match=rf"experts .*not work with --{setting}[^-]*; .*k_proj o_proj q_proj v_proj$"
+        ):
             targets(model, found)
         assert targets(model, replace(found, lora_target_modules=attention)) == {"target_modules": attention}
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    with pytest.raises(ConfigError, match="without dynamo_backend in the accelerate YAML; change"):
+    with pytest.raises(ConfigError, match="not work with dynamo_backend in the accelerate YAML; change"):
         targets(model, toy.Args(**args, lora_dropout=0.0))
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
     few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))

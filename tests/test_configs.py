@@ -261,7 +261,7 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
     entries = {name: {"size": len(data), "checksum": xxhash.xxh3_128_hexdigest(data)} for name, data in files.items()}
     (checkpoint / "complete.json").write_text(json.dumps({"step": 7, "files": entries}))
     argv = [str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path)]
-    assert f"Goes on from {checkpoint}, whose checksums are right" in preflight(argv)[0]
+    assert f"The run continues from {checkpoint}; its checksums are right" in preflight(argv)[0]
     (checkpoint / "weights").write_bytes(b"1235")
     assert (
         f"warning: {checkpoint} is damaged, the run would take an older one: the checksum of weights"

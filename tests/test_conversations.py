@@ -334,7 +334,7 @@ def test_a_prompt_that_loses_its_end(tmp_path, capsys):
     rows = [pair | {"prompt": [{"role": "user", "content": f"A {i}?"}], "tools": None} for i, pair in enumerate(PAIRS)]
     prepare(folder, rows, name="dpo")
     assert re.search(
-        r"In 16 of the first 16 pairs the prompt is read without its end '.*Think\.'", capsys.readouterr().out
+        r"In 16 of the first 16 pairs trl reads the prompt without its end '.*Think\.'", capsys.readouterr().out
     )
 
 
@@ -403,7 +403,7 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
     assert capsys.readouterr().out.count("that are not used") == 1
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of .* do; remove them from one"):
         prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", rows[:2])))
-    with pytest.raises(ConfigError, match=r"of 3 rows none is left to train on: .*within --max_length 2; raise it"):
+    with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2; raise it"):
         prepare(
             folder,
             rows,
@@ -424,6 +424,25 @@ def test_rows_that_are_cut(tmp_path, capsys):
     ):
         prepare(folder, rows, "--packing", "true", "--packing_strategy", strategy, "--max_length", "10")
         assert said in (printed := capsys.readouterr().out), printed[-900:]
+
+
+def test_messages_of_parts(tmp_path):
+    """They are refused, in a column of one type and among messages that are texts: templates lose them silently."""
+    folder = save_base(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
+    text = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
+    parts = [text[0], text[1] | {"content": [{"type": "text", "text": "Yes."}]}]
+    whole = [text[0] | {"content": [{"type": "image"}]}, parts[1]]
+    for rows in ([{"messages": text}] * 3 + [{"messages": parts}], [{"messages": whole}] * 3):
+        with pytest.raises(ConfigError, match="'messages' has a message whose `content` is not a text but parts"):
+            prepare(folder, rows)
+
+
+def test_completion_only_loss_of_other_rows(tmp_path):
+    folder = save_base(tmp_path, None)
+    with pytest.raises(
+        ConfigError, match="--completion_only_loss is for rows of prompt and completion; these have text"
+    ):
+        prepare(folder, [{"text": f"Question {i}"} for i in range(3)], "--completion_only_loss", "true")
 
 
 def test_counts_of_targets():

@@ -175,7 +175,7 @@ def test_prepare(base, arguments, tmp_path, capsys):
         and "target | 4|4|4|4|</s>" in shown
     )
     same = [str(part) for part in (*arguments, *where)]
-    with pytest.raises(ConfigError, match=r"none is left to train on: .* within --max_length 4; raise it"):
+    with pytest.raises(ConfigError, match=r"is left to train on: .* within --max_length 4; raise it"):
         recipe.prepare([str(SCRIPT), *same, "--max_length", "4"])
     rewards = ["--rewards", "think_format_reward", "--num_generations", "2", "--max_completion_length", "4"]
     recipe.prepare([str(ROOT / "recipes/grpo.py"), *same, *rewards])

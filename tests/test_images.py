@@ -284,7 +284,7 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
         sides([file])
-    with pytest.raises(ConfigError, match="none is left to evaluate on"):
+    with pytest.raises(ConfigError, match=r"none of the images of .* is left to evaluate on"):
         load_images(Args(train_files=[parquet], heldout_share=1e-9))
 
 

@@ -92,6 +92,12 @@ def test_ranks_that_share_rows(kind):
         assert command[command.index(f"--{name}") + 1] == str(value)
     assert "4 groups of 2 processes that share rows" in said and "share a row, but" not in said
     assert "4 ranks share a row, but a machine has 2 processes" in found[4][1]
+    manifest, said = render(kind, [*job, *LAPTOP])  # 2 is the size in the YAML
+    command = the_pod(list(yaml.safe_load_all(manifest)))["containers"][0]["command"]
+    assert command[command.index("--parallelism_config_dp_shard_size") + 1] == "4"
+    assert "4 groups of 2 processes that share rows" in said
+    with pytest.raises(ConfigError, match=r"--parallelism_config_cp_size: .*fsdp_full.yaml has no parallelism_config"):
+        render(kind, [*job[:-1], "accelerate_configs/fsdp_full.yaml", "--parallelism_config_cp_size", "2", *LAPTOP])
 
 
 def test_pods_get_the_resolved_arguments(tmp_path):
@@ -140,7 +146,7 @@ WRONG = {
     "GPUs": (["--gpus-per-node", "16", "--instance-type", "p5.48xlarge"], "is 16, but p5.48xlarge has 8"),
     "EFA": (["--efa-per-node", "32", "--instance-type", "p4d.24xlarge"], "is 32, but p4d.24xlarge has 4 interfaces"),
     "instance": (["--instance-type", "p9.huge"], "--instance-type p9.huge is not known; known are p4d.24xlarge"),
-    "class": (["--storage-class", "fsx"], "--storage-class is of a claim that is made; give --checkpoints-size"),
+    "class": (["--storage-class", "fsx"], "--storage-class has an effect only on a new claim; give --checkpoints-size"),
     "token": (["--token-secret", "hf", "--cache-pvc", "hub"], "--token-secret has no effect with --cache-pvc"),
     "pairs": (["--node-selector", "pool", "--annotation", "=x"], "--node-selector 'pool': write it", "--annotation '=x': write it"),
     "taint": (["--toleration", "gpu:Never"], "--toleration 'gpu:Never': write it as KEY[=VALUE][:EFFECT]"),

@@ -217,7 +217,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
         ("fsdp1_full", C4, "FSDP1"),
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
         ("fsdp_full", [str(ROOT / "recipes/dpo.py")], "dpo.py: it defines no trial(args)"),
-        ("fsdp_full", [*T5, "BART"], "BART: its decoder makes a mask that masks nothing"),
+        ("fsdp_full", [*T5, "BART"], "BART: whether its decoder uses a mask depends on values"),
         ("fsdp_full", [*SFT, ".", "--loss_type", "dft"], "SFT with --loss_type dft"),
     ],
 )

@@ -213,7 +213,7 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
         sft.load_rows(args, SimpleNamespace(chat_template=None))
     assert str(error.value).startswith(f"{file}{message}")
     file.write_bytes(b'{"text": "a"}\n')
-    with pytest.raises(ConfigError, match="of 1 rows none is left to"):
+    with pytest.raises(ConfigError, match="none of 1 rows is left to"):
         sft.load_rows(args, SimpleNamespace(chat_template=None))
 
 

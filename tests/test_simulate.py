@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 from helpers import CHILDREN, CONFIGS, ROOT, blocks, launch_ok, log_of
-from transformers import BartConfig, BertConfig, ConvNextConfig, LlamaConfig, SwinConfig, T5Config
+from transformers import BartConfig, BertConfig, ConvNextConfig, LlamaConfig, MT5Config, SwinConfig, T5Config
 
 from accelerate_recipes.launch.preflight import launch_environment
 from accelerate_recipes.plan.simulate import Job, Simulator
@@ -74,6 +74,7 @@ def bases(tmp_path_factory):
         ),
         "T5": T5Config(**t5, num_layers=2),
         "FLAN": T5Config(**t5, num_layers=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        "MT5": MT5Config(**t5, num_layers=2, feed_forward_proj="gated-gelu"),
         "DEEP": T5Config(**t5, num_layers=12),
         "BART": BartConfig(
             vocab_size=203, d_model=48, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=100, decoder_ffn_dim=100,
@@ -89,12 +90,22 @@ def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     for name, config in configs.items():
         config.save_pretrained(folder / name)
-    tied = json.loads((folder / "FLAN/config.json").read_text()) | {"tie_word_embeddings": False}
-    (folder / "FLAN/config.json").write_text(json.dumps(tied))  # as published; transformers would write true
+    for name in ("FLAN", "MT5"):  # as published; transformers would write true
+        file = folder / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
     # The template with the trial that its page shows.
     recipe, page = ((ROOT / name).read_text() for name in ("recipes/template.py", "docs/your-recipe.md"))
     (folder / TEMPLATE[0]).write_text(recipe.replace("def main(", f"{blocks(page)[-1]}\n\ndef main("))
     return folder
+
+
+def test_an_output_layer_of_its_own(simulator, bases):
+    """An mT5 and a FLAN-T5 have an output layer beside the embedding, though transformers ties that of every T5."""
+    names = ("T5", "FLAN", "MT5")
+    found = simulator([job("single", command_of(bases, [*T5, name]), *FP32, num_processes=1) for name in names])
+    tied, *others = (outcome.parameters for outcome in found)
+    # Of a gated MLP there is one matrix more in each of the four layers.
+    assert others == [tied + 203 * 48 + 4 * 48 * 100] * 2
 
 
 def command_of(bases, variant: list[str]) -> list[str]:

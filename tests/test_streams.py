@@ -466,7 +466,7 @@ def test_streams_divide_among_the_ranks(text_shards):
     assert [stream_problems(24, size) for size in (1, 2, 3, 4, 6, 8, 12, 24)] == [[]] * 8
     (problem,) = stream_problems(24, 5)
     assert "24 is not a multiple of 5 processes" in problem and "1, 2, 3, 4, 6, 8, 12, 24" in problem
-    assert problem.endswith("--num_streams 120, which it has by itself")
+    assert problem.endswith("a new run takes --num_streams 120 by default")
     with pytest.raises(ConfigError, match=r"not a multiple of 16 processes.*--num_streams 48"):
         make_loader(text_shards, 0, 16)
 
@@ -831,7 +831,7 @@ def test_shards_on_the_hub(serve, corpus, tmp_path, monkeypatch):
         find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no file of 'allenai/c4' is here that matches 'en/c4-train"):
+    with pytest.raises(ConfigError, match=r"no file of 'allenai/c4' that matches 'en/c4-train"):
         find_shards("allenai/c4", "en/c4-train.*.json.gz", "train")
 
 

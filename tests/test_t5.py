@@ -300,7 +300,7 @@ def test_all_problems_at_once(pairs_file):
         parse(recipe.load(T5).Args, wrong, world_size=1)
     for expected in (
         "pairs.txt: no such file",
-        "--eval_split test is of no dataset, since there are --train_files",
+        "--eval_split test names a split of a dataset, but there are --train_files",
         "--generation_length_penalty 2.0 has no effect with --generation_num_beams 1",
         "--metrics meteor: there is no such metric; known are exact_match, rouge, bleu, chrf, gleu",
         "--num_eval_pairs is 0; it must be at least 1",

@@ -361,7 +361,7 @@ def test_all_problems_at_once(images_file):
     with pytest.raises(ConfigError) as caught:
         parse(Args, wrong, world_size=1)
     for expected in (
-        "--eval_split test is of no dataset, since there are --train_files",
+        "--eval_split test names a split of a dataset, but there are --train_files",
         "--hidden_size 100 is not a multiple of --num_attention_heads 3",
         "--image_size 30 is not a multiple of --patch_size 16",
         "--depths is of swin and convnext; deepvit has --hidden_size and --num_hidden_layers",

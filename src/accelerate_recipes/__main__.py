@@ -41,7 +41,7 @@ def command_parser() -> argparse.ArgumentParser:
         "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
     )
     ended.add_argument("output_dir", type=Path)
-    ended.add_argument("--signalled", action="store_true", help="Slurm wanted the nodes back")
+    ended.add_argument("--signalled", action="store_true", help="Slurm asked for the nodes back")
     ended.add_argument("--max_restarts", type=int, required=True)
     commands.add_parser("verify", help="read what was downloaded, and compare it with its checksums; offline")
     commands.add_parser("list", help="list what was downloaded, and for which recipes; offline")
@@ -145,9 +145,11 @@ def add_export_commands(commands: Any) -> None:
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
     out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
     out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
-    seen = commands.add_parser("check-export", help="load an export by transformers alone, and say what is seen")
+    seen = commands.add_parser(
+        "check-export", help="load an export with transformers alone, and print what it is and answers"
+    )
     seen.add_argument("export", type=Path)
-    seen.add_argument("--prompt", help="what the model shall answer to; default: the beginning of the first row")
+    seen.add_argument("--prompt", help="prompt to answer; default: the beginning of the first row")
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
     judge = commands.add_parser("evaluate", help="evaluate an export by lm-evaluation-harness, and show it in its card")
     judge.add_argument("export", type=Path)
@@ -162,9 +164,7 @@ def add_export_commands(commands: Any) -> None:
     upload = commands.add_parser("push", help="push an export to a repository on the Hub, private if it is new")
     upload.add_argument("export", type=Path)
     upload.add_argument("repo", metavar="ORG/NAME")
-    upload.add_argument(
-        "--public", action="store_true", help="a new repository is public, and a public one may be used"
-    )
+    upload.add_argument("--public", action="store_true", help="make a new repository public, or push to a public one")
 
 
 def verify_checkpoint(directory: Path) -> None:

@@ -101,8 +101,8 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
         if refused := [setting for setting, is_on in settings.items() if is_on]:
             raise ConfigError(
                 f"--use_peft: {type(model).__name__} keeps the experts of a layer in one weight ({', '.join(of_experts)}), "
-                f"beside which adapters work without {' and '.join(refused)}; change that (--lora_dropout 0), or name other "
-                f"layers: --lora_target_modules {' '.join(kind for kind in kinds if kind not in of_experts)}"
+                f"whose adapters do not work with {' and '.join(refused)}; change that, or name other layers: "
+                f"--lora_target_modules {' '.join(kind for kind in kinds if kind not in of_experts)}"
             )
     return found
 
@@ -144,10 +144,10 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
     )
-    is_real = not any(parameter.is_meta for parameter in model.parameters())  # else preflight's, or another rank's
+    is_real = not any(parameter.is_meta for parameter in model.parameters())  # false on ranks that read no weights
     base = on_first_rank(lambda: base_of(config) if is_real else {})
     inject_adapter_in_model(config, model, NAME)
-    model._hf_peft_config_loaded = True  # else transformers' Trainer refuses a model in 4 bits: it would train nothing
+    model._hf_peft_config_loaded = True  # without this, transformers' Trainer refuses a model in 4 bits
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     if left_out := wanted - {weight_of(name, layer) for name, layer in layers.items()}:
         raise ConfigError(

@@ -74,7 +74,7 @@ class Agenda:
         if run.is_first:
             newest = str(run.checkpointer.newest or "")
             update_status(run.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
-        # Evaluate what is due at this step, unless a run that was stopped here has done it: before the first step, for one.
+        # Evaluate if it is due, as before the first step, unless this run was stopped here after it had evaluated.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
         best = args.metric_for_best_model

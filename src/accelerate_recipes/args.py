@@ -256,7 +256,7 @@ class TrainArgs:
         return found + batch_problems(self.total_batch_size, per_device, world_size, self.row_size)
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        """Give arguments that are left open the values `saved` in the checkpoint to resume, or those of a fresh start ({}).
+        """Set arguments that are left open: to the values `saved` in the checkpoint to resume, or, with {}, of a new run.
 
         Returns:
             Reasons why this launch cannot continue with the saved values, one sentence each.
@@ -291,7 +291,7 @@ class TrainArgs:
             )
         if self.load_in_4bit and self.use_dora:
             found.append(
-                "--use_dora needs the length of each row of a weight, --load_in_4bit has them rounded; remove one"
+                "--use_dora needs the exact length of each row of a weight, but --load_in_4bit rounds it; remove one"
             )
         if not self.base_model:
             found.append(

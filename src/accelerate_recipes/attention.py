@@ -27,7 +27,7 @@ ALL_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,  # the own kernel of a device, such as Intel's GPUs
+    SDPBackend.OVERRIDEABLE,  # kernel of one kind of device, such as Intel's GPUs
 ]
 BLOCK = 128  # queries that the CPU's kernel computes at a time
 FEWEST_BOUNDARIES = 64
@@ -142,6 +142,7 @@ def documents(
     return found.unflatten(0, (rows, length)), None
 
 
+WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
 
 
@@ -153,7 +154,7 @@ def beyond_documents(config: PreTrainedConfig) -> list[str]:
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     asks = {
         SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
-        SINKS: text.model_type == "gpt_oss",
+        SINKS: text.model_type in WITH_SINKS,
         CHUNKS: "chunked_attention" in (getattr(text, "layer_types", None) or ()),
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
         OWN: model_class is None or not model_class._supports_attention_backend,
@@ -199,8 +200,8 @@ def choose(
         )
     if is_shared and name not in ("auto", DOCUMENTS, "sdpa"):
         raise ConfigError(
-            f"--attn_implementation {name}: rows that ranks share (parallelism_config_cp_size) have {DOCUMENTS}, or sdpa "
-            "with a mask; give auto"
+            f"--attn_implementation {name}: rows that ranks share (parallelism_config_cp_size) need {DOCUMENTS}, or "
+            "sdpa with a mask; give auto"
         )
     plain = lacks.get("sdpa", "sdpa")
     if name == DOCUMENTS and (why := ", ".join(beyond_documents(config))):
@@ -310,7 +311,7 @@ def _attend_backward_on_cpu(
         grads[1][columns] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows].float())
     for i in (1, 2):
         grads[i] = grads[i].unflatten(1, (-1, repeats)).sum(2)
-    # With the strides of the inputs, as torch says beforehand: inductor's code counts on them.
+    # Keep the strides of the inputs, as torch's shape function promises: inductor's code relies on them.
     return tuple(torch.empty_like(t).copy_(g) for g, t in zip(grads, (query, key, value), strict=True))
 
 

@@ -65,7 +65,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
     if os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC") == "False":
-        # `accelerate launch` 1.15 says so where the YAML says nothing. torch would compile a layer anew for each longest
+        # `accelerate launch` 1.15 sets this where the YAML does not. torch would compile a layer anew for each longest
         # document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
         del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
     resolve_vector_math()
@@ -278,7 +278,7 @@ def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
 
 
 def hide_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str]]:
-    """Give all ranks the first one's buffers that are saved, and call them unsaved while Accelerate shards the model.
+    """Copy the first rank's saved buffers to all ranks, and mark them as not saved while Accelerate shards the model.
 
     DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state
     for a sharded parameter, and fails at a buffer; tests/test_distributed.py fails once upstream no longer needs this.
@@ -473,13 +473,13 @@ def report_strategy(
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients down to a norm of `max_norm`, or none with 0; returns the norm before, a scalar on the device."""
+    """Scale gradients down to a norm of `max_norm` (0: never); return the norm before, a scalar on the device."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if max_norm or (plugin and plugin.fsdp_version == 1):  # whose own clipping alone knows the norm of flat shards
+    if max_norm or (plugin and plugin.fsdp_version == 1):  # only FSDP1's own clipping knows the norm of flat shards
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
     else:  # clipping to infinity would multiply each gradient by 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    assert norm is not None  # as DeepSpeed's would be
+    assert norm is not None  # only under DeepSpeed it is None
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -18,7 +18,7 @@ from accelerate_recipes.sequence import whole_rows
 
 
 class Sampling(NamedTuple):
-    """Drawing of texts instead of the most likely ones. The same seed draws the same on the same number of ranks."""
+    """Settings for drawing texts by chance. The same seed gives the same texts on the same number of ranks."""
 
     temperature: float
     seed: int
@@ -64,7 +64,7 @@ def generate_texts(
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
     answers: dict[int, tuple[str, list[int]]] = {}
     ends: list[Any] = [tokenizer.eos_token_id]
-    declared = generator.generation_config.eos_token_id  # of a chat model several, such as that of a turn
+    declared = generator.generation_config.eos_token_id  # a chat model has several, such as the end of a turn
     ends += declared if isinstance(declared, list) else [declared]
     ends = sorted(set(ends) - {None})
     how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -31,7 +31,7 @@ from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
 LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
-# What a model may do to its logits behind the output layer, and the value that does nothing, besides None.
+# Settings that change logits after the output layer, with the value that has no effect; None has none either.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
 CROSSES = (
     "{} models do not keep attention inside a document of a packed row, not even with a mask; give --no_document_mask, or "

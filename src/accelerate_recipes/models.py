@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def load_model(
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
     With `packed` a class of models is refused whose attention crosses the documents of a packed row;
-    `has_boundaries` is that of `attention.choose`. `stretch` may say other positions than the model was made for.
+    `has_boundaries` is that of `attention.choose`. `stretch` may extend the positions that the model was made for.
 
     Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
     get theirs when the model is sharded.
@@ -181,10 +181,14 @@ class Architecture:
         min=1,
     )
     rope_low_freq_factor: float = arg(
-        1.0, "With --rope_scaling_factor: waves longer than the original context / this are stretched whole.", above=0
+        1.0,
+        "With --rope_scaling_factor: waves longer than original context / this are stretched whole.",
+        above=0,
     )
     rope_high_freq_factor: float = arg(
-        4.0, "With --rope_scaling_factor: waves shorter than the original context / this are not stretched.", above=0
+        4.0,
+        "With --rope_scaling_factor: waves shorter than original context / this are not stretched.",
+        above=0,
     )
     rope_original_max_position_embeddings: int = arg(
         8192, "With --rope_scaling_factor: the original context, in tokens.", min=1
@@ -415,19 +419,28 @@ def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
 def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
     """Return the fields of an encoder-decoder's configuration with which it has this dropout, and no LayerDrop.
 
-    LayerDrop leaves out whole layers, others on each rank: under FSDP the ranks would wait for each other for ever.
+    LayerDrop skips whole layers, different ones on each rank: under FSDP the ranks would wait for each other for ever.
     """
     kinds = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
     found = {kind: rate for kind in kinds if hasattr(config, kind)}
     return found | {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
 
 
-def encoder_decoder_on_meta(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+def output_is_embedding(settings: Mapping[str, Any]) -> bool:
+    """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
+
+    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
+    """
+    return settings.get("tie_word_embeddings", True)
+
+
+def encoder_decoder_on_meta(
+    config: PreTrainedConfig, is_tied: bool, attn_implementation: str, dtype: torch.dtype
+) -> PreTrainedModel:
     """Make an encoder-decoder on the meta device, of which only the sizes matter: as it would be after loading."""
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-        # transformers 5.23 ties every T5's output layer, and keeps what config.json says about that here.
-        if not getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+        if not is_tied:
             head = model.get_output_embeddings()
             head.weight = nn.Parameter(torch.empty_like(head.weight))
     return share_embedding(model)
@@ -471,11 +484,10 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
 def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
     """Return the names that are aliases of another weight, in a model saved in `folder`.
 
-    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected: transformers 5.23 takes
-    the output layer of every T5 for its embedding.
+    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected.
     """
     tied = set(model.all_tied_weights_keys)
-    if not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True):
+    if not output_is_embedding(json.loads((folder / "config.json").read_text())):
         tied.discard("lm_head.weight")
     return tied
 

@@ -174,9 +174,9 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
         lost = [ids for ids in lost if ids]
         if lost:
             self.run.print(
-                f"In {len(lost)} of the first {len(pairs)} pairs the prompt is read without its end "
-                f"{exported.decode(lost[0])!r}, with which an answer is asked for: there the rendering of prompt and answer "
-                "departs, and trl takes the rest for the answer"
+                f"In {len(lost)} of the first {len(pairs)} pairs trl reads the prompt without its end "
+                f"{exported.decode(lost[0])!r}: the template renders the prompt differently alone and with its answer, "
+                "so trl counts this end as part of the answer"
             )
 
 

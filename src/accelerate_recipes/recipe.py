@@ -183,8 +183,8 @@ def run_recipe(
     except (ConfigError, DataError, NonFiniteError, SaveError, PermissionError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
-            # Rank 0, or the first process of the node, says it: it knows by now, or has the same error. Were this one to
-            # exit first, the launcher would end the other before it has said so. It ends this one instead.
+            # Rank 0, or the first process of the machine, prints the error: it was told, or has the same one. If this
+            # process ended first, the launcher would end the other before it has printed. So this one waits to be ended.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if requested():  # SIGTERM came before this line, and the launcher sends it once
                 leave(2)

@@ -197,7 +197,7 @@ class Reward:
         try:
             rewards = list(self.function(**passed))
             rewards = [None if reward is None else float(reward) for reward in rewards]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
                 f"the reward {self.__name__} failed: {type(error).__name__}: {first_line(error)} ({place.filename}, line "
@@ -252,7 +252,7 @@ def run_file(file: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the run, as if it had succeeded
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"--rewards {file} failed when it was loaded: {type(error).__name__}: {first_line(error)} "
@@ -318,9 +318,9 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
             self.compare_end(exported, rows[0]["prompt"])
 
     def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
-        """Say if the template ends an answer with a special token at which drawing one does not stop.
+        """Warn if the template ends an answer with a special token at which generation does not stop.
 
-        A base model that has never seen the template may be trained so; a chat model would go on behind its answers.
+        A base model that has never seen the template may be trained this way; a chat model would go on after its answers.
 
         Raises:
             ConfigError: if the template cannot render an answer.

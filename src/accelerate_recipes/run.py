@@ -119,8 +119,8 @@ class Run(Generic[Args]):
         """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
 
         Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
-        for, such as "Training"; `num_targets` counts the targets of each training row, and `counts` what else there is to
-        say of them. A resumed run has written its rows before.
+        for, such as "Training"; `num_targets` counts the targets of each training row, and `counts` are further
+        numbers for the printed line. A resumed run keeps the rows that it wrote before.
 
         Raises:
             ConfigError: if no row has a target.
@@ -226,13 +226,13 @@ class Run(Generic[Args]):
 
 
 class DataReady(Exception):
-    """Ends a run of which only the data were wanted."""
+    """Raised when the data are ready, if --data_only asks for no more."""
 
 
 def start(args: Args) -> Run[Args]:
     """Begin a run: start the process group, and agree on the checkpoint to resume.
 
-    With --data_only there is neither: such a run only reads data, in one process, beside any other run.
+    With --data_only there is no process group and no checkpoint: such a run only reads data, in one process.
 
     A run that cannot be continued is refused before any work. From here on the output directory belongs to this run.
 

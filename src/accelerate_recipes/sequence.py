@@ -41,7 +41,7 @@ def row_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
 def part_of_rows(batch: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Return this rank's part of a batch of packed rows, which is the same on all ranks of the group.
 
-    Where documents begin is still said of the whole rows. `labels` have a column more than `input_ids`, (B, T / N + 1): what
+    Boundaries of documents still describe whole rows. `labels` has one column more than `input_ids`, (B, T / N + 1): what
     the last position predicts is the first token of the next rank. `row_position_ids` are those of the whole rows, (B, T).
 
     Raises:
@@ -102,7 +102,7 @@ def attend_shared(
 
     Args:
         query: (B, H, T / N, D); key and value (B, H or a divisor, T / N, D).
-        attention_mask: of whole rows, as everything in `settings`.
+        attention_mask: mask of whole rows; `settings` describe whole rows too.
 
     Returns:
         (B, T / N, H, D).
@@ -129,7 +129,7 @@ def attend_shared(
 
 
 class Exchange(torch.autograd.Function):
-    """`exchange`, whose gradient goes the way back."""
+    """Autograd function of `exchange`; its backward pass exchanges the gradient back."""
 
     @staticmethod
     def forward(ctx, tensor, group, split, join):
@@ -142,7 +142,7 @@ class Exchange(torch.autograd.Function):
 
 
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
-    """Give each rank of the group its part along dimension `split`, whole along `join`, of which it had a part."""
+    """Redistribute a tensor: a rank had all of `split` and a part of `join`; it gets a part of `split`, all of `join`."""
     sent = torch.stack(tensor.chunk(group.size(), split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

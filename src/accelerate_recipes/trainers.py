@@ -102,7 +102,7 @@ class TrainerArgs(TrainArgs):
     )  # fmt: skip
 
     def __post_init__(self):
-        """Skip that of TrainingArguments, which starts the process group; `trl_config` makes that config later."""
+        """Skip `TrainingArguments.__post_init__`, which starts the process group; `trl_config` makes that config later."""
 
     @property
     def has_boundaries(self) -> bool:
@@ -190,11 +190,11 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
 
 
 def make_model(args: TrainerArgs) -> PreTrainedModel:
-    """Load the model; without its weights, on the meta device, for a run of which only the data are wanted."""
+    """Load the model; with --data_only make it on the meta device, without weights."""
     if args.data_only:
         config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
         model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
-        with contextlib.suppress(OSError):  # there may be none; it says where an answer ends
+        with contextlib.suppress(OSError):  # a model may have none; it names the tokens that end an answer
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
         model.state_dict = dict  # DPOTrainer hashes the weights
@@ -295,7 +295,7 @@ class RecipeTrainer:
         for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
             if (rows := settings.get(name)) is not None and not len(getattr(self, name)):
                 raise ConfigError(
-                    f"of {len(rows):,} rows none is left to {use} on: trl leaves out rows that have no room for an answer "
+                    f"none of {len(rows):,} rows is left to {use} on: trl leaves out rows that have no room for an answer "
                     f"within --max_length {getattr(config, 'max_length', None)}; raise it"
                 )
         loaders = {"Training": FirstRows(self, self.train_dataset)}
@@ -440,7 +440,7 @@ class RecipeTrainer:
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: torch.Tensor, *_: Any, learning_rate: float, **__: Any
     ) -> None:
-        """Log, evaluate and save what is due after a step. Called at an epoch's end once more."""
+        """Log, evaluate and save what is due after a step. transformers calls it again at the end of an epoch."""
         step, agenda = self.state.global_step, self.agenda
         if step == agenda.step:
             return

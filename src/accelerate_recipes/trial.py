@@ -15,11 +15,17 @@ from accelerate_recipes.data.packing import collate, make_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
-from accelerate_recipes.models import check_encoder_decoder, dropouts, encoder_decoder_on_meta, new_model
+from accelerate_recipes.models import (
+    check_encoder_decoder,
+    dropouts,
+    encoder_decoder_on_meta,
+    new_model,
+    output_is_embedding,
+)
 
 
 class NotSimulatedError(Exception):
-    """A run cannot be simulated; the text says what of it."""
+    """A run cannot be simulated; the text names the part."""
 
 
 @dataclass
@@ -86,12 +92,17 @@ def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
     Raises:
         NotSimulatedError: for a BART.
     """
+    is_tied = True
     if config is None:
         config = config_of(args)
+        # The file itself: see `output_is_embedding`.
+        settings, _ = PreTrainedConfig.get_config_dict(args.base_model, **cache.pinned(args.base_model))
+        is_tied = output_is_embedding(settings)
         check_encoder_decoder(config, args.base_model)
         if config.model_type == "bart":
-            # transformers leaves it out where it sees its values, which a simulation does not have.
-            raise NotSimulatedError("BART: its decoder makes a mask that masks nothing")
+            raise NotSimulatedError(
+                "BART: whether its decoder uses a mask depends on values, which a simulation does not have"
+            )
         vars(config).update(dropouts(config, args.dropout_rate))
     rows = args.per_device_train_batch_size
     source, target = (-(-n // PAD_MULTIPLE) * PAD_MULTIPLE for n in (args.max_source_length, args.max_target_length))
@@ -106,7 +117,7 @@ def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
     settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
     return Trial(
         config,
-        partial(encoder_decoder_on_meta, **settings),
+        partial(encoder_decoder_on_meta, is_tied=is_tied, **settings),
         sequence_to_sequence_loss,
         count_labels,
         batch,

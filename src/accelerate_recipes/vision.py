@@ -59,12 +59,12 @@ class VisionArchitecture:
 
     model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(CONFIGS))
     image_size: int = arg(224, "Side of the images of a new model, in pixels.", min=1, max=2**14)
-    patch_size: int = arg(16, "Side of a patch, in pixels; in a new model.", min=1, max=2**14)
-    hidden_size: int = arg(384, "Width of the residual stream; in a new model.", min=1, max=2**20)
-    intermediate_size: int = arg(1152, "Width inside the MLP; in a new model.", min=1, max=2**20)
+    patch_size: int = arg(16, "Side of a patch, in pixels, of a new model.", min=1, max=2**14)
+    hidden_size: int = arg(384, "Width of the residual stream of a new model.", min=1, max=2**20)
+    intermediate_size: int = arg(1152, "Width inside the MLP of a new model.", min=1, max=2**20)
     num_hidden_layers: int = arg(16, "Number of layers of a new model.", min=1, max=10_000)
     num_attention_heads: int = arg(12, "Number of attention heads of a new model.", min=1, max=2**20)
-    reattention: bool = arg(True, "Mix the heads' attention maps in a new deepvit; without it, it is a plain ViT.")
+    reattention: bool = arg(True, "Mix the heads' attention maps in a new deepvit; false: a plain ViT.")
     hidden_sizes: list[int] = arg([], "Width of each stage, in swin and convnext.", min=1, max=2**20)
     depths: list[int] = arg([], "Number of layers of each stage, in swin and convnext.", min=1, max=10_000)
 
@@ -73,7 +73,7 @@ class VisionArchitecture:
         if self.model_type in STAGED:
             return self.stage_problems()
         found = [
-            f"--{name} is of {' and '.join(STAGED)}; {self.model_type} has --hidden_size and --num_hidden_layers"
+            f"--{name} is for {' and '.join(STAGED)}; {self.model_type} takes --hidden_size and --num_hidden_layers"
             for name in ("hidden_sizes", "depths")
             if getattr(self, name)
         ]

@@ -10,8 +10,16 @@ import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.data.rendering import Rendering, differences, prompt_alone, shown_ends, without_nulls
+from accelerate_recipes.args import ConfigError, error_list, first_line
+from accelerate_recipes.data.rendering import (
+    SETTINGS,
+    Rendering,
+    differences,
+    parsed,
+    prompt_alone,
+    shown_ends,
+    without_nulls,
+)
 from accelerate_recipes.disk import write_atomically
 
 ROWS = "rows.json"  # in the output directory, beside export/
@@ -77,8 +85,13 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
     number = compare_rows(export)
-    tokenizer = AutoTokenizer.from_pretrained(export)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(export)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{export} holds no tokenizer that can be loaded: {first_line(error)}") from error
     model: Any = load(export).eval()
+    if not model.can_generate():
+        raise ConfigError(f"{export} holds a {type(model).__name__}, which writes no texts: there is nothing to ask it")
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     dtype = str(model.dtype).removeprefix("torch.")
@@ -111,11 +124,15 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
 def load(export: Path) -> transformers.PreTrainedModel:
     """Load a model of any kind; adapters beside their model, which is read from where they name it."""
     if not (export / "config.json").is_file():
-        from peft import AutoPeftModel
+        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-        return AutoPeftModel.from_pretrained(export)
-    (name,) = json.loads((export / "config.json").read_text())["architectures"]
-    return getattr(transformers, name).from_pretrained(export)
+        task = json.loads((export / "adapter_config.json").read_text()).get("task_type")
+        adapted = AutoPeftModelForSeq2SeqLM if task == "SEQ_2_SEQ_LM" else AutoPeftModelForCausalLM
+        return adapted.from_pretrained(export)  # pyright: ignore[reportReturnType]
+    names = json.loads((export / "config.json").read_text()).get("architectures") or []
+    if len(names) != 1 or not hasattr(transformers, names[0]):
+        raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
+    return getattr(transformers, names[0]).from_pretrained(export)
 
 
 def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> list[int]:
@@ -130,6 +147,8 @@ def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | N
         asked = row.get("prompt")
         if "messages" in row:
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
-        return prompt_alone(tokenizer, asked, {}) if asked else kept["trained"][0][0][:8]
+        tools, more = (without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS)
+        settings = {"tools": tools or None} | (more or {})
+        return prompt_alone(tokenizer, asked, settings) if asked else kept["trained"][0][0][:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return [begin]

@@ -148,15 +148,15 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
     before = marker.get("base_model")  # absent for a whole model, where names are compared
     if before and "checksum" not in before:
         warnings.warn(
-            f"{checkpoint} was saved by a version that looked at a part of the model's weights only: that {base['name']} is "
-            f"the model which its adapters were trained in, {before['name']}, was not checked",
+            f"{checkpoint} was saved by a version that compared only a part of the model's weights; it was not checked that "
+            f"{base['name']} is {before['name']}, in which the adapters were trained",
             stacklevel=2,
         )
     elif before and before["checksum"] != base["checksum"]:
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
         raise ConfigError(
-            f"{checkpoint} holds adapters of {was}; {now} has other weights now. Bring those back that the adapters "
-            "were trained in; or train anew, in another --output_dir"
+            f"{checkpoint} holds adapters of {was}; {now} has other weights now. Restore the weights that "
+            "the adapters were trained in, or train anew in another --output_dir"
         )
 
 

@@ -14,6 +14,11 @@ from accelerate_recipes.ranks import is_first
 
 IMAGES = {"image", "images", "pixel_values"}
 NUM_COMPARED = 16  # rows whose rendering is compared
+TEXT = datasets.Value("string")
+PARTS = (
+    "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
+    "join the texts of each message into one"
+)
 
 
 def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
@@ -31,6 +36,10 @@ def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> dat
     if (unread := [name for name in rows.column_names if name not in kept]) and is_first():
         print(f"Columns of {source} that are not used: {', '.join(unread)}", flush=True)
     rows = rows.select_columns(kept)
+    for name in kept:
+        message = getattr(rows.features[name], "feature", None)
+        if isinstance(message, dict) and not isinstance(message.get("content", TEXT), datasets.Value):
+            raise ConfigError(PARTS.format(f"{source}: {name!r}"))
     changes = {name: target(rows.features[name]) for name in kept if is_rewritten(rows, name)}
     if changes:
         rows = rows.map(
@@ -65,7 +74,12 @@ def target(feature: Any) -> Any:
 
 def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict:
     """Return the columns `names` of a row without nulls; `tools` and `chat_template_kwargs` may also be texts of JSON."""
-    return {name: without_nulls(parsed(row[name], name, number, source)) for name in names}
+    found = {name: without_nulls(parsed(row[name], name, number, source)) for name in names}
+    for name in found.keys() - {*SETTINGS}:
+        messages = found[name] if isinstance(found[name], list) else []
+        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
+            raise ConfigError(PARTS.format(f"{source}, row {number}: {name!r}"))
+    return found
 
 
 def chunks_of(rows: datasets.Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:

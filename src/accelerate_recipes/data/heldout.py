@@ -107,7 +107,7 @@ class RowsArgs:
         for name, side in rows.items():
             if not len(side):
                 raise ConfigError(
-                    f"of {len(whole):,} rows none is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
+                    f"none of {len(whole):,} rows is left to {'train' if name == 'train' else 'evaluate'} on: rows that "
                     f"begin alike lie on one side; change --heldout_share {self.heldout_share}, or give more rows"
                 )
         return rows

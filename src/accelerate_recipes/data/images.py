@@ -39,12 +39,12 @@ RATIO = 4 / 3  # of the sides of a random crop, at most
 
 @dataclass
 class Augmentation:
-    """Arguments of what chance does to an image."""
+    """Arguments of the random augmentation of training images."""
 
     crop_area: float = arg(
         0.08, "Smallest area of a random crop, as a share of the image; 1: nothing is cropped.", above=0, max=1
     )
-    horizontal_flip: bool = arg(True, "Mirror every second image, by chance.")
+    horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     mixup_alpha: float = arg(
         0.0, "Mix each image with another, in shares drawn from Beta(this, this); 0: never.", min=0, max=100
     )
@@ -78,7 +78,7 @@ class ImageArgs(Augmentation, RowsArgs):
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
         if self.eval_split and self.train_files:
-            found.append(f"--eval_split {self.eval_split} is of no dataset, since there are --train_files")
+            found.append(f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files")
         if self.eval_split and self.eval_files:
             found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
         return found
@@ -161,7 +161,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled, Labelled, list[str]]:
     for name, side in sides.items():
         if not len(side.images):
             raise ConfigError(
-                f"of the images of {side.source} none is left to {'train' if name == 'train' else 'evaluate'} on; change "
+                f"none of the images of {side.source} is left to {'train' if name == 'train' else 'evaluate'} on; change "
                 f"--heldout_share {args.heldout_share}, or give more images"
             )
     return sides["train"], sides["test"], names
@@ -251,7 +251,7 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
 
 
 def read_bytes(image: dict) -> bytes:
-    """Read the file of an image: one that its row holds, of its own, or a member of a tar shard."""
+    """Read the bytes of an image: from its row, a file of its own, or a tar shard."""
     if image["bytes"] is not None:
         return image["bytes"]
     path, *place = image["path"].rsplit(":", 2)
@@ -354,7 +354,7 @@ class Images(torch.utils.data.Dataset):
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return `pixel_values`, (3, H, W), `labels` and `row`; of mixed images also `other_labels` and the first's `share`.
 
-        An image that cannot be decoded gives `error`; its caller is a loader's worker, from which no error has a short text.
+        An image that cannot be decoded gives `error`: an exception from a loader's worker would bring its whole traceback.
         """
         epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
         try:
@@ -461,5 +461,5 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def augmentation_of(args: Augmentation) -> Augmentation:
-    """Return the arguments that say what chance does to an image, alone."""
+    """Copy the arguments of augmentation alone."""
     return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

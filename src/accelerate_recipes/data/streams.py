@@ -78,8 +78,7 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
     return [
         f"--num_streams {num_streams} is not a multiple of {readers(world_size, row_size)}; numbers of "
         f"{'groups' if row_size > 1 else 'processes'} that work: "
-        f"{', '.join(map(str, fitting))}; or, for a run that starts anew, --num_streams {fewest_streams(world_size)}, "
-        "which it has by itself"
+        f"{', '.join(map(str, fitting))}; a new run takes --num_streams {fewest_streams(world_size)} by default"
     ]
 
 

@@ -86,8 +86,8 @@ class PairArgs:
         found += self.file_problems("eval_files", cache.BUILDERS)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
-                f"--eval_split {self.eval_split} is of no dataset, since there are --train_files; give --eval_dataset_name, "
-                "or --eval_files instead"
+                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
+                "--eval_dataset_name, or --eval_files instead"
             )
         if self.eval_dataset_name and not self.eval_split:
             found.append(f"--eval_dataset_name {self.eval_dataset_name} needs --eval_split, such as test")
@@ -169,7 +169,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             texts = datasets.concatenate_datasets(some)
             if not len(texts):
                 remedy = f"; change --heldout_share {args.heldout_share}" if num_pairs and not args.eval_sources else ""
-                raise ConfigError(f"of {num_pairs} pairs of texts none is left for {name}{remedy}")
+                raise ConfigError(f"none of {num_pairs} pairs of texts is left for {name}{remedy}")
             lengths = (args.max_source_length, args.max_target_length)
             pairs = tokenize_pairs(texts, tokenizer, args.task_prefix, lengths, name == "train", tmp / f"{name}.arrow")
             facts[name] = {"pairs": len(pairs)}

@@ -105,7 +105,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         for name, chosen in {"train": good & ~heldout, "heldout": good & heldout}.items():
             if not chosen.any():
                 raise ConfigError(
-                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
+                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             part = games.select(np.flatnonzero(chosen)).flatten_indices(cache_file_name=str(tmp / f"{name}.arrow"))
             rows = pack_documents(part, max_length, tmp / f"{name}-rows.arrow")
@@ -160,7 +160,7 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
                 )
             if not legal:
                 raise ConfigError(
-                    f"of {len(games)} games none is left for {name}; change --heldout_share {args.heldout_share}"
+                    f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             found[name] = legal
         np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else they come phase by phase

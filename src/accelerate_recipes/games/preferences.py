@@ -5,7 +5,6 @@ master did not play.
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.disk import fsync
 from accelerate_recipes.games.next_moves import prompt_of
 from accelerate_recipes.games.rewards import answer
 from accelerate_recipes.games.rules import is_legal
@@ -71,7 +71,9 @@ def make_pairs(
     bar.close()
     if accelerator.is_main_process:
         partial.touch()
-        os.replace(partial, file)
+        fsync(partial)
+        partial.replace(file)
+        fsync(file.parent)
     accelerator.wait_for_everyone()
 
 

@@ -231,7 +231,7 @@ def dataset_files(name: str, pattern: str) -> list[str]:
     else:
         found = sorted(str(path) for path in place.glob(pattern)) if place else []
     if not found:
-        raise ConfigError(f"no file of {name!r} is here that matches {pattern!r}")
+        raise ConfigError(f"no file of {name!r} that matches {pattern!r} is here")
     return found
 
 

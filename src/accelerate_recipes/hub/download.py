@@ -142,7 +142,7 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
         raise
     # The errors of the Hub's client and of datasets for a failing network or server have no common class.
     except Exception as error:
-        raise Unavailable(f"{need} cannot be had from {constants.ENDPOINT}: {first_line(error)}") from None
+        raise Unavailable(f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}") from None
     plan.files |= chosen
     plan.asked[need.key] = list(chosen)
     plans[key] = plan

@@ -146,7 +146,7 @@ class JobArgs:
             if self.efa > efa:
                 found.append(f"--efa-per-node is {self.efa}, but {self.instance} has {efa} interfaces")
         if self.storage_class and not self.checkpoints_size:
-            found.append("--storage-class is of a claim that is made; give --checkpoints-size, or remove it")
+            found.append("--storage-class has an effect only on a new claim; give --checkpoints-size, or remove it")
         if self.token_secret and self.cache_pvc:
             found.append("--token-secret has no effect with --cache-pvc, whose pods ask no network; remove one of them")
         for name in ("node_selector", "annotation"):

@@ -35,7 +35,7 @@ class Plan:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take the flags out of a command line that preflight does not have."""
+    """Split a command line into flags of `plan`, and those that preflight takes too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -126,19 +126,19 @@ def searched(
     if prediction.fits:
         faster, largest = find_faster(simulator, prediction, job, make_job)
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
-        title = "Faster, and fits:" if faster else "Nothing that was tried is faster and fits"
+        title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
         return [rows, title, *listed(faster)], {"largest_batch": largest, "faster": described(faster)}
     fitting = find_fitting(simulator, prediction, job, make_job)
     keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
     changing = [proposal for proposal in fitting if not proposal.keeps_trajectory]
     lines = [
-        "Fits with, the loss trajectory unchanged:"
+        "It fits with these changes (same loss trajectory):"
         if keeping
         else "Nothing that keeps the loss trajectory makes it fit",
         *listed(keeping),
     ]
     if changing:
-        lines += ["Fits with, another loss trajectory:", *listed(changing)]
+        lines += ["It fits with these changes (another loss trajectory):", *listed(changing)]
     return lines, {"fits_with": described(fitting)}
 
 

@@ -286,7 +286,7 @@ def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_
     If the number of steps is not known, this is a lower bound.
     """
     present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
-    if present:  # it knows best
+    if present:  # the size of a real checkpoint is better than a computed one
         size = sum(entry["size"] for entry in files.read_marker(present[-1])["files"].values())
     else:
         size = trained * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
@@ -385,7 +385,7 @@ class Request(NamedTuple):
     num_devices: int  # accelerators of a machine of the job
     reads_checksums: bool
     gpu: str  # name of the GPU on which the run must fit, if one is given
-    plans: bool  # whether to check that
+    plans: bool  # whether to simulate a step, to check the memory
 
 
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
@@ -433,7 +433,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     if report.problems:
         return None, report.problems
     if resumed_from:
-        lines.append(f"Goes on from {resumed_from}{', whose checksums are right' if request.reads_checksums else ''}")
+        checked = "; its checksums are right" if request.reads_checksums else ""
+        lines.append(f"The run continues from {resumed_from}{checked}")
     said = "\n".join([*filter(None, lines), *(f"warning: {warning}" for warning in report.warnings)])
     return Launch(said, args, needed.needs, request.launch, request.command), []
 
@@ -460,7 +461,9 @@ def read_request(argv: Sequence[str]) -> Request:
     launch = ["--config_file", *argv]
     if not problems and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
-        size = launch_command_parser().parse_args(launch).parallelism_config_cp_size
+        parser = launch_command_parser()
+        parser.set_defaults(parallelism_config_cp_size=None)  # 1 by default, which would hide that of the YAML
+        size = parser.parse_args(launch).parallelism_config_cp_size
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size)
     parsed = launch_command_parser().parse_args(launch)
     command = [parsed.training_script, *parsed.training_script_args]
@@ -495,6 +498,12 @@ def check_launch(request: Request, report: Report) -> dict[str, str]:
     except ValueError as error:
         report.problems.append(f"accelerate launch refuses: {error}")
         return {}
+    ignored = [flag for flag in request.launch if flag.startswith("--parallelism_config_")]
+    if ignored and "ACCELERATE_USE_PARALLELISM_CONFIG" not in env:
+        report.problems.append(
+            f"{', '.join(ignored)}: {request.config} has no parallelism_config, so accelerate launch would ignore it; take "
+            "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas"
+        )
     report.problems += environment_problems(env, request.num_devices)
     return env
 

@@ -1,8 +1,8 @@
 """Signals from the kernel, so that no process outlives the one that it works for: a launcher, or a data worker's process.
 
 A process that is killed by SIGKILL (out of memory, an impatient scheduler) can tell nobody, but the kernel can: on Linux a
-process gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). To be exact, when the thread that
-started it is gone; launchers and loaders start their processes from the main thread.
+process gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). More exactly, the signal comes
+when the thread that started it ends; launchers and loaders start their processes from the main thread.
 """
 
 import ctypes

@@ -11,7 +11,7 @@ GIB = 2**30
 # What a GPU holds besides the tensors of a step: CUDA's context and code of kernels about 0.5 GiB, NCCL's buffers 0.5 to 0.7
 # GB for each of two communicators (NCCL #964), cuBLAS's workspaces, and what the driver keeps. Not measured here.
 OUTSIDE = int(2.5 * GIB)
-EFFICIENCY = 0.8  # of each peak speed: hardly more was measured anywhere, so a time by it is a lower bound
+EFFICIENCY = 0.8  # of each peak speed; hardly more was measured anywhere, so that times are lower bounds
 
 
 @dataclass(frozen=True)

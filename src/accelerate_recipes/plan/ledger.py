@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, device: str, vocab_size: int, clock: Clock | None = None):
         super().__init__()
         self.device, self.vocab_size, self.clock = device, vocab_size, clock
-        self.live: dict[int, tuple[int, str]] = {}  # of a storage: bytes, kind
+        self.live: dict[int, tuple[int, str]] = {}  # bytes and kind of a storage
         self.refs: dict[int, weakref.ref] = {}
         self.held: Counter[str] = Counter()
         self.total, self.in_optimizer = 0, False
@@ -137,9 +137,9 @@ class Ledger(TorchDispatchMode):
         self.at_peak = {kind: held for kind, held in self.held.items() if held and kind != HOST}
         self.flops: Counter[str] = Counter()
         self.recomputed = self.at = self.value_reads = 0
-        self.calls: Counter[str] = Counter()  # of operators
+        self.calls: Counter[str] = Counter()  # by operator
         self.moved: Counter[str] = Counter()  # bytes that operators read and wrote
-        self.shapes: set[tuple[int, ...]] = set()  # of what operators returned
+        self.shapes: set[tuple[int, ...]] = set()  # shapes of results
         self.collectives: dict[tuple[str, int], Counter] = defaultdict(Counter)  # by name and number of ranks
         self.groups: dict[tuple[str, int], list[int]] = {}
         self.phases: list[Phase] = []
@@ -193,7 +193,7 @@ class Ledger(TorchDispatchMode):
         self.needs(0)
 
     def needs(self, size: int) -> None:
-        """Count what an operator takes besides, and gives back before it returns."""
+        """Count memory that an operator allocates and frees before it returns."""
         total = self.total + size
         segment_peak = self.phases[-1].segments[-1][0] if self.phases else 0
         if total > segment_peak or total > self.peak:
@@ -220,12 +220,12 @@ class Ledger(TorchDispatchMode):
         self.outer_mode, self.is_waiting = active_fake_mode(), False
         resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
 
-        def resize_(storage, size):  # FSDP2 frees and allocates gathered parameters so; no dispatch sees it
+        def resize_(storage, size):  # so FSDP2 frees and allocates gathered parameters; no dispatch sees it
             resize(storage, size)
             if storage._cdata in self.live:
                 self.change(storage._cdata, storage.nbytes(), self.live[storage._cdata][1])
 
-        def wait_(work, *args, **kwargs):  # gloo copies then what NCCL does not
+        def wait_(work, *args, **kwargs):  # meanwhile gloo makes copies that NCCL does not
             self.is_waiting = True
             try:
                 return wait(work, *args, **kwargs)

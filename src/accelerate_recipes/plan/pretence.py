@@ -37,7 +37,7 @@ _truth: list[None] = []  # not empty: who asks for a fake tensor's device learns
 
 
 class Answers(TorchDispatchMode):
-    """Answers to what fake tensors cannot answer: values, and where they are."""
+    """Dispatch mode that answers what fake tensors cannot: their values, and their device."""
 
     def __init__(self, on_gpu: bool):
         super().__init__()
@@ -84,7 +84,7 @@ def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scal
 
 
 class Kernel:
-    """Stand-in for a Triton kernel, which works in memory that is there."""
+    """Stand-in for a Triton kernel: it does nothing, since such a kernel allocates nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -115,7 +115,7 @@ def packed_sequence_indices(is_packed: bool) -> Any:
 
 
 def truthful(owner: Any, name: str) -> Any:
-    """Patch a function in which DTensors are made: they ask for a device as autograd does, but must know it."""
+    """Patch a function that makes DTensors, so that it learns a fake's real device, not the one that autograd is told."""
 
     original = getattr(owner, name)
 

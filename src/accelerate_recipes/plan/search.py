@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Changes with what the run needs then."""
+    """Changes, and what the run needs with them."""
 
     changes: tuple[Change, ...]
     prediction: Prediction

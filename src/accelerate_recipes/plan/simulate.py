@@ -47,7 +47,7 @@ class Job:
     command: list[str]
     gpu: str = "h100"
     device: str = "cuda"  # or cpu, to compare with a run on gloo
-    num_layers: int = 0  # instead of the model's own; 0: those
+    num_layers: int = 0  # 0: as many as the model has
     micro_batches: int = MICRO_BATCHES
     keeps_events: bool = False
 
@@ -68,14 +68,14 @@ class Outcome:
     compute: float
     memory: float
     communication: float
-    micro_batches: int  # of the whole step; memory is that of two
+    micro_batches: int  # of a step; memory is measured over two
     tokens: int  # targets of a micro-batch, of this rank
     unit: str  # of a target
-    trained: int  # parameters of the whole model, and of the rest
-    parameters: int
+    trained: int  # trained parameters of the whole model
+    parameters: int  # all of them
     num_layers: int
     is_uniform: bool  # whether all layers are alike
-    reserved: int = 0  # by the allocator, for the peak; nearly, in a deep model
+    reserved: int = 0  # bytes of the allocator at the peak; approximate for an extrapolated model
     value_reads: int = 0
     shapes: list[list[int]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -93,7 +93,7 @@ Refusal = NotSimulatedError | SimulationError | ConfigError
 
 
 def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]:
-    """List what of a run cannot be simulated, in words."""
+    """List the parts of a run that cannot be simulated, in words."""
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     found = {
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
