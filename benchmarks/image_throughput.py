@@ -26,7 +26,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.images import Augmentation, Images, Labelled, collate, random_box
+from accelerate_recipes.data.images import Augmentation, Images, Labelled, collate_images, random_box
 from accelerate_recipes.data.rows import EpochOrder, make_train_loader
 from accelerate_recipes.vision import new_image_processor
 
@@ -50,7 +50,7 @@ def ours(table: datasets.Dataset, workers: int) -> Iterable[dict]:
     side = Labelled(images, np.zeros(len(table), dtype=np.int64), np.arange(len(table)), "images")
     args = TrainArgs(total_batch_size=BATCH, per_device_train_batch_size=BATCH, dataloader_num_workers=workers)
     rows = Images(side, new_image_processor(SIZE), Augmentation())
-    return make_train_loader(rows, args, 0, 1, collate_fn=collate, order_class=EpochOrder)
+    return make_train_loader(rows, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
 
 
 def with_transform(table: datasets.Dataset, workers: int) -> Iterable[dict]:

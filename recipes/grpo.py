@@ -33,8 +33,8 @@ from accelerate_recipes.rewards import (
     RewardTrainer,
     check_settings,
     load_rewards,
-    prompt_ids,
     reward_problems,
+    tokenize_prompts,
 )
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.samples import Samples
@@ -75,7 +75,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Datas
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_settings(side, args.template_settings, args.sources[name])
-        fits = [len(ids) <= room for ids in prompt_ids(tokenizer, side["prompt"][:], args.template_settings)]
+        fits = [len(ids) <= room for ids in tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings)]
         rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
         if not any(fits):
             raise ConfigError(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate, load_images
+from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
 from accelerate_recipes.image_metrics import ImageEvaluation
@@ -97,9 +97,9 @@ def main(args: Args) -> None:
     heldout_images = Images(heldout_side, processor, skips_broken=args.skip_broken_images)
     place = (args, run.rank, run.world_size)
     train_loader = make_train_loader(
-        train_images, *place, collate_fn=collate, content=train_side.content, order_class=EpochOrder
+        train_images, *place, collate_fn=collate_images, content=train_side.content, order_class=EpochOrder
     )
-    heldout_loader = make_eval_loader(heldout_images, *place, collate_fn=collate)
+    heldout_loader = make_eval_loader(heldout_images, *place, collate_fn=collate_images)
     run.show_images({"Training": train_loader, "Evaluation": heldout_loader}, names, processor)
 
     # Model

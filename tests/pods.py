@@ -20,14 +20,14 @@ import yaml
 from helpers import CHILDREN, ROOT, environment
 from kubernetes_schemas import pod_specs
 
-from accelerate_recipes.launch.kubernetes import CACHE, CHECKPOINTS, FILES, render
+from accelerate_recipes.launch.kubernetes import CACHE, CHECKPOINTS, FILES, render_manifest
 
 
 class Pods:
     """Pods of a job: `with Pods(...) as pods:` starts them; `finish` acts as the operator until the job succeeds."""
 
     def __init__(self, kind: str, tmp_path: Path, *argv: str, **env: str):
-        documents = list(yaml.safe_load_all(render(kind, argv)[0]))
+        documents = list(yaml.safe_load_all(render_manifest(kind, argv)[0]))
         self.kind = kind
         self.job = documents[-1]["spec"]
         self.spec = next(spec for document in documents for _, spec in pod_specs(document))

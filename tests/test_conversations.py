@@ -115,7 +115,7 @@ def prepare(folder: Path, rows: list[dict], *flags: str, name: str = "sft") -> N
     file = write(folder / "rows.jsonl", rows)
     where = ("--train_files", str(file), "--heldout_share", "0.3", "--output_dir", str(folder / "out"))
     script = str(ROOT / f"recipes/{name}.py")
-    recipe.prepare([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
+    recipe.prepare_data([script, "--model_name_or_path", str(folder), *where, *LENGTHS[name], *flags])
 
 
 def template_of(name: str) -> str:
@@ -483,7 +483,7 @@ def test_what_is_not_here(tmp_path):
     command = [str(SCRIPT), "--model_name_or_path", "no/such", "--train_files", str(file)]
     said = f"where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        recipe.prepare(command)
+        recipe.prepare_data(command)
 
 
 def test_columns(capsys):
@@ -530,7 +530,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path):
     assert f"The export renders the first {number} rows as they were trained" in log, log[-3000:]
     kept = (out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()
     other = ("--train_files", write(tmp_path / "other.jsonl", ROWS_WITH_TOOLS[5:]), "--output_dir", out)
-    recipe.prepare([str(SCRIPT), *map(str, arguments), *map(str, other)])
+    recipe.prepare_data([str(SCRIPT), *map(str, arguments), *map(str, other)])
     assert kept == ((out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()), "rows of a run stay"
     said = check_export(out / "export", None, 3)
     assert f"{number} compared, all are rendered as they were trained" in said
@@ -575,7 +575,7 @@ def test_new_tokens(forks, tmp_path, tied):
     with pytest.raises(
         ConfigError, match="--new_tokens needs rows of the embedding, which --use_peft neither trains nor"
     ):
-        recipe.prepare([str(SCRIPT), *map(str, arguments), "--use_peft"])
+        recipe.prepare_data([str(SCRIPT), *map(str, arguments), "--use_peft"])
 
 
 def test_a_model_that_reads_images(base, tmp_path):

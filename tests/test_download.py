@@ -314,13 +314,13 @@ def test_too_little_space(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not/yet"))
     plan = download.Wanted("model", "a/b", "main", "0" * 40, "a/b", {"w": {"size": 2**60, "checksum": "sha256:00"}})
     with pytest.raises(ConfigError, match=r"1073741824.00 GiB are to be fetched, but .* has .* GiB free; .*HF_HOME"):
-        download.check_space([plan])
+        download.check_download_fits([plan])
     (tmp_path / "not/yet/models--a--b/blobs").mkdir(parents=True)
     with open(tmp_path / "not/yet/models--a--b/blobs/00", "wb") as blob:
         blob.truncate(5)
     plan.files["w"]["size"] = 5
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(5, 5, 0))
-    download.check_space([plan])  # nothing to fetch
+    download.check_download_fits([plan])  # nothing to fetch
 
 
 def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatch):

@@ -168,7 +168,7 @@ def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):
 def test_prepare(base, arguments, tmp_path, capsys):
     """Pairs, and the prompts of GRPO, are shown without a model; the reference computes nothing."""
     where = ("--output_dir", tmp_path / "out")
-    recipe.prepare([str(SCRIPT), *map(str, (*arguments, *where))])
+    recipe.prepare_data([str(SCRIPT), *map(str, (*arguments, *where))])
     shown = capsys.readouterr().out
     assert (
         "row 1, chosen: 8 tokens, 2 targets, 3 of padding left out\n  read   | <s>" in shown
@@ -176,7 +176,7 @@ def test_prepare(base, arguments, tmp_path, capsys):
     )
     same = [str(part) for part in (*arguments, *where)]
     with pytest.raises(ConfigError, match=r"is left to train on: .* within --max_length 4; raise it"):
-        recipe.prepare([str(SCRIPT), *same, "--max_length", "4"])
+        recipe.prepare_data([str(SCRIPT), *same, "--max_length", "4"])
     rewards = ["--rewards", "think_format_reward", "--num_generations", "2", "--max_completion_length", "4"]
-    recipe.prepare([str(ROOT / "recipes/grpo.py"), *same, *rewards])
+    recipe.prepare_data([str(ROOT / "recipes/grpo.py"), *same, *rewards])
     assert "row 1: 6 tokens, 0 targets\n  read   | <s>|" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from accelerate_recipes.data.images import (
     ImageArgs,
     Images,
     augmentation_of,
-    collate,
+    collate_images,
     decode,
     groups_of_alike,
     image_size,
@@ -64,7 +64,7 @@ def batches(side, num_steps: int, rank: int = 0, world_size: int = 1, start: int
         max_steps=99, total_batch_size=12, per_device_train_batch_size=2, mixup_alpha=0.4, cutmix_alpha=1.0, **settings
     )
     images = Images(side, PROCESSOR, augmentation_of(args), args.seed)
-    loader = make_train_loader(images, args, rank, world_size, collate_fn=collate, order_class=EpochOrder)
+    loader = make_train_loader(images, args, rank, world_size, collate_fn=collate_images, order_class=EpochOrder)
     loader.start_at(start, [])
     return list(islice(loader, (num_steps - start) * 6 // world_size))
 
@@ -228,14 +228,14 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
     for settings in ({}, {"mixup_alpha": 1.0}):
         augmentation = augmentation_of(Args(**settings))
         images = Images(train, PROCESSOR, augmentation)
-        loader = make_train_loader(images, args, 0, 1, collate_fn=collate, order_class=EpochOrder)
+        loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
         with pytest.raises(DataError, match=r"broken\.parquet, row 7: the image cannot be read: ") as caught:
             list(islice(loader, 12))
         assert "Traceback" not in str(caught.value)
         with pytest.raises(DataError, match=r"row 7: the image"):
             loader.first_batch(40)
         images = Images(train, PROCESSOR, augmentation, skips_broken=True)
-        loader = make_train_loader(images, args, 0, 1, collate_fn=collate, order_class=EpochOrder)
+        loader = make_train_loader(images, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
         found = {
             int(row): int(label) for b in islice(loader, 10) for row, label in zip(b["row"], b["labels"], strict=True)
         }
@@ -257,7 +257,7 @@ def test_evaluation_sees_each_image_once(parquet):
     args = Args(per_device_eval_batch_size=4)
     rows, images = [], Images(test, PROCESSOR)
     for rank in range(3):
-        loader = make_eval_loader(images, args, rank, 3, collate_fn=collate)
+        loader = make_eval_loader(images, args, rank, 3, collate_fn=collate_images)
         found = [(int(r), int(n)) for b in loader for r, n in zip(b["row"], b["labels"], strict=True)]
         assert len(found) == len(loader) * 4 and all((row < 0) == (label < 0) for row, label in found)
         rows += [row for row, _ in found if row >= 0]

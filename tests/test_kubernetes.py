@@ -13,7 +13,7 @@ from kubernetes_schemas import pod_specs, problems
 from accelerate_recipes import __main__, recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.launch import kubernetes, preflight
-from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render
+from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render_manifest
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.plan import gpus
 
@@ -43,7 +43,7 @@ def at_the_root(monkeypatch):
 
 
 def documents(kind: str, *argv: str) -> list[dict]:
-    return list(yaml.safe_load_all(render(kind, argv)[0]))
+    return list(yaml.safe_load_all(render_manifest(kind, argv)[0]))
 
 
 def of_kind(documents: list[dict], kind: str) -> dict:
@@ -79,7 +79,7 @@ def test_ranks_that_share_rows(kind):
     """They are those of a node, and the nodes hold shards; rows that lie on two nodes are warned of."""
     job, found = [*JOB, "--nodes", "4", "--gpus-per-node", "2", "accelerate_configs/fsdp_long.yaml"], {}
     for size in (2, 4):
-        found[size] = render(kind, [*job, "--parallelism_config_cp_size", str(size), *LAPTOP])
+        found[size] = render_manifest(kind, [*job, "--parallelism_config_cp_size", str(size), *LAPTOP])
     manifest, said = found[2]
     documents = list(yaml.safe_load_all(manifest))
     assert problems(documents) == []
@@ -92,12 +92,14 @@ def test_ranks_that_share_rows(kind):
         assert command[command.index(f"--{name}") + 1] == str(value)
     assert "4 groups of 2 processes that share rows" in said and "share a row, but" not in said
     assert "4 ranks share a row, but a machine has 2 processes" in found[4][1]
-    manifest, said = render(kind, [*job, *LAPTOP])  # 2 is the size in the YAML
+    manifest, said = render_manifest(kind, [*job, *LAPTOP])  # 2 is the size in the YAML
     command = the_pod(list(yaml.safe_load_all(manifest)))["containers"][0]["command"]
     assert command[command.index("--parallelism_config_dp_shard_size") + 1] == "4"
     assert "4 groups of 2 processes that share rows" in said
     with pytest.raises(ConfigError, match=r"--parallelism_config_cp_size: .*fsdp_full.yaml has no parallelism_config"):
-        render(kind, [*job[:-1], "accelerate_configs/fsdp_full.yaml", "--parallelism_config_cp_size", "2", *LAPTOP])
+        render_manifest(
+            kind, [*job[:-1], "accelerate_configs/fsdp_full.yaml", "--parallelism_config_cp_size", "2", *LAPTOP]
+        )
 
 
 def test_pods_get_the_resolved_arguments(tmp_path):
@@ -115,7 +117,7 @@ def test_pods_get_the_resolved_arguments(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_input_gives_the_same_output(kind):
-    assert render(kind, [*CPUS, FULL, *LAPTOP]) == render(kind, [*CPUS, FULL, *LAPTOP])
+    assert render_manifest(kind, [*CPUS, FULL, *LAPTOP]) == render_manifest(kind, [*CPUS, FULL, *LAPTOP])
 
 
 def test_files_of_another_content_have_another_name():
@@ -173,7 +175,7 @@ WRONG = {
 def test_refused(case):
     argv, *expected = WRONG[case]
     with pytest.raises(ConfigError) as caught:
-        render("pytorchjob", argv)
+        render_manifest("pytorchjob", argv)
     for text in expected:
         assert text in str(caught.value)
 
@@ -184,7 +186,7 @@ def test_longest_names(kind, room):
     found = documents(kind, *CPUS, "--name", "x" * room, FULL, *LAPTOP)
     assert problems(found) == []
     with pytest.raises(ConfigError, match=f"has {room + 1} characters; there is room for {room}"):
-        render(kind, [*CPUS, "--name", "x" * (room + 1), FULL, *LAPTOP])
+        render_manifest(kind, [*CPUS, "--name", "x" * (room + 1), FULL, *LAPTOP])
     for document in found:
         if document["kind"] in ("PyTorchJob", "TrainJob"):
             document["metadata"]["name"] += "x"
@@ -307,7 +309,7 @@ def test_all_flags():
         "team=x", "--queue", "gpus", "--annotation", "karpenter.sh/do-not-disrupt=true",
     ]  # fmt: skip
     for kind in KINDS:
-        manifest, said = render(
+        manifest, said = render_manifest(
             kind, [*job, FULL, "recipes/t5.py", "--dataset_name", "a/b", "--total_batch_size", "32"]
         )
         found = list(yaml.safe_load_all(manifest))
@@ -340,12 +342,12 @@ def test_flags_in_a_file(tmp_path):
     file = tmp_path / "site.yaml"
     file.write_text(f"image: {IMAGE}\ncheckpoints_pvc: fsx-claim\nnodes: 4\ngpus_per_node: 8\ntoleration: [a, b=c]\n")
     run = [FULL, *LAPTOP, *FLAGS["laptop"]]
-    expected = render("trainjob", [*GPUS, "--toleration", "a", "b=c", "--queue", "q", *run])
-    assert render("trainjob", ["--config", str(file), "--queue", "q", *run]) == expected
-    assert render("trainjob", [f"--config={file}", "--queue", "q", *run]) == expected
+    expected = render_manifest("trainjob", [*GPUS, "--toleration", "a", "b=c", "--queue", "q", *run])
+    assert render_manifest("trainjob", ["--config", str(file), "--queue", "q", *run]) == expected
+    assert render_manifest("trainjob", [f"--config={file}", "--queue", "q", *run]) == expected
     file.write_text("nodes: 4\nmemry: 1Gi\n")
     with pytest.raises(ConfigError, match=r"unknown argument 'memry' in .*site\.yaml; did you mean 'memory'\?"):
-        render("trainjob", ["--config", str(file), *GPUS, *run])
+        render_manifest("trainjob", ["--config", str(file), *GPUS, *run])
 
 
 def test_grace_period(monkeypatch, tmp_path):
@@ -366,14 +368,14 @@ def test_grace_period(monkeypatch, tmp_path):
 def test_what_only_the_cluster_knows_is_left_to_the_run():
     """The checkpoint to resume, models of the Hub and files on volumes are not checked; a file of the image must be here."""
     run = ["recipes/chess.py", "--total_batch_size", "32", "--resume_from_checkpoint", "/checkpoints/old/checkpoint-7"]
-    render(
+    render_manifest(
         "pytorchjob",
         [*GPUS, FULL, *run, "--model_name_or_path", "/cache/model", "--train_files", "/checkpoints/games.pgn"],
     )
     with pytest.raises(
         ConfigError, match=r"--train_files nowhere\.pgn: no such file\n(.|\n)*games\.txt: its name must end"
     ):
-        render("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn", "/checkpoints/games.txt"])
+        render_manifest("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn", "/checkpoints/games.txt"])
 
 
 def test_no_token_in_the_output(monkeypatch, capfd):
@@ -397,7 +399,9 @@ def test_no_token_in_the_output(monkeypatch, capfd):
 def test_golden(kind):
     """The jobs equal the texts in tests/golden/, so that a change shows in full. Resolved arguments are tested above."""
     job = [*GPUS, "--instance-type", "p4d.24xlarge", "--token-secret", "hf-token", "--queue", "gpus"]
-    manifest, _ = render(kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", "--no_plan", *LAPTOP, *FLAGS["laptop"]])
+    manifest, _ = render_manifest(
+        kind, [*job, "accelerate_configs/fsdp_hybrid.yaml", "--no_plan", *LAPTOP, *FLAGS["laptop"]]
+    )
     text = re.sub(r"chess-[0-9a-f]{10}", "chess-0123456789", manifest.partition("---\n")[2])
     file = ROOT / f"tests/golden/{kind}.yaml"
     assert text == file.read_text(), f"if that is meant, write this to {file}:\n{text}"

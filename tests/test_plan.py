@@ -28,7 +28,7 @@ from accelerate_recipes.launch.planning import job_of, plan, plan_with
 from accelerate_recipes.launch.preflight import preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
-from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
 
@@ -78,7 +78,7 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases):  # noqa: F811
         assert found.value_reads == 5 + ("--packing" in command), command
     deep = on_four("fsdp_full", command_of(bases, [*T5, "DEEP"]))
     (whole,) = simulator([deep])
-    (found,) = predict(simulator, [deep])
+    (found,) = predict_outcomes(simulator, [deep])
     assert whole.phases and not found.phases  # an extrapolation has none
     for name in ("peak", "at_peak", "flops", "trained", "num_layers"):
         assert getattr(found, name) == getattr(whole, name), name
@@ -121,7 +121,7 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: 
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
     deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "13", *more], *flags)
     (whole,), number = simulator([deep]), simulator.number
-    (found,) = predict(simulator, [deep])
+    (found,) = predict_outcomes(simulator, [deep])
     assert simulator.number == number + 3 and whole.phases and not found.phases  # an extrapolation has none
     for name in ("peak", "at_peak", "host_peak", "flops", "recomputed", "trained", "num_layers"):
         assert getattr(found, name) == getattr(whole, name), name

@@ -21,7 +21,7 @@ from kubernetes_schemas import problems
 
 from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.launch.kubernetes import JobArgs, flag, render
+from accelerate_recipes.launch.kubernetes import JobArgs, flag, render_manifest
 from accelerate_recipes.launch.preflight import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
@@ -135,7 +135,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         monkeypatch.setattr(
             "accelerate_recipes.launch.preflight.check_memory", lambda *args, **settings: ""
         )  # takes minutes
-        assert problems(list(yaml.safe_load_all(render(words[4], words[5:-5])[0]))) == []
+        assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
         return
     if words[3:4] in (["push"], ["evaluate"]):  # tests/test_push.py, tests/test_evaluate.py
         monkeypatch.setattr(sys, "argv", words[2:])

@@ -40,9 +40,9 @@ from accelerate_recipes.losses import (
     IGNORE_INDEX,
     check_shared_masks,
     count_next_tokens,
+    model_sharing_problems,
     next_token_loss,
     next_tokens,
-    sharing_problems,
 )
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows
@@ -173,7 +173,7 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
     ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
 )
 def test_models_that_can_share_rows(config, size, words):
-    found = sharing_problems(config, size)
+    found = model_sharing_problems(config, size)
     assert bool(found) == bool(words)
     assert not words or re.search(words, found[0])
 
@@ -181,7 +181,9 @@ def test_models_that_can_share_rows(config, size, words):
 def test_phi3_with_two_tables_of_frequencies():
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
     config = Phi3Config(**TINY, rope_parameters=factors, original_max_position_embeddings=2048, pad_token_id=0)
-    assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(sharing_problems(config, 2))
+    assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(
+        model_sharing_problems(config, 2)
+    )
 
 
 def test_the_kernel_is_documents_unless_the_model_needs_another():

@@ -11,7 +11,7 @@ from helpers import ROOT
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data import shown
-from accelerate_recipes.data.packing import collate, make_row
+from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 
 WORDS = new_word_tokenizer(["a", "b", "c", "d"])  # tokens 4 to 7, after <pad>, <s>, </s>, <unk>
@@ -22,7 +22,7 @@ def lines(batch: dict) -> list[str]:
 
 
 def test_packed_rows():
-    rows = [make_row(np.array([1, 4, 5, 2, 1, 6]), [4, 2], 9, 0, document_mask=True) for _ in range(2)]
+    rows = [pack_row(np.array([1, 4, 5, 2, 1, 6]), [4, 2], 9, 0, document_mask=True) for _ in range(2)]
     assert lines(collate(rows))[:6] == [
         "", "  row 1: 6 tokens, 4 targets, 2 documents, 3 of padding left out",
         "  read   | <s>", "  target |  a| b| </s>", "  ------ | document 2 begins", "  read   |  <s>",
@@ -51,7 +51,7 @@ def test_padding_is_no_end():
     }
     (row,) = shown.rows_of(batch, tokenizer)
     assert row.summary == "row 1: 2 tokens, 1 targets, 2 of padding left out" and row.tokens[-1].is_target
-    packed = collate([make_row(np.array([1, 4, 5]), [3], 5, 0, document_mask=True)])
+    packed = collate([pack_row(np.array([1, 4, 5]), [3], 5, 0, document_mask=True)])
     (row,) = shown.rows_of(packed, tokenizer)
     assert row.summary == "row 1: 3 tokens, 2 targets, 2 of padding left out"
 
@@ -80,7 +80,7 @@ def test_tokens_are_parts_of_the_text():
     assert list(shown.spelt(ids, tokenizer)) == ["<s>", "the", " cat", "\n", "on", " the", " mat"]
     assert list(shown.spelt(tokenizer("a é!")["input_ids"], tokenizer)) == ["<s>", "a", " ", "Ã", "©", "!"]
     zeros = [0] * len(ids)
-    row = shown.make_row("row", ids, zeros, [False] * len(ids), [1] * len(ids), tokenizer)
+    row = shown.show_row("row", ids, zeros, [False] * len(ids), [1] * len(ids), tokenizer)
     assert shown.as_text("", [row]).splitlines()[-1] == r"  read   | <s>|the| cat|\n|on| the| mat"
 
 
@@ -122,7 +122,7 @@ def test_prepare(name, wanted, games_file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     out = tmp_path / "out"
     command = [f"recipes/{name}.py", "--config", f"recipes/configs/{name}/laptop.yaml", "--output_dir", str(out)]
-    recipe.prepare([*command, *(["--train_files", str(games_file)] if name == "chess" else [])])
+    recipe.prepare_data([*command, *(["--train_files", str(games_file)] if name == "chess" else [])])
     printed = capsys.readouterr().out
     assert re.search(wanted, printed), printed[:3000]
     assert (out / "rows.txt").read_text() in printed.replace("\033", ""), "what was printed is what lies there"

@@ -22,7 +22,7 @@ from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
 from accelerate_recipes.models import classifier_on_meta
 from accelerate_recipes.picture import draw_matrix
-from accelerate_recipes.vision import LAYERS, flops_per_image, image_loss, new_classifier, new_config
+from accelerate_recipes.vision import LAYERS, flops_per_image, image_loss, new_classifier, new_vision_config
 from accelerate_recipes.weights import initialize
 
 SCRIPT = ROOT / "recipes" / "vit.py"
@@ -307,14 +307,14 @@ def test_new_models_and_their_layers(model_type):
 @pytest.mark.parametrize("reattention", [True, False])
 def test_flops_are_the_stated_formula(reattention):
     args = Args(**SIZES, reattention=reattention)
-    model = classifier_on_meta(new_config(args))
+    model = classifier_on_meta(new_vision_config(args))
     layers, width, mlp, heads = 3, 32, 64, 4
     patches = (32 // 8) ** 2
     tokens, classes = patches + 1, model.config.num_labels
     matrices = layers * (4 * width**2 + 2 * width * mlp) * tokens + 3 * 8**2 * width * patches + width * classes
     wanted = 6 * matrices + 12 * layers * width * tokens**2 + reattention * 6 * layers * heads**2 * tokens**2
     assert flops_per_image(model, 32).attended == wanted
-    vit = classifier_on_meta(new_config(Args(**SIZES, model_type="vit")))
+    vit = classifier_on_meta(new_vision_config(Args(**SIZES, model_type="vit")))
     assert reattention or flops_per_image(vit, 32).attended == wanted
 
 
@@ -338,7 +338,7 @@ def test_loss_of_mixed_images():
 @pytest.mark.parametrize("model_type", [name for name in LAYERS if name != "deepvit"])
 def test_pretrained_models_get_a_new_head(run, tmp_path, model_type):
     """A model of another task is fine-tuned with the same losses on one process and sharded over two, recomputed or not."""
-    config = new_config(architecture(model_type))
+    config = new_vision_config(architecture(model_type))
     config.num_labels, size = 4, config.image_size
     initialize(classifier_on_meta(config), 0, "cpu").save_pretrained(tmp_path / "model")
     ViTImageProcessorPil(size={"height": size, "width": size}).save_pretrained(tmp_path / "model")

@@ -90,9 +90,9 @@ def main() -> None:
                 parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")
             show_rows(args.argv)
         elif args.command == "k8s":
-            from accelerate_recipes.launch.kubernetes import render
+            from accelerate_recipes.launch.kubernetes import render_manifest
 
-            manifest, said = render(args.kind, args.argv)
+            manifest, said = render_manifest(args.kind, args.argv)
             print(said, file=sys.stderr)
             print(manifest, end="")
         elif args.command == "download":
@@ -129,10 +129,10 @@ def show_rows(command: list[str]) -> None:
     """Prepare the data of a recipe with its arguments, and print the first rows."""
     from accelerate_recipes.args import ConfigError
     from accelerate_recipes.data.shards import DataError
-    from accelerate_recipes.recipe import prepare
+    from accelerate_recipes.recipe import prepare_data
 
     try:
-        prepare(command)
+        prepare_data(command)
     except DataError as error:
         raise ConfigError(str(error)) from None
 

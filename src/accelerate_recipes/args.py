@@ -523,8 +523,7 @@ def check_group(
             for option, action in parser._option_string_actions.items()
             if action.dest not in owned_elsewhere
         }
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        errors.append(f"unknown argument {name!r} {where}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        errors.append(f"unknown argument {name!r} {where}{suggestion(name, known, cutoff=0.5)}")
         return False
     try:
         _, rest = parser.parse_known_args(tokens(flag, values))
@@ -537,6 +536,12 @@ def check_group(
             return True
         errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
     return False
+
+
+def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
+    """Return "; did you mean ...?" with the known name that is most similar, or nothing if none is."""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -164,7 +164,7 @@ def beyond_documents(config: PreTrainedConfig) -> list[str]:
     return [what for what, is_asked in asks.items() if is_asked]
 
 
-def lacking(config: PreTrainedConfig) -> dict[str, str]:
+def unsupported_kernels(config: PreTrainedConfig) -> dict[str, str]:
     """Name the kernels of torch that a model's class does not support, and what to give instead."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:  # not from transformers: it says so itself
@@ -192,7 +192,7 @@ def choose(
         ConfigError: for an attention that the model, the precision or the installed packages rule out.
     """
     is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
-    lacks = lacking(config)
+    lacks = unsupported_kernels(config)
     if name in lacks:
         raise ConfigError(
             f"--attn_implementation {name}: transformers' {config.get_text_config().model_type} does not support it; give "

@@ -3,7 +3,6 @@
 The results are kept in `evaluation.json` in the export, task by task, and shown in its model card.
 """
 
-import difflib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.args import ConfigError, error_list, suggestion
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.hub import cache
@@ -61,7 +60,7 @@ def evaluate_export(
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=told)
     if not all(task in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=folders, metadata=told)
-    if unknown := [f"{task}{closest(task, manager.all_tasks)}" for task in tasks if task not in manager.all_tasks]:
+    if unknown := [f"{task}{suggestion(task, manager.all_tasks)}" for task in tasks if task not in manager.all_tasks]:
         raise ConfigError(error_list("lm-evaluation-harness does not know these tasks", unknown))
     found: Any = simple_evaluate(
         model=HFLM(**model, device="cuda" if torch.cuda.is_available() else "cpu", batch_size=batch_size),
@@ -97,11 +96,6 @@ def model_args(export: Path) -> dict[str, Any]:
     if revision is None or cache.folder("model", name) is None:
         raise ConfigError(f"{export} holds adapters of {name}, which is not here; run: hf download {name}")
     return {"pretrained": name, "revision": revision, "peft": str(export), "tokenizer": str(export)}
-
-
-def closest(task: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(task, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class ImageEvaluation:
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, step: int) -> dict[str, float]:
         """Evaluate `model`. Every rank takes its share; all get `loss` and the metrics over all images."""
-        mine = predict(accelerator, model, self.loader)
+        mine = predict_classes(accelerator, model, self.loader)
         lines = sorted((line for part in on_all_ranks(mine) for line in part), key=lambda line: line["row"])
 
         def measure() -> dict[str, float]:
@@ -88,7 +88,7 @@ class ImageEvaluation:
 
 
 @torch.no_grad()
-def predict(accelerator: Accelerator, model: nn.Module, loader: RowLoader) -> list[dict]:
+def predict_classes(accelerator: Accelerator, model: nn.Module, loader: RowLoader) -> list[dict]:
     """Predict the classes of this rank's images, as lines that `ImageEvaluation` describes.
 
     Raises:

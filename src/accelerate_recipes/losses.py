@@ -25,7 +25,7 @@ from accelerate_recipes.attention import (
     boundaries,
     boundary_arguments,
     document_masks,
-    lacking,
+    unsupported_kernels,
 )
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
@@ -132,11 +132,11 @@ AttentionInterface.register("alone", alone)
 def check_sharing(config: PreTrainedConfig) -> None:
     """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of models with this configuration."""
     size = ranks_a_row()
-    if size > 1 and (problems := sharing_problems(config, size)):
+    if size > 1 and (problems := model_sharing_problems(config, size)):
         raise ConfigError(error_list("Ranks cannot share rows (parallelism_config_cp_size)", problems))
 
 
-def sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
+def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     """List why `size` ranks cannot share the rows of models with this configuration, one sentence each."""
     text = config.get_text_config()
     name, heads = text.model_type, getattr(text, "num_attention_heads", 0) or 0
@@ -227,7 +227,7 @@ def packing_of(config: PreTrainedConfig) -> Packing:
     if attention in READ_BOUNDARIES:
         return Packing.POSITIONS
     if attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
-        attention = lacking(config).get("sdpa", "sdpa")
+        attention = unsupported_kernels(config).get("sdpa", "sdpa")
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
     key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
     if key not in _packing:

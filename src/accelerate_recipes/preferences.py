@@ -82,7 +82,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
         if columns >= set(SCORES):
             check_numbers(rows, SCORES, source)
-            pairs = pairs.filter(lambda row: difference(row) >= min_margin)
+            pairs = pairs.filter(lambda row: score_margin(row) >= min_margin)
         pairs = pairs.map(maybe_extract_prompt)
         pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
     else:
@@ -106,7 +106,7 @@ def check_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -
             raise DataError(f"{source}: {column!r} holds {kind}, not numbers")
 
 
-def difference(row: dict) -> float:
+def score_margin(row: dict) -> float:
     """Return by how much the chosen answer scores better; minus infinity without both scores."""
     better, worse = (row[name] for name in SCORES)
     return float("-inf") if better is None or worse is None else better - worse

@@ -128,7 +128,7 @@ def plain_lines_in_a_job() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-def prepare(command: Sequence[str]) -> None:
+def prepare_data(command: Sequence[str]) -> None:
     """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
 
     `command` is the recipe with its arguments. What takes long, such as tokenising, is done here, and no rank waits for it.
@@ -166,7 +166,7 @@ def run_recipe(
         if is_first():
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
-        watched = watch.start(Path(args.output_dir), partial(fail, args))
+        watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
         with read_only_as_permission():
             provide(requirements(args), sys.argv)
             main(args)

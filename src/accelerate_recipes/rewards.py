@@ -284,7 +284,9 @@ def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) 
                 )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any]) -> list[list[int]]:
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any]
+) -> list[list[int]]:
     """Tokenise prompts, texts or conversations, as trl does for an answer."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]  # pyright: ignore[reportReturnType]
@@ -355,7 +357,7 @@ class HeldoutAnswers:
         self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
         self.columns = {name: rows[name][:] for name in rows.column_names}
         self.prompts = self.columns.pop("prompt")
-        self.ids = prompt_ids(tokenizer, self.prompts, run.args.template_settings)
+        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args.template_settings)
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:

@@ -51,14 +51,14 @@ class Samples:
             heads = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "answer", *names])
             parts.append(f"<h2>Step {step}, {html.escape(source)}</h2><table><tr>{heads}</tr>")
             for row in group:
-                texts = "".join(f"<td class=text>{html.escape(text_of(row[n]))}</td>" for n in ("prompt", "completion"))
+                texts = "".join(f"<td class=text>{html.escape(as_read(row[n]))}</td>" for n in ("prompt", "completion"))
                 numbers = "".join(f"<td class=number>{number(row['rewards'][name])}</td>" for name in names)
                 parts.append(f"<tr>{texts}{numbers}</tr>")
             parts.append("</table>")
         write_atomically(self.page, "\n".join(parts) + "\n")
 
 
-def text_of(said: str | list[dict]) -> str:
+def as_read(said: str | list[dict]) -> str:
     """Write a text, or the messages of a conversation, as people read it."""
     if isinstance(said, str):
         return said

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, first_line
-from accelerate_recipes.data.packing import collate, make_row
+from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
@@ -72,7 +72,7 @@ def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) 
     `config` is a new model's; None: that of the pretrained one.
     """
     length, rows = args.max_length, args.per_device_train_batch_size
-    row = make_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
+    row = pack_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
     settings = {"attn_implementation": args.attn_implementation, "dtype": load_settings(args)["dtype"]}
     return Trial(
         config or config_of(args),

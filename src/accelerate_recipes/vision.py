@@ -108,7 +108,7 @@ class VisionArchitecture:
         return found
 
 
-def new_config(args: VisionArchitecture) -> PreTrainedConfig:
+def new_vision_config(args: VisionArchitecture) -> PreTrainedConfig:
     """Make the configuration of the model that the arguments describe."""
     if args.model_type == "convnext":
         stages = {"hidden_sizes": args.hidden_sizes, "depths": args.depths, "num_stages": len(args.depths)}
@@ -137,7 +137,7 @@ def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig
 
 def new_classifier(args: VisionArchitecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
     """Make a classifier of images on the meta device; `distributed.prepare` gives it its first weights."""
-    return by_layers(classifier_on_meta(with_classes(new_config(args), names), dtype))
+    return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
 
 
 def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
@@ -202,7 +202,7 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing
 
 def images_trial(args: Any, loss_fn: Callable) -> Trial:
     """Make the trial of a classifier of NUM_CLASSES classes of images, of the size that its configuration names."""
-    config = new_config(args) if args.from_scratch else config_of(args)
+    config = new_vision_config(args) if args.from_scratch else config_of(args)
     if config.model_type not in LAYERS:
         raise NotSimulatedError(f"{args.base_model}: it is a {config.model_type}, not one of {', '.join(LAYERS)}")
     rows, size = args.per_device_train_batch_size, config.image_size

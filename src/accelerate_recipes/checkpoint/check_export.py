@@ -89,7 +89,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         tokenizer = AutoTokenizer.from_pretrained(export)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{export} holds no tokenizer that can be loaded: {first_line(error)}") from error
-    model: Any = load(export).eval()
+    model: Any = load_export(export).eval()
     if not model.can_generate():
         raise ConfigError(f"{export} holds a {type(model).__name__}, which writes no texts: there is nothing to ask it")
     ends = model.generation_config.eos_token_id
@@ -121,7 +121,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def load(export: Path) -> transformers.PreTrainedModel:
+def load_export(export: Path) -> transformers.PreTrainedModel:
     """Load a model of any kind; adapters beside their model, which is read from where they name it."""
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM

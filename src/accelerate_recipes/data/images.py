@@ -199,7 +199,8 @@ def numbered(table: datasets.Dataset, column: str, names: Sequence[str], source:
     if isinstance(feature, datasets.ClassLabel):
         if feature.names != names:  # not by name: two classes of ImageNet are called "crane"
             raise DataError(
-                f"{source} has the classes {some(feature.names)}, but those trained on are {some(names)}; give both the same"
+                f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give "
+                "both the same"
             )
         number_of = {number: number for number in range(len(names))}
     else:
@@ -211,7 +212,7 @@ def numbered(table: datasets.Dataset, column: str, names: Sequence[str], source:
     return np.array([number_of[label] for label in labels], dtype=np.int64)
 
 
-def some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} ({len(names)})"
 
 
@@ -454,7 +455,7 @@ def random_box(height: int, width: int, smallest: float, generator: np.random.Ge
     return 0, 0, height, width
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_images(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Put images into a batch; if one has an error, the batch is only that."""
     broken = next((row for row in rows if "error" in row), None)
     return broken or default_collate(rows)

@@ -82,7 +82,7 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
     )
 
 
-def make_row(
+def pack_row(
     tokens: np.ndarray, lengths: Sequence[int], max_length: int, pad_token_id: int, document_mask: bool
 ) -> dict[str, torch.Tensor]:
     """Make a row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
@@ -115,7 +115,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Dataset of rows of `max_length` tokens, as `make_row` makes them, with their number as `row`.
+    """Dataset of rows of `max_length` tokens, as `pack_row` makes them, with their number as `row`.
 
     Number -1 is a row without targets, for places for which no row is left.
     """
@@ -131,7 +131,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = {"input_ids": [], "lengths": []} if index < 0 else self.rows[index]
-        tokens = make_row(row["input_ids"], row["lengths"], self.max_length, self.pad_token_id, self.document_mask)
+        tokens = pack_row(row["input_ids"], row["lengths"], self.max_length, self.pad_token_id, self.document_mask)
         return tokens | {"row": torch.tensor(index)}
 
     @property

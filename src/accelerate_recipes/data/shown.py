@@ -76,12 +76,12 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[S
             wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
         starts = batch["position_ids"][i].eq(0).tolist() if "position_ids" in batch else [False] * len(tokens)
         if labels is None or labels.ndim == 1 or is_causal(batch):
-            rows.append(make_row(title, tokens, wanted, starts, mask[i], tokenizer))
+            rows.append(show_row(title, tokens, wanted, starts, mask[i], tokenizer))
             continue
-        rows.append(make_row(f"{title}, to read", tokens, wanted, starts, mask[i], tokenizer))
+        rows.append(show_row(f"{title}, to read", tokens, wanted, starts, mask[i], tokenizer))
         targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
         ones = [1] * len(targets)
-        rows.append(make_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
+        rows.append(show_row(f"{title}, to write", targets, ones, [False] * len(targets), ones, tokenizer))
     return rows
 
 
@@ -91,7 +91,7 @@ def is_causal(batch: dict[str, Any]) -> bool:
     return ids.shape == labels.shape and bool(((labels == ids) | (labels == IGNORE_INDEX)).all())
 
 
-def make_row(
+def show_row(
     title: str,
     ids: list[int],
     wanted: Sequence[int],
@@ -128,7 +128,7 @@ def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) 
     lines = [heading]
     for row in rows:
         lines += ["", f"  {row.summary}"]
-        for number, document in enumerate(documents(row.tokens)):
+        for number, document in enumerate(split_documents(row.tokens)):
             lines += [f"  ------ | document {number + 1} begins"] if number else []
             for is_target, tokens in groupby(document, lambda token: token.is_target):
                 kind = "target" if is_target else "read"
@@ -147,7 +147,7 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
         body.append(f"<h1>{html.escape(heading)}</h1>")
         for row in rows:
             body.append(f"<h2>{html.escape(row.summary)}</h2>\n<div class=row>")
-            for number, document in enumerate(documents(row.tokens)):
+            for number, document in enumerate(split_documents(row.tokens)):
                 body.append("<hr>" if number else "")
                 for token in document:
                     kinds = [name for name, on in (("target", token.is_target), ("special", token.is_special)) if on]
@@ -160,7 +160,7 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
     return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>{legend}{''.join(body)}\n"
 
 
-def documents(tokens: list[Token]) -> list[list[Token]]:
+def split_documents(tokens: list[Token]) -> list[list[Token]]:
     """Divide the tokens of a row where documents begin."""
     starts = [0, *(t for t, token in enumerate(tokens) if token.begins_document and t), len(tokens)]
     return [tokens[start:end] for start, end in pairwise(starts) if end > start]

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
-from accelerate_recipes.data.packing import PackedRows, collate, make_row
+from accelerate_recipes.data.packing import PackedRows, collate, pack_row
 from accelerate_recipes.data.shards import (
     DataError,
     Retry,
@@ -61,8 +61,6 @@ from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_r
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
 ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
-
-Batch = dict[str, Any]  # tensors and numbers, such as the number of documents
 
 
 def fewest_streams(world_size: int) -> int:
@@ -445,10 +443,10 @@ class StreamLoader:
         self.is_uneven = True
         self.version = on_first_rank(source.version)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._batches(Lookahead(heapq.merge(*self._start_workers())))
 
-    def _batches(self, ahead: Lookahead) -> Iterator[Batch]:
+    def _batches(self, ahead: Lookahead) -> Iterator[dict[str, Any]]:
         size = self.args.per_device_train_batch_size
         self.is_uneven, last = True, None  # the ranks have not agreed on anything yet
         while True:
@@ -469,7 +467,7 @@ class StreamLoader:
                     batch = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
                 yield batch
 
-    def first_batch(self, size: int = NUM_ROWS) -> Batch:
+    def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
         """Make a batch of the run's first `size` rows, read by this process alone, for a reader.
 
         Raises:
@@ -554,13 +552,13 @@ class StreamLoader:
                 found |= handed_over
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
-    def _batch(self, rows: list[list[Row]]) -> Batch:
+    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
         return collate([self._row(parts) for parts in rows])
 
-    def _row(self, parts: list[Row]) -> Batch:
+    def _row(self, parts: list[Row]) -> dict[str, Any]:
         tokens = np.concatenate([part.tokens for part in parts])
         lengths = [length for part in parts for length in part.lengths]
-        row = make_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
+        row = pack_row(tokens, lengths, self.order.max_length, 0, self.document_mask)
         return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
 
     def state(self) -> dict:

@@ -40,7 +40,7 @@ class TokenShards:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
+        self.manifest = read_token_manifest(self.folder)
         self.shards = [entry["shard"] for entry in self.manifest["shards"]]
         for i, entry in enumerate(self.manifest["shards"]):
             for suffix, described in entry["files"].items():
@@ -96,7 +96,7 @@ def is_pretokenized(folder: str) -> bool:
     return bool(folder) and (Path(folder) / MANIFEST).is_file()
 
 
-def read_manifest(folder: Path) -> dict:
+def read_token_manifest(folder: Path) -> dict:
     try:
         return json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def pretokenize(
         check_key(folder, made_from, "key.json", write=rank == 0)
         tokenize_missing(folder, source, dtype, rank, world_size)
         if rank == 0:
-            write_manifest(folder, key | {"dtype": dtype}, len(source.shards))
+            write_token_manifest(folder, key | {"dtype": dtype}, len(source.shards))
         else:
             while not (folder / MANIFEST).exists():
                 time.sleep(0.2)
@@ -237,7 +237,7 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
     return entry
 
 
-def write_manifest(folder: Path, key: dict, num_shards: int) -> None:
+def write_token_manifest(folder: Path, key: dict, num_shards: int) -> None:
     """Wait until all shards are finished, by whichever rank; then write the manifest."""
     entries = [shard_file(folder, shard, "json") for shard in range(num_shards)]
     while not all(entry.exists() for entry in entries):

@@ -92,7 +92,7 @@ def download(
             problems.append(str(error))
     if problems:
         raise ConfigError(error_list("This cannot be downloaded", problems))
-    check_space(list(plans.values()))
+    check_download_fits(list(plans.values()))
     for plan in plans.values():
         size, to_fetch = total(plan.files), total(plan.to_fetch)
         print(
@@ -199,7 +199,7 @@ def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dic
     return {name: listed[name] for name in names}
 
 
-def check_space(plans: Sequence[Wanted]) -> None:
+def check_download_fits(plans: Sequence[Wanted]) -> None:
     """Check that the disk has room. Raises ConfigError."""
     needed = sum(total(plan.to_fetch) for plan in plans)
     place = existing(Path(constants.HF_HUB_CACHE))

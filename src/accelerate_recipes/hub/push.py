@@ -108,7 +108,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         info = api.model_info(repo)
     if not info.private and not public:
         raise ConfigError(f"everybody can read {repo}; add --public to push there, or give another repository")
-    there = files_of(api, repo, info.sha)
+    there = remote_files(api, repo, info.sha)
     earlier = pushed_files(api, repo, info.sha) if cache.MANIFEST in there else set()
     foreign = set(there) - earlier - {ATTRIBUTES}
     unlike = [
@@ -131,7 +131,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         commit_message="Push an export of accelerate-recipes",
         parent_commit=info.sha,  # if somebody else has pushed since, nothing is pushed
     )
-    now = files_of(api, repo, made.oid)
+    now = remote_files(api, repo, made.oid)
     if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:
         raise ConfigError(f"{', '.join(lost)} did not arrive; a .gitignore there may name them")
     who = "everybody can read it" if public and not info.private else "it is private"
@@ -141,7 +141,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
     return f"{constants.ENDPOINT}/{repo} holds the export at commit {made.oid[:12]}{replaced}; {who}"
 
 
-def files_of(api: HfApi, repo: str, revision: str | None) -> dict[str, dict]:
+def remote_files(api: HfApi, repo: str, revision: str | None) -> dict[str, dict]:
     """Return size and checksum of each file of a repository."""
     entries = api.list_repo_tree(repo, recursive=True, revision=revision)
     return {entry.path: described(entry) for entry in entries if isinstance(entry, RepoFile)}

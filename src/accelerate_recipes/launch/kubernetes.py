@@ -132,7 +132,7 @@ class JobArgs:
         limits = {"namespace": (NAMESPACE, 63), "queue": (SUBDOMAIN, 63)}
         for name in ("namespace", "checkpoints_pvc", "cache_pvc", "token_secret", "storage_class", "queue"):
             pattern, limit = limits.get(name, (SUBDOMAIN, 253))
-            found += name_problems(flag(name), getattr(self, name), pattern, limit) if getattr(self, name) else []
+            found += label_problems(flag(name), getattr(self, name), pattern, limit) if getattr(self, name) else []
         found += self.quantity_problems()
         if self.instance and self.instance not in INSTANCES:
             found.append(
@@ -196,7 +196,7 @@ def num_bytes(quantity: str) -> Decimal:
     return Decimal(number) * base ** ("", "k", "m", "g", "t").index(unit.removesuffix("i").lower())
 
 
-def name_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> list[str]:
+def label_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> list[str]:
     found = []
     if not pattern.fullmatch(value):
         first = "a letter" if pattern is LABEL else "a letter or digit"
@@ -207,7 +207,7 @@ def name_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> li
     return found
 
 
-def render(kind: str, argv: Sequence[str]) -> tuple[str, str]:
+def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     """Return the manifest, and the messages about it.
 
     Raises:
@@ -259,7 +259,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         # The name must still be a label when the operator appends to it.
         last = (job.nodes or 1) - 1
         suffix = f"-worker-{max(0, last - 1)}" if kind == "pytorchjob" else f"-node-0-{last}-abcde"
-        problems += name_problems("name", job.name, LABEL, 63 - len(suffix))
+        problems += label_problems("name", job.name, LABEL, 63 - len(suffix))
     if problems or launch is None:
         raise ConfigError(error_list("This job is not rendered", problems))
     return job, Path(run[0]), launch

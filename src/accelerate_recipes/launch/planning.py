@@ -16,7 +16,7 @@ from typing import Any
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.launch.preflight import Request, launch_environment, read_request
 from accelerate_recipes.plan.gpus import GPUS
-from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, find_faster, find_fitting, prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
@@ -105,7 +105,7 @@ def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: boo
 
 def simulated(simulator: Simulator, job: Job) -> Prediction:
     """Predict a run; raises ConfigError if it is refused, or cannot be simulated."""
-    (outcome,) = predict(simulator, [job])
+    (outcome,) = predict_outcomes(simulator, [job])
     if isinstance(outcome, ConfigError):
         raise outcome
     if isinstance(outcome, NotSimulatedError):
@@ -127,7 +127,7 @@ def searched(
         faster, largest = find_faster(simulator, prediction, job, make_job)
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
         title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
-        return [rows, title, *listed(faster)], {"largest_batch": largest, "faster": described(faster)}
+        return [rows, title, *listed(faster)], {"largest_batch": largest, "faster": as_json(faster)}
     fitting = find_fitting(simulator, prediction, job, make_job)
     keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
     changing = [proposal for proposal in fitting if not proposal.keeps_trajectory]
@@ -139,14 +139,14 @@ def searched(
     ]
     if changing:
         lines += ["It fits with these changes (another loss trajectory):", *listed(changing)]
-    return lines, {"fits_with": described(fitting)}
+    return lines, {"fits_with": as_json(fitting)}
 
 
 def listed(proposals: Sequence[Proposal]) -> list[str]:
     return [f"  {proposal}" for proposal in proposals[:SHOWN]]
 
 
-def described(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
+def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
     """Describe proposals for --json."""
     return [
         {

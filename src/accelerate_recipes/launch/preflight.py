@@ -9,7 +9,6 @@ fit on that GPU is a problem; --no_plan leaves that out.
 """
 
 import argparse
-import difflib
 import math
 import os
 import shlex
@@ -32,17 +31,17 @@ from transformers import AutoConfig, PreTrainedModel
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve
+from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve, suggestion
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint import files, resume
 from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, sharing_problems
+from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
 from accelerate_recipes.models import check_reads_text, model_class
 from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS
-from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.search import prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
@@ -112,7 +111,7 @@ def yaml_problems(path: Path) -> list[str]:
     found, flat = [], {}
     for key, value in content.items():
         if key not in ClusterConfig.__dataclass_fields__:
-            found.append(f"{path}: unknown key {key!r}{closest(key, ClusterConfig.__dataclass_fields__)}")
+            found.append(f"{path}: unknown key {key!r}{suggestion(key, ClusterConfig.__dataclass_fields__)}")
         elif key not in SECTIONS:
             flat[key] = value
         elif not isinstance(value, dict):
@@ -125,7 +124,7 @@ def yaml_problems(path: Path) -> list[str]:
                     name = f"fp8_{name}"
                 flat[name] = setting
                 if name not in known:
-                    hint = closest(name, known) or closest(SECTIONS[key] + name, known)
+                    hint = suggestion(name, known) or suggestion(SECTIONS[key] + name, known)
                     found.append(f"{path}: {key} has an unknown key {name!r}, which Accelerate ignores{hint}")
     for key, allowed in VALUES.items():
         if key in flat and flat[key] not in allowed:
@@ -143,11 +142,6 @@ def yaml_problems(path: Path) -> list[str]:
     if not isinstance(flat.get("num_processes"), int) or flat["num_processes"] < 1:
         found.append(f"{path}: num_processes is {flat.get('num_processes')!r}; accelerate needs a number")
     return found
-
-
-def closest(key: str, known) -> str:
-    matches = difflib.get_close_matches(str(key), known, n=1, cutoff=0.75)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def launch_environment(argv: list[str]) -> dict[str, str]:
@@ -208,7 +202,7 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     if not wanted:
         return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
     return [
-        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{closest(name, present)}"
+        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{suggestion(name, present)}"
         for name in wanted
         if name not in present
     ]
@@ -220,7 +214,7 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
-    if size > 1 and (problems := sharing_problems(model.config, size)):
+    if size > 1 and (problems := model_sharing_problems(model.config, size)):
         return problems
     try:
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
@@ -575,7 +569,7 @@ def check_memory(request: Request, env: dict[str, str], report: Report, *, is_he
     """
     job = Job(env, request.command, request.gpu)
     with Simulator() as simulator:
-        (outcome,) = predict(simulator, [job])
+        (outcome,) = predict_outcomes(simulator, [job])
     if isinstance(outcome, ConfigError) and is_here:
         report.problems.append(str(outcome))
         return ""

@@ -42,7 +42,7 @@ def follow_launcher() -> None:
         follow(signal.SIGKILL)
     # A process that adopts orphans has its own session. Any Python program may be a launcher with another command line.
     elif parent and not is_python(started_by) and os.getsid(parent) != os.getsid(0):
-        leave()
+        leave_without_launcher()
 
 
 def follow(number: int) -> None:
@@ -50,10 +50,10 @@ def follow(number: int) -> None:
     if _launcher is not None:
         ask_kernel(number)
         if os.getppid() != _launcher:
-            leave()
+            leave_without_launcher()
 
 
-def leave() -> None:
+def leave_without_launcher() -> None:
     print("error: the launcher that started this process is gone", file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -172,11 +172,11 @@ class Watch:
         os._exit(1)
 
 
-# Watch of this process. None until `start`.
+# Watch of this process. None until `start_watch`.
 _watch: Watch | None = None
 
 
-def start(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
+def start_watch(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
     """Start this process's watch, which works once the process group is up."""
     global _watch
     _watch = Watch(output_dir, on_failure)

@@ -94,7 +94,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     return replace(third, peak=peak[0], at_peak=peak[1], phases=[], events=[], **found)
 
 
-def predict(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
+def predict_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
     """Simulate each job whole, or from three models with fewer layers where that is exact."""
     found: list[Any] = []
     for job in jobs:

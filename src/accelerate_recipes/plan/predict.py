@@ -114,21 +114,21 @@ class Prediction:
         """Say what a GPU needs, as the three numbers of which it is the sum, and whether that fits."""
         verdict = "does not fit" if not self.fits else "fits, but only just" if self.is_near else "fits"
         return (
-            f"{gib(self.needed)} of {gib(self.gpu.memory)} GiB on {self.gpu.name} ({gib(self.outcome.peak)} in use, "
-            f"{gib(self.allocator)} by the allocator's rounding, {gib(OUTSIDE)} outside of it): {verdict}"
+            f"{in_gib(self.needed)} of {in_gib(self.gpu.memory)} GiB on {self.gpu.name} ({in_gib(self.outcome.peak)} in "
+            f"use, {in_gib(self.allocator)} by the allocator's rounding, {in_gib(OUTSIDE)} outside of it): {verdict}"
         )
 
     def report(self) -> str:
         """Write what a person wants to read."""
         outcome = self.outcome
         kinds = sorted(outcome.at_peak.items(), key=lambda item: -item[1])
-        parts = [f"{gib(size)} {kind}" for kind, size in kinds if size >= GIB / 100]
+        parts = [f"{in_gib(size)} {kind}" for kind, size in kinds if size >= GIB / 100]
         lines = [
             f"Model: {outcome.parameters:,} parameters, {outcome.trained:,} trained, in {outcome.num_layers} layers; a "
             f"step is {outcome.micro_batches} micro-batches of {outcome.tokens:,} targets on each of {self.world_size} GPUs",
             f"Memory of a GPU: {self.memory_line()}",
             f"  in use at the peak, GiB: {', '.join(parts)}",
-            f"Memory of a node, GiB: {', '.join(f'{gib(size)} {what}' for what, size in self.host.items())}",
+            f"Memory of a node, GiB: {', '.join(f'{in_gib(size)} {what}' for what, size in self.host.items())}",
             f"FLOPs of a GPU in a step: {outcome.flops:.3e}, {outcome.recomputed / outcome.flops:.0%} of them recomputed",
         ]
         for key, counts in outcome.collectives.items():
@@ -136,7 +136,7 @@ class Prediction:
             place = "inside a node" if outcome.inside_node[key] else "between nodes"
             if counts["sent"] >= 2**20:
                 lines.append(
-                    f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {gib(counts['sent'])} GiB sent"
+                    f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {in_gib(counts['sent'])} GiB sent"
                 )
         hidden = outcome.compute + outcome.memory + outcome.communication - outcome.seconds
         lines += [
@@ -149,9 +149,9 @@ class Prediction:
             lines[-1] += (
                 f"; {self.args.max_steps:,} steps take at least {self.args.max_steps * outcome.seconds / 3600:.3g} hours"
             )
-        lines.append(f"A checkpoint: {gib(self.checkpoint)} GiB")
+        lines.append(f"A checkpoint: {in_gib(self.checkpoint)} GiB")
         return "\n".join(lines)
 
 
-def gib(size: float) -> str:
+def in_gib(size: float) -> str:
     return f"{size / GIB:.2f}"

@@ -67,7 +67,7 @@ class Stream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
-def sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Stand in for torch's: flash attention, or with a mask the memory-efficient kernel, which keeps the mask as a bias."""
     if attn_mask is None:
         if query.dtype == torch.float32:  # which flash attention does not take
@@ -151,7 +151,7 @@ def of_gpu() -> list[Any]:
         *(mock.patch.object(torch.cuda, name, value) for name, value in replaced.items()),
         mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
-        mock.patch.object(nn.functional, "scaled_dot_product_attention", sdpa),
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
         # It asks whether there is a GPU, and adds up in bf16 if not.
         mock.patch.object(
             nn.LinearCrossEntropyOptions,

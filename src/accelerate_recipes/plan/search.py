@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.plan.gpus import Gpu
-from accelerate_recipes.plan.layers import predict
-from accelerate_recipes.plan.predict import Prediction, gib
+from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
@@ -47,7 +47,7 @@ class Proposal:
 
     def __str__(self) -> str:
         needed, seconds = self.prediction.needed, self.prediction.outcome.seconds
-        return f"{' and '.join(map(str, self.changes))}: {gib(needed)} GiB, a step of at least {seconds:.3g} s"
+        return f"{' and '.join(map(str, self.changes))}: {in_gib(needed)} GiB, a step of at least {seconds:.3g} s"
 
 
 MakeJob = Callable[[Sequence[Change]], Job]
@@ -120,7 +120,7 @@ def simulate_all(
     choices = list(choices)
     jobs = [make_job(choice) for choice in choices]
     found = []
-    for choice, job, outcome in zip(choices, jobs, predict(simulator, jobs), strict=True):
+    for choice, job, outcome in zip(choices, jobs, predict_outcomes(simulator, jobs), strict=True):
         if isinstance(outcome, Outcome):
             found.append(Proposal(choice, prediction_of(job, outcome, gpu)))
     return found
