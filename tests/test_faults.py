@@ -63,15 +63,13 @@ AFTER = {
     "in the export": (0, "open", "export.partial/config.json", 1, 10),
 }
 POINTS = TRAINING | SAVE | AFTER
-# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others with all ranks killed, and
-# two more with one; `make test-long` the others with one.
+# Points that the fast tests try with all ranks killed, and with one. `make test-slow` tries the others.
 ALL_RANKS = ["in a step", "before a random state", "before the marker", "in the middle of the removal", "in the export"]
 ONE_RANK = [
     "before the first file of the other rank",
     "before the other rank's random state",
     "between renaming and retention",
 ]
-ONE_RANK_SLOWLY = ["in a step", "before the marker"]
 
 
 def fault(point: str, everyone: bool) -> dict[str, str]:
@@ -105,11 +103,9 @@ def assert_resumed(out: Path, newest: int, log: str, undisturbed: dict[int, floa
         for point in POINTS
     ]
     + [
-        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.long)
+        pytest.param(point, False, id=f"one, {point}", marks=[] if point in ONE_RANK else pytest.mark.slow)
         for point in POINTS
-        if point not in ONE_RANK_SLOWLY
-    ]
-    + [pytest.param(point, False, id=f"one, {point}", marks=pytest.mark.slow) for point in ONE_RANK_SLOWLY],
+    ],
 )
 def test_killed(forks, undisturbed, tmp_path, point, everyone):
     """A surviving rank ends by itself, and says which other rank is gone."""

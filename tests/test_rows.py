@@ -1,6 +1,9 @@
 """Tests of wrong files of rows: one message with file and line or row, whatever the content."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -35,6 +38,8 @@ UNREADABLE = [
     ("a.jsonl", GAME + b'{"Moves": ["\\udead"]}\n', r"a.jsonl, line 2 holds \udead, which is no character"),
     ("a.jsonl", GAME + b"7\n", "a.jsonl, line 2 is no JSON object, but a int"),
     ("a.jsonl", b"7\n", "a.jsonl, line 1 is no JSON object, but a int"),
+    ("a.jsonl", b"\n null \n" + GAME, "a.jsonl, line 2 is no JSON object, but null; remove it"),
+    ("a.jsonl", GAME + b"null\n", "a.jsonl, line 2 is no JSON object, but null; remove it"),
     ("a.jsonl", b'{"moves": []}\n', "a.jsonl has the columns ['moves']; chess needs `Moves`"),
 ]
 
@@ -45,6 +50,12 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
     with pytest.raises((ConfigError, DataError)) as error:
         load_games(str(tmp_path / name), tmp_path / "cache")
     assert str(error.value).startswith(f"{tmp_path}/{message}")
+
+
+def test_upstream_dies_of_a_line_that_is_null():
+    """Without this, `files.check_no_null` is not needed."""
+    code = "import io, pyarrow.json; pyarrow.json.read_json(io.BytesIO(b'null\\n{}'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == -signal.SIGSEGV
 
 
 def write_parquet(file, **columns) -> None:

@@ -364,7 +364,7 @@ def test_all_problems_at_once(images_file):
         "--eval_split test names a split of a dataset, but there are --train_files",
         "--hidden_size 100 is not a multiple of --num_attention_heads 3",
         "--image_size 30 is not a multiple of --patch_size 16",
-        "--depths is of swin and convnext; deepvit has --hidden_size and --num_hidden_layers",
+        "--depths is for swin and convnext; deepvit takes --hidden_size and --num_hidden_layers",
         "--use_peft would leave the new output layer as it is; remove it",
         "--crop_area is 0; it must be above 0",
     ):

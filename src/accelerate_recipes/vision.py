@@ -64,6 +64,12 @@ class VisionArchitecture:
     intermediate_size: int = arg(1152, "Width inside the MLP of a new model.", min=1, max=2**20)
     num_hidden_layers: int = arg(16, "Number of layers of a new model.", min=1, max=10_000)
     num_attention_heads: int = arg(12, "Number of attention heads of a new model.", min=1, max=2**20)
+    initializer_range: float = arg(
+        0.02,
+        "Standard deviation of the first weights of a new model; narrow models learn faster with more.",
+        above=0,
+        max=1,
+    )
     reattention: bool = arg(True, "Mix the heads' attention maps in a new deepvit; false: a plain ViT.")
     hidden_sizes: list[int] = arg([], "Width of each stage, in swin and convnext.", min=1, max=2**20)
     depths: list[int] = arg([], "Number of layers of each stage, in swin and convnext.", min=1, max=10_000)
@@ -112,12 +118,15 @@ def new_vision_config(args: VisionArchitecture) -> PreTrainedConfig:
     """Make the configuration of the model that the arguments describe."""
     if args.model_type == "convnext":
         stages = {"hidden_sizes": args.hidden_sizes, "depths": args.depths, "num_stages": len(args.depths)}
-        return ConvNextConfig(image_size=args.image_size, **stages)
+        return ConvNextConfig(image_size=args.image_size, initializer_range=args.initializer_range, **stages)
     if args.model_type == "swin":
         width, heads = args.hidden_sizes[0], [size // 32 for size in args.hidden_sizes]
         sizes = {"embed_dim": width, "depths": args.depths, "num_heads": heads, "patch_size": 4}
+        sizes["initializer_range"] = args.initializer_range
         return SwinConfig(image_size=args.image_size, drop_path_rate=0.0, **sizes)
-    names = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    names = (
+        "image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range",
+    )  # fmt: skip
     values: dict[str, Any] = {name: getattr(args, name) for name in names}
     if args.model_type == "dinov2":
         values["mlp_ratio"] = args.intermediate_size // args.hidden_size

@@ -1,4 +1,4 @@
-"""Train a tiny Llama by `engine.train`, in a second or two: a whole recipe for tests that kill and resume.
+"""Train a tiny Llama in a second or two: recipes/template.py with packed rows, for tests that kill and resume.
 
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
 faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which rank 1 hangs, TOY_BAD_DATA a step in which
@@ -22,7 +22,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
@@ -33,7 +32,7 @@ from accelerate_recipes.metrics import Flops
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import start
+from accelerate_recipes.run import finish, start
 from accelerate_recipes.weights import WRAPPERS
 
 LENGTH = 32
@@ -128,20 +127,18 @@ def main(args: Args) -> None:
 
     if limit := os.environ.get("TOY_FSIZE"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    train(
+    records = train(
         run,
         make_train_loader(rows, args, rank, world_size, collate_fn=collate),
         loss_fn=loss_fn,
         count_fn=count_next_tokens,
         evaluate_fn=evaluate_fn,
     )
-    if run.is_first:
-        export(run.checkpointer.newest, run.output_dir / "export", merge_adapter=args.merge_adapter)
     if args.use_peft:
         frozen = {name: whole(p) for name, p in run.model.named_parameters() if not p.requires_grad}
         if run.is_first:
             save_file({WRAPPERS.sub("", name): p for name, p in frozen.items()}, run.output_dir / "frozen.safetensors")
-    run.accelerator.end_training()
+    finish(run, records, "A tiny Llama on made-up rows.")
 
 
 if __name__ == "__main__":

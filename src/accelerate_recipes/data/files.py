@@ -49,6 +49,8 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
         with reading(file):
             if is_empty(file):
                 raise ValueError("it has 0 rows")
+        if kind == "json":
+            check_no_null(file)
     try:
         with reading(names):
             rows = datasets.load_dataset(
@@ -86,6 +88,17 @@ def is_empty(file: str) -> bool:
         if file.endswith(".csv"):
             next(filled, None)  # the header
         return next(filled, None) is None
+
+
+def check_no_null(file: str) -> None:
+    """Raise DataError for the first line of a .jsonl file that is `null`.
+
+    pyarrow 26.0 ends the process with a segmentation fault if such a line is the first of a block.
+    """
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(line) < 100 and line.strip() == b"null":
+                raise DataError(f"{file}, line {number} is no JSON object, but null; remove it")
 
 
 def check_lines(file: str) -> None:
