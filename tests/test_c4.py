@@ -81,9 +81,9 @@ def test_it_learns_and_what_it_learnt_is_exported(undisturbed):
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
 
-def resumed(forks, arguments, killed: Path, out: Path, num_processes: int) -> dict[int, float]:
+def resumed(forks, arguments, killed: Path, out: Path, num_processes: int, **options: str) -> dict[int, float]:
     shutil.copytree(killed, out)
-    code = forks.run(out, *arguments, num_processes=num_processes)
+    code = forks.run(out, *arguments, num_processes=num_processes, **options)
     log = out.with_suffix(".log").read_text()
     assert code == 0, log[-3000:]
     assert re.search(r"Resumed .*checkpoint-(\d+) \(step", log)
@@ -95,9 +95,9 @@ def killed(forks, arguments, tmp_path_factory):
     """Output of a run on the given number of ranks, killed after step 6."""
 
     @cache
-    def output(num_processes: int) -> Path:
+    def output(num_processes: int, **options: str) -> Path:
         out = tmp_path_factory.mktemp("killed") / "out"
-        code = forks.run(out, *arguments, num_processes=num_processes, **AFTER_STEP_6)
+        code = forks.run(out, *arguments, num_processes=num_processes, **options, **AFTER_STEP_6)
         assert code == -9, out.with_suffix(".log").read_text()[-3000:]
         assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
         return out
@@ -233,3 +233,21 @@ def test_rows_that_ranks_share(forks, arguments, undisturbed, tmp_path):
         for name in ("tokens_seen", "documents_seen"):
             assert found.get(name) == wanted.get(name)
     assert (out / "export/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_rows_that_ranks_share_are_resumed(forks, arguments, killed, undisturbed, tmp_path):
+    """A killed run with shared rows goes on bit for bit; so, to 1e-5, do its streams without shared rows, and the reverse."""
+    shared = {"config": "fsdp_long"}
+    assert forks.run(tmp_path / "whole", *arguments, num_processes=2, **shared) == 0
+    found = resumed(forks, arguments, killed(2, **shared), tmp_path / "out", 2, **shared)
+    assert found == losses(tmp_path / "whole")
+    wanted = pytest.approx(losses(undisturbed[0]), rel=1e-5)
+    assert resumed(forks, arguments, killed(2, **shared), tmp_path / "alone", 2) == wanted
+    assert resumed(forks, arguments, killed(2), tmp_path / "together", 2, **shared) == wanted
+
+
+def test_data_only_under_a_launcher(forks, arguments, tmp_path):
+    """Each process reads alone, whatever mesh the YAML asks for."""
+    code = forks.run(tmp_path / "out", *arguments, "--data_only", "true", config="fsdp_long", num_processes=2)
+    assert code == 0, (tmp_path / "out.log").read_text()[-3000:]

@@ -329,6 +329,10 @@ def test_architectures(forks, tmp_path):
     out, script = tmp_path / "out", CHILDREN / "shared_models.py"
     assert forks.run(out, script=script, config="fsdp_long") == 0, log_of(out)[-3000:]
     found = json.loads((out / "result.json").read_text())
+    # Each rank balances the experts over its own tokens, not over the whole row.
+    (balanced, whole), (alone, _) = found.pop("mixtral, balanced")["losses"], found["mixtral"]["losses"]
+    assert balanced - alone == pytest.approx(whole - alone, rel=0.1)
+    assert whole > 1.05 * alone
     assert len(found) == 7
     for name, model in found.items():
         assert model["attention"] == DOCUMENTS, name

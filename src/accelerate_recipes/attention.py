@@ -143,23 +143,38 @@ def documents(
 
 
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
+WITH_MASKS = ("doge",)  # which depend on the keys
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
+
+
+def of_layers(text: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """List the configurations of a model's layers, whose heads may differ in number and width, as Gemma 4's do."""
+    return list(getattr(text, "per_layer_config", ())) or [text] if hasattr(text, "num_hidden_layers") else [text]
+
+
+def widths_of_heads(text: PreTrainedConfig) -> set[int]:
+    """Return the widths of the heads of a model."""
+    return {
+        getattr(layer, "head_dim", None)
+        or getattr(layer, "hidden_size", 0) // (getattr(layer, "num_attention_heads", None) or 1)
+        for layer in of_layers(text)
+    }
 
 
 def beyond_documents(config: PreTrainedConfig) -> list[str]:
     """List what a model needs of its attention that `documents` does not compute."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    heads = getattr(text, "num_attention_heads", 1)
-    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    widths = widths_of_heads(text)
+    value, key = (getattr(text, name, max(widths)) for name in ("v_head_dim", "qk_head_dim"))
     asks = {
         SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
         SINKS: text.model_type in WITH_SINKS,
         CHUNKS: "chunked_attention" in (getattr(text, "layer_types", None) or ()),
         "dropout of the attention": any(getattr(text, n, 0.0) for n in ("attention_dropout", "attn_pdrop")),
-        OWN: model_class is None or not model_class._supports_attention_backend,
-        f"heads {width} wide": width > 256 or width % 8 > 0,
-        "values of another width than keys": getattr(text, "v_head_dim", width) != getattr(text, "qk_head_dim", width),
+        OWN: model_class is None or not model_class._supports_attention_backend or text.model_type in WITH_MASKS,
+        **{f"heads {width} wide": width > 256 or width % 8 > 0 for width in sorted(widths)},
+        "values of another width than keys": value != key,
     }
     return [what for what, is_asked in asks.items() if is_asked]
 

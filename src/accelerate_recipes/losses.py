@@ -1,6 +1,7 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
 import copy
+import math
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -25,7 +26,9 @@ from accelerate_recipes.attention import (
     boundaries,
     boundary_arguments,
     document_masks,
+    of_layers,
     unsupported_kernels,
+    widths_of_heads,
 )
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
@@ -139,7 +142,8 @@ def check_sharing(config: PreTrainedConfig) -> None:
 def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     """List why `size` ranks cannot share the rows of models with this configuration, one sentence each."""
     text = config.get_text_config()
-    name, heads = text.model_type, getattr(text, "num_attention_heads", 0) or 0
+    name = text.model_type
+    heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in of_layers(text)))
     if config.is_encoder_decoder:
         return [f"{name} is an encoder-decoder, whose rows are not packed; set parallelism_config_cp_size to 1"]
     found = []
@@ -259,7 +263,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
         }
         kinds = list(zip(*lists.values(), strict=True))
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = max(widths_of_heads(text))
         sizes = {
             "num_hidden_layers": len(chosen), "num_attention_heads": 2, "num_key_value_heads": 2,
             "hidden_size": 2 * width, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32,

@@ -10,6 +10,7 @@
 """
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -241,6 +242,7 @@ def start(args: Args) -> Run[Args]:
     """
     if args.data_only:
         args.settle({})
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh would have more processes than one
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     find_resume(args)
     accelerator = make_accelerator(args)

@@ -33,6 +33,7 @@ MODELS = {
     "one head for keys": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.0),
+    "mixtral, balanced": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=1.0),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "mistral with a window": MistralConfig(**SIZES, sliding_window=5),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=KINDS),
