@@ -4,8 +4,6 @@ import ast
 import graphlib
 import math
 import re
-import subprocess
-import sys
 import tokenize
 from dataclasses import dataclass, fields
 
@@ -230,16 +228,6 @@ def test_another_default_leaves_an_argument_fixed():
 
     fixed = Games.fixed_on_resume()
     assert "heldout_share" in fixed and not {"learning_rate", "num_positions"} & fixed
-
-
-def test_python_chess_is_found_beside_a_recipe_of_its_name():
-    """python-chess is found even when recipes/chess.py is the script, whose folder comes first on the path."""
-    code = "from accelerate_recipes.games import rules; print(rules.chess.Board().fen())"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); {code}"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.stdout.startswith("rnbqkbnr/pppppppp"), done.stderr
 
 
 def test_presets_are_valid():

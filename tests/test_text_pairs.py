@@ -1,6 +1,9 @@
 """Tests of pairs: reading, splitting, cutting, counting; and padding, which has no loss."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -345,3 +348,9 @@ def test_shipped_pairs(prepare, tokenizer):
 
     plain, grouped = padding_share(None), padding_share(pairs.lengths)
     assert plain > 0.45 and grouped < 0.2, (plain, grouped)
+
+
+def test_upstream_dies_of_a_line_that_is_null():
+    """Without this, `files.check_no_null` is not needed."""
+    code = "import io, pyarrow.json; pyarrow.json.read_json(io.BytesIO(b'null\\n{}'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == -signal.SIGSEGV
