@@ -286,7 +286,7 @@ def started(monkeypatch):
     monkeypatch.setattr(recipe, "fail", fail)
     monkeypatch.setattr(recipe, "launch_problems", lambda args: [])
     monkeypatch.setattr(recipe.parent, "follow_launcher", lambda: None)
-    monkeypatch.setattr(recipe.watch, "start", lambda *_: watched)
+    monkeypatch.setattr(recipe.watch, "start_watch", lambda *_: watched)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return said
 

@@ -168,6 +168,27 @@ def of_gpu() -> list[Any]:
 
 
 @contextlib.contextmanager
+def in_one_place(model: nn.Module) -> Iterator[None]:
+    """Take modules that stand in several places, as an encoder-decoder's embedding, out of all but the first, in this context.
+
+    torch 2.13 would convert them several times, which a fake weight does not always allow ("Couldn't swap").
+    """
+    seen, places = set(), []
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in seen:
+                places.append((parent._modules, name, child))
+            seen.add(child)
+    for modules, name, _ in places:
+        modules[name] = None
+    try:
+        yield
+    finally:
+        for modules, name, child in places:
+            modules[name] = child
+
+
+@contextlib.contextmanager
 def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> Iterator[FakeTensorMode]:
     """Make this process rank 0 of `world_size`, whose tensors lie on `device` (cuda or cpu); yields the mode of fakes.
 
@@ -182,7 +203,8 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
     def initialize(model, seed, device, storage=None):
         """Give weights memory without values, in place of `weights.initialize`."""
         with mode:
-            model.to_empty(device=storage or device)
+            with in_one_place(model):
+                model.to_empty(device=storage or device)
             model.tie_weights()
         mode.allow_non_fake_inputs = False
         return model
