@@ -169,7 +169,7 @@ def of_gpu() -> list[Any]:
 
 @contextlib.contextmanager
 def in_one_place(model: nn.Module) -> Iterator[None]:
-    """Take modules that stand in several places, as an encoder-decoder's embedding, out of all but the first, in this context.
+    """Take modules that stand in several places, as an encoder-decoder's embedding, out of all but the first, for a while.
 
     torch 2.13 would convert them several times, which a fake weight does not always allow ("Couldn't swap").
     """
