@@ -1,10 +1,12 @@
 """Tests of images: what chance does to them, their order, their sources, which lie on which side, and broken ones."""
 
 import io
+import sys
 import tarfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from PIL import Image
 
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.images import (
+    Augmentation,
     ImageArgs,
     Images,
     augmentation_of,
@@ -119,6 +122,34 @@ def test_mixtures_have_the_share_that_is_said(parquet):
         assert len({share for _, share in found}) > 5
         values = torch.cat([pixels.ravel() for pixels, _ in found]).unique()
         assert (len(values) == 2) == ("cutmix_alpha" in settings)
+
+
+def test_rand_augment_is_a_function_of_seed_epoch_and_row(parquet, monkeypatch):
+    """torchvision's, which draws from torch's generator: the same again and elsewhere; nothing else is drawn otherwise."""
+
+    class RandAugment:
+        def __init__(self, num_ops: int):
+            self.num_ops = num_ops
+
+        def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+            assert pixels.dtype == torch.uint8
+            return pixels // 2 + torch.randint(0, self.num_ops, pixels.shape, dtype=torch.uint8)
+
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchvision.transforms", SimpleNamespace(v2=None))
+    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", SimpleNamespace(RandAugment=RandAugment))
+    images = Images(sides([parquet])[0], PROCESSOR, Augmentation(rand_augment=9), 0)
+    state = torch.random.get_rng_state()
+    first, again, next_epoch, other = (images[row]["pixel_values"] for row in (3, 3, 3 + len(images), 4))
+    assert torch.equal(first, again) and torch.equal(state, torch.random.get_rng_state())
+    assert not torch.equal(first, next_epoch) and not torch.equal(first, other)
+    assert "rand_augment" not in str(Args(rand_augment=2).problems(1))
+
+
+def test_rand_augment_without_torchvision(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    found = [text for text in Args(rand_augment=2).problems(1) if "rand_augment" in text]
+    assert len(found) == 1 and found[0].startswith("--rand_augment needs torchvision, built for this torch")
 
 
 def test_crops_lie_inside_and_have_the_area():

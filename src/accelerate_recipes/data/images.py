@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import ConfigError, arg, first_line
 from accelerate_recipes.data.files import reading
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import DataError
@@ -45,6 +45,12 @@ class Augmentation:
         0.08, "Smallest area of a random crop, as a share of the image; 1: nothing is cropped.", above=0, max=1
     )
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
+    rand_augment: int = arg(
+        0,
+        "Operations of torchvision's RandAugment on each image; 0: none. It is not installed with the rest.",
+        min=0,
+        max=14,
+    )
     mixup_alpha: float = arg(
         0.0, "Mix each image with another, in shares drawn from Beta(this, this); 0: never.", min=0, max=100
     )
@@ -77,6 +83,13 @@ class ImageArgs(Augmentation, RowsArgs):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
+        if self.rand_augment:
+            try:
+                from torchvision.transforms import v2  # noqa: F401 # pyright: ignore[reportMissingImports]
+            except Exception as error:  # a build for another torch fails in its own ways
+                found.append(
+                    f"--rand_augment needs torchvision, built for this torch; it cannot be imported: {first_line(error)}"
+                )
         if self.eval_split and self.train_files:
             found.append(f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files")
         if self.eval_split and self.eval_files:
@@ -399,8 +412,10 @@ class Images(torch.utils.data.Dataset):
         if settings.crop_area < 1:
             top, left, height, width = random_box(image.height, image.width, settings.crop_area, generator)
             pixels = pixels[:, top : top + height, left : left + width]
-        resized = F.interpolate(pixels[None], size=(self.size, self.size), mode="bilinear", antialias=True)[0].float()
-        return resized.flip(-1) if settings.horizontal_flip and generator.random() < 0.5 else resized
+        resized = F.interpolate(pixels[None], size=(self.size, self.size), mode="bilinear", antialias=True)[0]
+        if settings.horizontal_flip and generator.random() < 0.5:
+            resized = resized.flip(-1)
+        return rand_augment(resized, settings.rand_augment, generator) if settings.rand_augment else resized.float()
 
     def mixed(
         self, pixels: torch.Tensor, other: torch.Tensor, generator: np.random.Generator
@@ -453,6 +468,18 @@ def random_box(height: int, width: int, smallest: float, generator: np.random.Ge
             top, left = generator.integers(height - box_height + 1), generator.integers(width - box_width + 1)
             return int(top), int(left), box_height, box_width
     return 0, 0, height, width
+
+
+def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Generator) -> torch.Tensor:
+    """Apply `num_ops` random operations to an image, (3, H, W) of bytes, which follow from the generator alone.
+
+    Source: Cubuk et al., RandAugment, 2020; torchvision's, which draws from torch's generator.
+    """
+    from torchvision.transforms.v2 import RandAugment  # pyright: ignore[reportMissingImports]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(generator.integers(2**63)))
+        return RandAugment(num_ops)(pixels).float()
 
 
 def collate_images(rows: list[dict[str, Any]]) -> dict[str, Any]:
