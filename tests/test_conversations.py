@@ -144,7 +144,7 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
             ours, other = ("weather", '"a"') if "weather" in row["tools"] else ("add", "town")
             assert ours in text and other not in text, "the row's own tools, without the fields of the other rows"
             assert "null" not in text and "None" not in text
-    assert re.search(r"\d+ rows; 0 without a target; with an end \d+; cut 0;", capsys.readouterr().out)
+    assert re.search(r"\d+ rows; 0 without a target; with an end \d+; left out 0; cut 0;", capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -446,10 +446,38 @@ def test_completion_only_loss_of_other_rows(tmp_path):
 
 
 def test_counts_of_targets():
-    """A row's first token is no target, since nothing comes before it; nor is it an end."""
+    """A row's first token is no target, since nothing comes before it; nor is it an end. An end is among the last targets."""
     labels = [[5, 6, 2], [2], [-100, 8], [], [-100, -100, 2]]
     counts, num_ended = count_targets_of(Dataset.from_dict({"labels": labels}), {2})
     assert counts.tolist() == [2, 0, 1, 0, 1] and num_ended == 2
+    labels = [[5, 2, 6, 7, 8, 9], [5, 2, 6, 7, 8], [5, 2, 6, 7, 8, -100], [5, 6, 7], [5, 6, 7, 8, 9, 2]]
+    rows = Dataset.from_dict({"labels": labels})
+    assert [count_targets_of(rows, {2}, kept)[1] for kept in (slice(None), slice(4), slice(-4, None))] == [3, 3, 1]
+    assert count_targets_of(rows, {2}, slice(-4, None))[0].tolist() == [3, 3, 2, 2, 3]
+
+
+@pytest.mark.parametrize("packing", [(), ("--packing", "true")])
+def test_an_end_of_the_user_alone(tmp_path, packing):
+    """Where the template ends only the user's messages, the model never learns to stop, though that end is a target."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '' if m.role == 'assistant' else '</s>' }}{% endfor %}"
+    )
+    folder = save_base(tmp_path, template)
+    rows = [conversation(i, tools=False, system=True) for i in range(30)]
+    with pytest.raises(ConfigError, match=r"no row ends with a target at which the model would stop: .* ends with '"):
+        prepare(folder, rows, *packing)
+
+
+def test_rows_that_are_left_out(tmp_path, capsys):
+    """trl leaves out rows of which only the prompt fits; the printed line says how many, and of how many rows it packs."""
+    folder = save_base(tmp_path, None)
+    rows = [{"prompt": f"{i}" + " And" * (30 if i % 3 == 0 else 1), "completion": " Yes."} for i in range(30)]
+    held = ("--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "Be brief.", "completion": " No."}])))
+    prepare(folder, rows, "--max_length", "20", *held)
+    said = "Rows to train on: 20 rows; 0 without a target; with an end 20; left out 10; cut 10; tokens cut off "
+    assert said in (printed := capsys.readouterr().out), printed[:900]
+    prepare(folder, rows, "--packing", "true", *held)
+    assert re.search("1 rows; 0 without a target; with an end 30; packed from 30; cut 0; ", capsys.readouterr().out)
 
 
 def test_what_a_row_asks_does_not_depend_on_other_rows():

@@ -94,6 +94,17 @@ def test_page_and_colours(tmp_path):
     assert "\033" not in (tmp_path / "rows.txt").read_text()
 
 
+def test_marks_of_a_template_are_special(tmp_path):
+    """Also those that have no role in the tokenizer, such as the end or the padding."""
+    tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
+    tokenizer.add_tokens(["<|user|>"], special_tokens=True)
+    tokenizer.add_tokens(["<think>"])
+    ids = tokenizer("<|user|><think>a</s>", return_tensors="pt")["input_ids"]
+    assert tokenizer.convert_tokens_to_ids("<|user|>") not in tokenizer.all_special_ids
+    (row,) = shown.rows_of({"input_ids": ids}, tokenizer)
+    assert [token.text for token in row.tokens if token.is_special] == ["<s>", "<|user|>", "</s>"]
+
+
 def test_a_long_row_is_cut(monkeypatch):
     monkeypatch.setattr(shown, "MAX_TOKENS", 2)
     assert "row 1 (the first 2 of 3 tokens): 2 tokens" in "\n".join(lines({"input_ids": torch.tensor([[4, 5, 6]])}))

@@ -44,28 +44,45 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
         whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
         if name == "train":
+            self.whole = whole
             first = whole.select(range(min(NUM_COMPARED, len(whole))))
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
-            lengths = lengths_of(whole)
-            is_cut = config.max_length and not (packing and config.packing_strategy != "bfd")
-            over = np.maximum(lengths - config.max_length, 0) if is_cut else np.zeros(1, int)
-            self.cut = {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
+            self.kept = slice(None)  # of each row; what `bfd_split` and `wrapped` cut off becomes other rows
+            if config.max_length and not (packing and config.packing_strategy != "bfd"):
+                at_end = config.truncation_mode == "keep_end" and not packing
+                self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
         return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         ends = ends_of(self.model, self.processing_class)
-        num_targets, num_ended = count_targets_of(self.train_dataset, ends)
+        num_targets, _ = count_targets_of(self.train_dataset, ends)
+        _, num_ended = count_targets_of(self.whole, ends, self.kept)
         if num_targets.any() and not num_ended:
-            stops = shown_ends(self.processing_class, ends)
-            last = self.processing_class.decode(next(ids for ids, targets in self.first if any(targets))[-2:])
+            stops = shown_ends(self.processing_class, sorted(ends))
+            kept = (ids[self.kept] for ids, targets in self.first if any(targets[self.kept]))
+            last = next(kept, self.first[0].ids)[-2:]
             raise ConfigError(
-                f"no row has a target at which the model would stop: generation stops at {stops}, the first row ends with "
-                f"{last!r}; name the token that ends an answer by --eos_token, raise --max_length, or mend the chat template"
+                f"no row ends with a target at which the model would stop: generation stops at {stops}, the first row ends "
+                f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token, raise "
+                "--max_length, or mend the chat template"
             )
         on_first_rank(self.compare_with_export)
-        return num_targets, {"with an end": num_ended} | self.cut
+        return num_targets, {"with an end": num_ended} | self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """Count the rows that trl has packed, or has left out since no target was left in them, and what it has cut off."""
+        lengths = lengths_of(self.whole)
+        longest = self.args.max_length if self.kept != slice(None) else None
+        over = np.maximum(lengths - longest, 0) if longest else np.zeros(1, int)
+        num_rows = len(self.whole)
+        which = {"packed from": num_rows} if self.args.packing else {"left out": num_rows - len(self.train_dataset)}
+        return which | {
+            "cut": int((over > 0).sum()),
+            "tokens cut off": int(over.sum()),
+            "longest": int(lengths.max()),
+        }
 
     def compare_with_export(self) -> None:
         """Compare the first rows with the rendering of the tokenizer that will be exported, and keep them for the export.

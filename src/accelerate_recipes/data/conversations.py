@@ -14,6 +14,8 @@ from accelerate_recipes.ranks import is_first
 
 IMAGES = {"image", "images", "pixel_values"}
 NUM_COMPARED = 16  # rows whose rendering is compared
+NUM_LAST = 4  # targets of a row among which its end is looked for
+EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
@@ -94,18 +96,25 @@ def lengths_of(rows: datasets.Dataset) -> np.ndarray:
     return np.concatenate([lengths for lengths, _ in chunks_of(rows, "input_ids")])
 
 
-def count_targets_of(rows: datasets.Dataset, ends: set[int]) -> tuple[np.ndarray, int]:
-    """Count the targets of each row, and the rows that have a target among `ends`, from their `labels`.
+def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> tuple[np.ndarray, int]:
+    """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
 
-    The first token of a row is no target: nothing comes before it.
+    An end counts if it is among a row's last NUM_LAST targets: a template may write a line break behind it, and all of an
+    asking user's message stands before. `kept` is the part of each row that is trained, the beginning or the end; its first
+    token is no target, since nothing comes before it.
     """
     counts, num_ended = [np.empty(0, np.int64)], 0
     for lengths, labels in chunks_of(rows, "labels"):
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        labels = labels.copy()
-        labels[starts[:-1][lengths > 0]] = IGNORE_INDEX
-        kinds = (labels != IGNORE_INDEX, np.isin(labels, list(ends)))
-        of_targets, of_ends = (np.concatenate([[0], np.cumsum(kind)]) for kind in kinds)
-        counts.append(np.diff(of_targets[starts]))
-        num_ended += int((np.diff(of_ends[starts]) > 0).sum())
+        before = np.arange(len(labels)) - np.repeat(starts[:-1], lengths)  # tokens of the row before each
+        first, last = np.array([kept.indices(length)[:2] for length in lengths]).reshape(-1, 2).T
+        is_target = (
+            (labels != IGNORE_INDEX) & (before > np.repeat(first, lengths)) & (before < np.repeat(last, lengths))
+        )
+        of_targets = np.concatenate([[0], np.cumsum(is_target)])
+        num_targets = np.diff(of_targets[starts])
+        after = np.repeat(of_targets[starts[1:]], lengths) - of_targets[1:]  # targets of the row after each token
+        is_end = is_target & np.isin(labels, list(ends)) & (after < NUM_LAST)
+        counts.append(num_targets)
+        num_ended += int((np.diff(np.concatenate([[0], np.cumsum(is_end)])[starts]) > 0).sum())
     return np.concatenate(counts), num_ended

@@ -103,7 +103,7 @@ def show_row(
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
         length -= 1
-    special = set(tokenizer.all_special_ids)
+    special = special_ids(tokenizer)
     shown = min(length, MAX_TOKENS)
     tokens = [
         Token(token, text, bool(wanted[t]), token in special, bool(starts[t]))
@@ -111,6 +111,12 @@ def show_row(
     ]
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
     return ShownRow(title, tokens, len(ids) - length)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens of a tokenizer: those with a role, such as the end, and the marks of its chat template."""
+    marks = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return marks | {*tokenizer.all_special_ids}
 
 
 def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
