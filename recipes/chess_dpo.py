@@ -17,7 +17,7 @@ from pathlib import Path
 import datasets
 import xxhash
 from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig
 
 from accelerate_recipes.args import ConfigError, arg
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
@@ -27,11 +27,11 @@ from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import load_tokenizer, max_positions
-from accelerate_recipes.preferences import DPOArgs
+from accelerate_recipes.preferences import DPOArgs, PairTrainer
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import DataReady, Result, finish, start
-from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
+from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trainers import make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 MOVES = ("chosen", "rejected")
@@ -55,7 +55,7 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
 
 
-class Trainer(RecipeTrainer, DPOTrainer):
+class Trainer(PairTrainer):
     def _prepare_dataset(self, dataset: datasets.Dataset, *_) -> datasets.Dataset:
         """Return the dataset unchanged. trl would put an end token after each move, as if the game were over."""
         return dataset
@@ -70,8 +70,9 @@ def pair_file(args: Args, positions: Path) -> Path:
 
 def load_pairs(
     file: Path, args: Args, positions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> datasets.Dataset:
-    """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`.
+) -> tuple[datasets.Dataset, int]:
+    """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`; returns also how many
+    there were.
 
     Raises:
         ConfigError: if there are no pairs.
@@ -90,8 +91,9 @@ def load_pairs(
             "--num_train_positions, or give --reject not_played"
         )
     pairs = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=args.data_cache_dir)
-    pairs = pairs.map(tokenize, remove_columns=pairs.column_names)
-    return pairs.filter(lambda pair: len(pair["prompt_ids"]) + max(len(pair[f"{m}_ids"]) for m in MOVES) <= max_tokens)
+    rows = pairs.map(tokenize, remove_columns=pairs.column_names)
+    rows = rows.filter(lambda pair: len(pair["prompt_ids"]) + max(len(pair[f"{m}_ids"]) for m in MOVES) <= max_tokens)
+    return rows, len(pairs)
 
 
 def main(args: Args) -> None:
@@ -112,7 +114,7 @@ def main(args: Args) -> None:
     file = on_first_rank(lambda: pair_file(args, folder))
     if not file.exists():
         if args.data_only:
-            raise DataReady  # the pairs are made by the model, when the run begins
+            run.show_rows(tokenizer, {"Evaluation": next_moves})  # the model makes the pairs when the run begins
         stop.listen(run.output_dir)
         run.shard(make_model(args))
         make_pairs(
@@ -130,9 +132,12 @@ def main(args: Args) -> None:
     # Model and trainer
     model = make_model(args)
     max_length = min(args.max_length or sys.maxsize, max_positions(model.config))
-    pairs = on_first_of_machine_before_others(lambda: load_pairs(file, args, positions, tokenizer, max_length))
+    pairs, num_pairs = on_first_of_machine_before_others(
+        lambda: load_pairs(file, args, positions, tokenizer, max_length)
+    )
     config = trl_config(run, DPOConfig, max_length=max_length)
-    trainer = Trainer(run, config, model, tokenizer, train_dataset=pairs)
+    counts = {"left out": num_pairs - len(pairs)}
+    trainer = Trainer(run, config, model, tokenizer, heldout=next_moves, counts=counts, train_dataset=pairs)
     run.print(
         f"Data: {len(pairs):,} pairs from {len(positions):,} positions, {len(facts['positions']):,} positions held out"
     )

@@ -81,11 +81,14 @@ def main(args: Args) -> None:
     model = make_model(args)
     room = max_positions(model.config) - next_moves.max_new_tokens
     room = min(room, args.max_prompt_length or room)
+    found = datasets.Dataset.load_from_disk(folder / "train").to_list()
+    lengths = [len(prompt_of(tokenizer, position["prefix"])) for position in found]
     positions = [
         {"prompt": " ".join(position["prefix"]), "move": position["move"]}
-        for position in datasets.Dataset.load_from_disk(folder / "train").to_list()
-        if len(prompt_of(tokenizer, position["prefix"])) <= room
+        for position, length in zip(found, lengths, strict=True)
+        if length <= room
     ]
+    counts = {"left out": len(found) - len(positions), "longest": max(lengths)}
     if not positions:
         raise ConfigError(f"no position is left: all come after more than {room} tokens; raise --max_prompt_length")
     decided = {
@@ -98,7 +101,8 @@ def main(args: Args) -> None:
         if args.stockfish:
             rewards = [*REWARDS, engines.enter_context(stockfish_reward(args.stockfish, args.stockfish_nodes))]
         train_dataset = datasets.Dataset.from_list(positions)
-        trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=train_dataset)
+        shown = {"heldout": next_moves, "counts": counts}
+        trainer = Trainer(run, config, model, tokenizer, **shown, reward_funcs=rewards, train_dataset=train_dataset)
         run.print(
             f"Data: {len(positions):,} positions to answer in, {len(facts['positions']):,} held out; "
             f"{args.num_generations} answers of {next_moves.max_new_tokens} tokens at most in each of "

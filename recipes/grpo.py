@@ -63,25 +63,28 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_rows(args: Args, tokenizer: Any, room: int) -> dict[str, datasets.Dataset]:
+def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
     """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts of more than `room` tokens.
+
+    Returns also how many of them are left out, and how long the longest prompt is.
 
     Raises:
         DataError: for rows that cannot be read, or have no prompt.
         ConfigError: if nothing is left, or a row asks for another rendering than the others.
     """
-    rows = args.read_rows()
+    rows, lengths = args.read_rows(), []
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_settings(side, args.template_settings, args.sources[name])
-        fits = [len(ids) <= room for ids in tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings)]
-        rows[name] = side.select([i for i, fit in enumerate(fits) if fit])
-        if not any(fits):
+        lengths += (found := [len(ids) for ids in prompt_ids(tokenizer, side["prompt"][:], args.template_settings)])
+        rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
+        if not len(rows[name]):
             raise ConfigError(
                 f"no prompt is left: all {len(side):,} have more than {room} tokens, see --max_prompt_length"
             )
-    return args.sides(rows, "prompt")
+    counts = {"left out": sum(length > room for length in lengths), "longest": max(lengths)}
+    return args.sides(rows, "prompt"), counts
 
 
 class Trainer(RewardTrainer):
@@ -111,15 +114,16 @@ def main(args: Args) -> None:
     model = make_model(args)
     room = max_positions(model.config) - args.max_completion_length
     room = min(room, args.max_prompt_length or room)
-    rows = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
+    rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     rewards = load_rewards(args.rewards, columns)
 
     # Trainer
     config = trl_config(run, GRPOConfig)
-    trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, train_dataset=rows["train"])
-    trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     heldout = rows["test"].select(range(min(len(rows["test"]), args.num_eval_prompts or len(rows["test"]))))
+    sides = {"train_dataset": rows["train"], "eval_dataset": heldout}
+    trainer = Trainer(run, config, model, tokenizer, reward_funcs=rewards, counts=counts, **sides)
+    trainer.samples = Samples(run.output_dir, run.resumed_from) if run.is_first else None
     answers = HeldoutAnswers(run, tokenizer, heldout, rewards, trainer.samples)
     run.print(
         f"Data: {len(rows['train']):,} prompts to answer, {len(rows['test']):,} held out, of which {len(heldout):,} are "

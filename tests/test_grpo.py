@@ -305,6 +305,9 @@ def test_rows(tmp_path, base):
     module, tokenizer = recipe.load(SCRIPT), AutoTokenizer.from_pretrained(base)
 
     def load(rows: list[dict], heldout: list[dict] | None, room: int = 20):
+        return load_all(rows, heldout, room)[0]
+
+    def load_all(rows: list[dict], heldout: list[dict] | None, room: int = 20):
         argv = ["--model_name_or_path", str(base), "--rewards", "think_format_reward", "--heldout_share", "0.5"]
         for name, content in (("train_files", rows), ("eval_files", heldout)):
             if content is not None:
@@ -317,7 +320,8 @@ def test_rows(tmp_path, base):
     assert set(sides["train"]["prompt"]).isdisjoint(sides["test"]["prompt"])
     assert len(sides["train"]) + len(sides["test"]) == 18 and sides["train"].column_names == ["prompt", "other"]
     assert load(rows, [{"prompt": "99+1="}])["test"]["prompt"][:] == ["99+1="]
-    assert len(load([*rows, {"prompt": "1" * 30, "other": 0}], [{"prompt": "99+1="}])["train"]) == 18
+    sides, counts = load_all([*rows, {"prompt": "1" * 30, "other": 0}], [{"prompt": "99+1="}])
+    assert len(sides["train"]) == 18 and counts == {"left out": 1, "longest": 31}
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of"):
         load(rows, [{"prompt": "1+1="}] * 2)
     with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):

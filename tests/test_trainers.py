@@ -331,6 +331,8 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
     else:
         whole = out = tmp_path / "whole"
         assert forks.run(out, *args, script=DPO) == 0, log_of(out)[-3000:]
+    assert re.search(r"Rows to train on: \d+ rows; 0 without a target; left out 0; cut 0; ", log_of(out))
+    assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", (out / "rows.txt").read_text())
     # Policy and reference are the same model before the first step, on all ranks.
     assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
     assert losses(out)[STEPS] < 0.66
@@ -368,6 +370,13 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
     assert margins[1] > margins[0] + 0.5
 
 
+def test_chess_pairs_are_not_prepared(chess, tmp_path, capsys):
+    """The model makes them; where only data are wanted, the positions of the evaluation are shown."""
+    arguments = (*chess, "--num_train_positions", 30, "--output_dir", tmp_path / "out")
+    recipe.prepare([str(part) for part in (DPO, *arguments)])
+    assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_dpo_of_adapters(forks, chess, tmp_path):
     """Policy and reference are the same model before the first step here too, and no reference stays in memory."""
@@ -389,6 +398,8 @@ def test_grpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
         out = tmp_path / "out"
         assert forks.run(out, *args, script=GRPO) == 0, log_of(out)[-3000:]
     records = [record for record in read_metrics(out) if "loss" in record]
+    assert re.search(r"Rows to train on: \d+ rows; left out \d+; longest \d+; ", log_of(out))
+    assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", (out / "rows.txt").read_text())
     assert any(record["grad_norm"] > 0.01 for record in records), "no group had different rewards"
     for record in records:
         names = [*(reward.__name__ for reward in REWARDS), "is_good_move"]

@@ -3,11 +3,13 @@
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
-from accelerate_recipes.data.conversations import NUM_COMPARED, select
+from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, lengths_of, select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.data.shards import DataError
@@ -129,12 +131,26 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
     return pairs
 
 
-class PreferenceTrainer(RecipeTrainer, DPOTrainer):
-    """trl's DPOTrainer, which checks before it trains that the export will render the pairs as they are trained."""
+class PairTrainer(RecipeTrainer, DPOTrainer):
+    """trl's DPOTrainer, which counts its pairs before it trains."""
 
-    def examine(self) -> tuple[None, dict[str, int]]:
+    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
+        prompts, *answers = (lengths_of(self.train_dataset, f"{name}_ids") for name in ("prompt", *PAIR))
+        longest = self.args.max_length or sys.maxsize
+        room = longest - prompts if self.args.truncation_mode == "keep_start" else longest
+        num_targets = sum(np.minimum(number, room) for number in answers)
+        counts = cut_at(np.concatenate([prompts + number for number in answers]), longest)
+        counts["cut"] = int((prompts + np.maximum(*answers) > longest).sum())  # pairs, not answers
+        return num_targets, self.counts | counts
+
+
+class PreferenceTrainer(PairTrainer):
+    """Trainer that also checks before it trains that the export will render the pairs as they are trained."""
+
+    def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         ends = ends_of(self.model, self.processing_class)
-        if not any(ends & set(self.kept_answer(row)) for row in self.train_dataset):
+        num_ended = sum(bool(ends & {*self.kept_answer(row)[-NUM_LAST:]}) for row in self.train_dataset)
+        if not num_ended:
             last = self.processing_class.decode(self.kept_answer(self.train_dataset[0])[-2:])
             stops = shown_ends(self.processing_class, sorted(ends))
             raise ConfigError(
@@ -143,7 +159,8 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
                 "generation_config.json (eos_token_id)"
             )
         on_first_rank(self.compare)
-        return None, {}
+        num_targets, counts = super().examine()
+        return num_targets, {"with an end": num_ended} | counts
 
     def kept_answer(self, row: dict) -> list[int]:
         """Return the tokens of the chosen answer that are left within --max_length."""

@@ -296,9 +296,9 @@ def tokenize_prompts(
 class RewardTrainer(RecipeTrainer, GRPOTrainer):
     """trl's GRPOTrainer, which checks before it trains that the export will render the prompts as they are trained."""
 
-    def examine(self) -> tuple[None, dict[str, int]]:
+    def examine(self) -> tuple[int, dict[str, int]]:
         on_first_rank(self.compare)
-        return None, {}
+        return super().examine()  # pyright: ignore[reportReturnType]
 
     def compare(self) -> None:
         """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.

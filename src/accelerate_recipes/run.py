@@ -114,14 +114,14 @@ class Run(Generic[Args]):
         self,
         tokenizer: PreTrainedTokenizerBase,
         loaders: dict[str, HasRows],
-        num_targets: np.ndarray | None = None,
+        num_targets: np.ndarray | int | None = None,
         counts: dict[str, int] | None = None,
     ) -> None:
         """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
 
         Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
-        for, such as "Training"; `num_targets` counts the targets of each training row, and `counts` are further
-        numbers for the printed line. A resumed run keeps the rows that it wrote before.
+        for, such as "Training"; `num_targets` and `counts` are for the printed line, as `shown.count_line` takes them. A
+        resumed run keeps the rows that it wrote before.
 
         Raises:
             ConfigError: if no row has a target.

@@ -17,7 +17,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import ROWS, as_exported, compare_with_export
-from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, lengths_of
+from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, cut_at, lengths_of
 from accelerate_recipes.data.rendering import Rendering, differences, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config, new_model
@@ -69,20 +69,11 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 "--max_length, or mend the chat template"
             )
         on_first_rank(self.compare_with_export)
-        return num_targets, {"with an end": num_ended} | self.counts()
-
-    def counts(self) -> dict[str, int]:
-        """Count the rows that trl has packed, or has left out since no target was left in them, and what it has cut off."""
-        lengths = lengths_of(self.whole)
         longest = self.args.max_length if self.kept != slice(None) else None
-        over = np.maximum(lengths - longest, 0) if longest else np.zeros(1, int)
-        num_rows = len(self.whole)
-        which = {"packed from": num_rows} if self.args.packing else {"left out": num_rows - len(self.train_dataset)}
-        return which | {
-            "cut": int((over > 0).sum()),
-            "tokens cut off": int(over.sum()),
-            "longest": int(lengths.max()),
-        }
+        # trl leaves out rows in which no target is left; of packed rows it leaves out none.
+        counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
+        counts |= cut_at(lengths_of(self.whole), longest)
+        return num_targets, {"with an end": num_ended} | counts
 
     def compare_with_export(self) -> None:
         """Compare the first rows with the rendering of the tokenizer that will be exported, and keep them for the export.

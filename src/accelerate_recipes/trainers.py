@@ -54,7 +54,7 @@ from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
-from accelerate_recipes.run import Run
+from accelerate_recipes.run import HasRows, Run
 from accelerate_recipes.weights import initialize
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
@@ -266,8 +266,17 @@ class RecipeTrainer:
         config: TrainingArguments,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        heldout: HasRows | None = None,
+        counts: dict[str, int] | None = None,
         **settings: Any,
     ):
+        """Make trl's trainer with its other `settings`, and show the first rows.
+
+        `heldout` shows the rows of an evaluation that is not of trl's `eval_dataset`; `counts` are numbers of the recipe for
+        the printed line.
+        """
+        self.counts = {"left out": 0} | (counts or {})
         self.run = run
         self.accelerator = run.accelerator
         check_trl_packing(config, model)
@@ -292,6 +301,7 @@ class RecipeTrainer:
                 "of the embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
+        self.counts["left out"] += len(settings["train_dataset"]) - len(self.train_dataset)
         for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
             if (rows := settings.get(name)) is not None and not len(getattr(self, name)):
                 raise ConfigError(
@@ -300,16 +310,17 @@ class RecipeTrainer:
                 )
         loaders = {"Training": FirstRows(self, self.train_dataset)}
         if self.eval_dataset is not None:
-            loaders["Evaluation"] = FirstRows(self, self.eval_dataset)
+            heldout = FirstRows(self, self.eval_dataset)
+        loaders |= {"Evaluation": heldout} if heldout else {}
         run.show_rows(tokenizer, loaders, *self.examine())
 
-    def examine(self) -> tuple[np.ndarray | None, dict[str, int]]:
-        """Check the prepared rows, and count the targets of each, and what else is worth saying; see `Run.show_rows`.
+    def examine(self) -> tuple[np.ndarray | int, dict[str, int]]:
+        """Check the prepared rows, and count their targets, and what else is worth saying; see `shown.count_line`.
 
         Raises:
             ConfigError: for rows that would not train what the export then does.
         """
-        return None, {}
+        return len(self.train_dataset), self.counts
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Make a batch of rows as the model reads them; of prompts, where the answers are drawn in training."""

@@ -91,9 +91,15 @@ def chunks_of(rows: datasets.Dataset, column: str) -> Iterator[tuple[np.ndarray,
             yield np.asarray(chunk.value_lengths()), np.asarray(chunk.flatten())
 
 
-def lengths_of(rows: datasets.Dataset) -> np.ndarray:
+def lengths_of(rows: datasets.Dataset, column: str = "input_ids") -> np.ndarray:
     """Count the tokens of each row."""
-    return np.concatenate([lengths for lengths, _ in chunks_of(rows, "input_ids")])
+    return np.concatenate([lengths for lengths, _ in chunks_of(rows, column)])
+
+
+def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
+    """Count the rows that are longer than `max_length` and the tokens beyond it, and say how long the longest is."""
+    over = np.maximum(lengths - max_length, 0) if max_length else np.zeros(1, int)
+    return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
 def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> tuple[np.ndarray, int]:

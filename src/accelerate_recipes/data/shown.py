@@ -177,21 +177,25 @@ def visible(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
-def count_line(num_targets: np.ndarray, counts: dict[str, int]) -> str:
+def count_line(num_targets: np.ndarray | int, counts: dict[str, int]) -> str:
     """Say in one line how many rows there are, how many targets they have, and the other `counts`.
+
+    `num_targets` counts the targets of each row, or only the rows, where answers are drawn in training.
 
     Raises:
         ConfigError: if no row has a target.
     """
+    others = [f"{name} {number:,}" for name, number in counts.items()]
+    if isinstance(num_targets, int):
+        return "; ".join([f"{num_targets:,} rows", *others])
     if not num_targets.any():
         raise ConfigError(
             f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
             "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
         )
     parts = [f"{len(num_targets):,} rows", f"{(num_targets == 0).sum():,} without a target"]
-    parts += [f"{name} {number:,}" for name, number in counts.items()]
-    parts.append(f"targets a row: mean {num_targets.mean():,.1f}, most {num_targets.max():,}")
-    return "; ".join(parts)
+    mean = f"targets a row: mean {num_targets.mean():,.1f}, most {num_targets.max():,}"
+    return "; ".join([*parts, *others, mean])
 
 
 def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]]) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import evaluate
 import numpy as np
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import begin_token
 from accelerate_recipes.generation import generate_texts
@@ -45,6 +47,11 @@ class NextMoves:
         self.followers = facts["baseline"]
         self.prefixes = [" ".join(position["prefix"]) for position in self.positions]
         self.max_new_tokens = longest_move(tokenizer)
+
+    def first_batch(self) -> dict[str, torch.Tensor]:
+        """Return the first positions as the model reads them."""
+        ids = [prompt_of(self.tokenizer, position["prefix"]) for position in self.positions[:NUM_ROWS]]
+        return self.tokenizer.pad({"input_ids": ids}, return_tensors="pt")  # pyright: ignore[reportReturnType]
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Evaluate the greedy moves of `model`. Every rank takes its share; all get the result."""
