@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma3Config,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -27,7 +28,7 @@ from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe, supervised
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import check_export as check_export_module
-from accelerate_recipes.checkpoint.check_export import ROWS, check_export
+from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
 from accelerate_recipes.data import conversations
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
@@ -208,6 +209,26 @@ def test_mutations_are_caught_before_the_first_step(base, monkeypatch, mutation,
         prepare(base, ROWS_WITH_TOOLS)
 
 
+def lost_settings(patch) -> None:
+    patch.setattr(GenerationConfig, "save_pretrained", lambda *_: None)
+
+
+def test_settings_of_the_export_are_those_of_training(tmp_path, monkeypatch):
+    """An end that only generation_config.json names is lost if that is not exported; so is a token without an embedding."""
+    folder = save_base(tmp_path, template_of("qwen3"), "</s>")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    prepare(folder, ROWS_WITH_TOOLS)
+    first = TrainedRows([], [Rendering([7, 900], [True] * 2)], {"template": None}, ends, {})
+    exported = read_exported(folder)
+    monkeypatch.setattr(check_export_module, "differences", lambda *_, **__: [])
+    assert first.problems(exported) == [f"rows have the token 900, its config.json a vocab_size of {len(tokenizer)}"]
+    lost_settings(monkeypatch)
+    with pytest.raises(ConfigError, match=r"generation stops at '</s>', the first row ends with '<\|im_end\|>\\n'"):
+        prepare(folder, ROWS_WITH_TOOLS)
+
+
 def pair(number: int) -> dict:
     """Make a pair of answers to a conversation with tools; every second one has other tools, and other fields in a call."""
     *messages, answer = ROWS_WITH_TOOLS[number]["messages"]
@@ -354,18 +375,23 @@ def test_an_end_that_no_row_has(base, tmp_path):
     prepare(tmp_path, rows, "--eos_token", "<|im_end|>")
 
 
-def test_only_the_answers(base, tmp_path):
+def test_only_the_answers(base, tmp_path, monkeypatch):
     """Targets of assistant-only loss are the answers; trl's own template, where it differs, must be accepted."""
     rows = [conversation(i, tools=False, system=True) for i in range(30)]
     with pytest.raises(
         ConfigError, match=r"trl's training template is used, which renders otherwise(.|\n)*--accept_tr"
     ):
         prepare(base, rows, "--assistant_only_loss", "true")
-    prepare(base, rows, "--assistant_only_loss", "true", "--accept_training_template", "true")
+    accepted = ("--assistant_only_loss", "true", "--accept_training_template", "true")
+    prepare(base, rows, *accepted)
     shown = (base / "out/rows.txt").read_text()
     assert "No" in "".join(re.findall(r"target \|(.*)", shown)) and "Question" not in "".join(
         re.findall(r"target \|(.*)", shown)
     )
+    with monkeypatch.context() as patch:
+        shifted_mask(patch)
+        with pytest.raises(ConfigError, match=r"row 1, token \d+, .*, was (a|no) target of the loss"):
+            prepare(base, rows, *accepted)
     marked = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
     folder = save_base(tmp_path / "marked", marked)
     prepare(folder, rows, "--assistant_only_loss", "true")
@@ -448,8 +474,8 @@ def test_completion_only_loss_of_other_rows(tmp_path):
 def test_counts_of_targets():
     """A row's first token is no target, since nothing comes before it; nor is it an end. An end is among the last targets."""
     labels = [[5, 6, 2], [2], [-100, 8], [], [-100, -100, 2]]
-    counts, num_ended = count_targets_of(Dataset.from_dict({"labels": labels}), {2})
-    assert counts.tolist() == [2, 0, 1, 0, 1] and num_ended == 2
+    counts, num_ended, seen = count_targets_of(Dataset.from_dict({"labels": labels}), {2, 9})
+    assert counts.tolist() == [2, 0, 1, 0, 1] and num_ended == 2 and seen == {2}
     labels = [[5, 2, 6, 7, 8, 9], [5, 2, 6, 7, 8], [5, 2, 6, 7, 8, -100], [5, 6, 7], [5, 6, 7, 8, 9, 2]]
     rows = Dataset.from_dict({"labels": labels})
     assert [count_targets_of(rows, {2}, kept)[1] for kept in (slice(None), slice(4), slice(-4, None))] == [3, 3, 1]
@@ -539,7 +565,7 @@ def test_columns(capsys):
 def test_differences_of_lengths():
     tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
     ids = tokenizer("a b</s>")["input_ids"]
-    settings = {"text_field": "text", "completion_only": False, "assistant_only": False}
+    settings = {"text_field": "text", "completion_only": False, "assistant_only": False, "template": None}
     for text in ("a b", "a b</s>"):  # no second end
         assert not differences([Rendering(ids, [True] * len(ids))], [{"text": text}], tokenizer, **settings)
     for other in (ids[:-1], [*ids, 5]):
@@ -547,12 +573,14 @@ def test_differences_of_lengths():
         assert f"row 1, token {min(len(other), len(ids)) + 1}: " in said
 
 
-def test_a_run_is_compared_with_its_export(forks, base, tmp_path):
+def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, capsys):
     """A sharded run with tools: its export renders the rows as trained; a changed export is noticed."""
     file = write(tmp_path / "rows.jsonl", ROWS_WITH_TOOLS)
     out = tmp_path / "out"
-    arguments = ("--model_name_or_path", base, "--train_files", file, "--max_length", 600, "--heldout_share", 0.3)
-    assert forks.run(out, *arguments, "--max_steps", 2, "--total_batch_size", 2, "--async_save", "false") == 0
+    arguments = ("--model_name_or_path", base, "--train_files", file, "--max_length", 1200, "--heldout_share", 0.3)
+    assert forks.run(out, *arguments, "--max_steps", 2, "--total_batch_size", 2, "--async_save", "false") == 0, (
+        out.with_suffix(".log").read_text()[-3000:]
+    )
     log = out.with_suffix(".log").read_text()
     number = len(json.loads((out / ROWS).read_text())["rows"])
     assert f"The export renders the first {number} rows as they were trained" in log, log[-3000:]
@@ -561,12 +589,48 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path):
     recipe.prepare_data([str(SCRIPT), *map(str, arguments), *map(str, other)])
     assert kept == ((out / ROWS).read_bytes(), (out / "rows.txt").read_bytes()), "rows of a run stay"
     said = check_export(out / "export", None, 3)
-    assert f"{number} compared, all are rendered as they were trained" in said
+    assert f"The export renders the first {number} rows as they were trained" in said
     assert "generation stops at '<|im_end|>'" in said and "LlamaForCausalLM" in said
     assert re.search(r"Prompt: '<\|im_start\|>system(.|\n)*Answer: .*, 3 tokens, ended by --max_new_tokens 3", said), (
         said
     )
     assert "Hello" in check_export(out / "export", "Hello", 1)
+    (checkpoint,) = out.glob("checkpoint-*")
+    again = ["export", str(checkpoint), str(tmp_path / "again")]
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", *again])
+    cli.main()
+    assert f"The export renders the first {number} rows as they were trained" in capsys.readouterr().out
+    written = json.loads((out / ROWS).read_text())
+    for change, said in (
+        (
+            {"trained": [[ids[::-1], targets] for ids, targets in written["trained"]]},
+            "again does not render what was trained",
+        ),
+        (
+            {"ends": [5]},
+            r"rows end with .*, where its generation would not stop: it stops at '<\|im_end\|>'; name that end",
+        ),
+    ):
+        (out / ROWS).write_text(json.dumps(written | change))
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert re.search(said, printed := capsys.readouterr().err), printed
+    # A file of another run, or of the user, is not compared; the user's own is not overwritten.
+    (out / ROWS).write_text(json.dumps(written | {"arguments": written["arguments"] | {"max_length": 7}}))
+    said = check_export(out / "export", "Hello", 1)
+    assert re.search(f"not compared, .*/{ROWS} is of another run, with --max_length 7, not 1200", said), said
+    (out / ROWS).write_text("[1, 2]")
+    assert f"not compared, {out / ROWS} was not written by a run" in check_export(out / "export", "Hello", 1)
+    assert forks.run(out, *arguments, "--max_steps", 3, "--total_batch_size", 2) == 2
+    assert f"{out / ROWS} was not written by a run, and would be overwritten" in out.with_suffix(".log").read_text()
+    assert (out / ROWS).read_text() == "[1, 2]"
+    (out / ROWS).write_bytes(kept[0])
+    settings = out / "export/generation_config.json"
+    whole = settings.read_text()
+    settings.write_text(json.dumps(json.loads(whole) | {"eos_token_id": 5}))
+    with pytest.raises(ConfigError, match=r"rows end with '<\|im_end\|>', where its generation would not stop"):
+        check_export(out / "export", None, 3)
+    settings.write_text(whole)
     template = out / "export/chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "helper"))
     with pytest.raises(ConfigError, match=r"does not render what was trained(.|\n)*row 1, token"):

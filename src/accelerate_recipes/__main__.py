@@ -198,6 +198,7 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 
     from accelerate_recipes.args import ConfigError
     from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import export
 
     if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
@@ -210,6 +211,9 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     except files.SaveError as error:
         raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")
+    run = args.checkpoint.resolve().parent
+    if (run / ROWS).exists():
+        print(compare_rows(args.out, run))
 
 
 def evaluate(args: argparse.Namespace) -> None:

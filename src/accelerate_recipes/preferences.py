@@ -18,7 +18,7 @@ from trl import DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
+from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, lengths_of, select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
@@ -27,7 +27,7 @@ from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs, ends_of
+from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
@@ -148,19 +148,19 @@ class PreferenceTrainer(PairTrainer):
     """Trainer that also checks before it trains that the export will render the pairs as they are trained."""
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        ends = ends_of(self.model, self.processing_class)
-        num_ended = sum(bool(ends & {*self.kept_answer(row)[-NUM_LAST:]}) for row in self.train_dataset)
-        if not num_ended:
+        exported = as_exported(self.model, self.processing_class)
+        found = [exported.stops & {*self.kept_answer(row)[-NUM_LAST:]} for row in self.train_dataset]
+        if not any(found):
             last = self.processing_class.decode(self.kept_answer(self.train_dataset[0])[-2:])
-            stops = shown_ends(self.processing_class, sorted(ends))
+            stops = shown_ends(self.processing_class, sorted(exported.stops))
             raise ConfigError(
                 f"no chosen answer has an end at which the model would stop: generation stops at {stops}, the first answer "
                 f"ends with {last!r}; raise --max_length, mend the chat template, or name its end in the model's "
                 "generation_config.json (eos_token_id)"
             )
-        on_first_rank(self.compare)
+        on_first_rank(lambda: self.compare(exported, set().union(*found)))
         num_targets, counts = super().examine()
-        return num_targets, {"with an end": num_ended} | counts
+        return num_targets, {"with an end": sum(map(bool, found))} | counts
 
     def kept_answer(self, row: dict) -> list[int]:
         """Return the tokens of the chosen answer that are left within --max_length."""
@@ -169,13 +169,12 @@ class PreferenceTrainer(PairTrainer):
             return row["chosen_ids"]
         return row["chosen_ids"][: longest - len(row["prompt_ids"])]
 
-    def compare(self) -> None:
-        """Compare the first pairs with the rendering of the tokenizer that will be exported.
+    def compare(self, exported: Exported, ends: set[int]) -> None:
+        """Compare the first pairs with the rendering of what will be exported.
 
         Raises:
             ConfigError: if they differ.
         """
-        exported = as_exported(self.processing_class)
         pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
         prompts = [{name: pair[name] for name in ("prompt", *SETTINGS) if name in pair} for pair in pairs]
         rows, trained = [], []
@@ -183,17 +182,16 @@ class PreferenceTrainer(PairTrainer):
             ids = pair["prompt_ids"] + pair[f"{side}_ids"]
             rows.append(prompt | {"completion": pair[side]})
             trained.append(Rendering(ids, [True] * len(ids)))
-        settings = {"text_field": "", "completion_only": False, "assistant_only": False}
-        folder = None if self.run.args.data_only else self.run.output_dir
-        compare_with_export(exported, rows, trained, settings, folder)
-        asked = [render(prompt, exported, **settings).ids for prompt in prompts]
+        first = self.first_rows(rows, trained, ends)
+        self.compare_with_export(exported, first)
+        asked = [render(prompt, exported.tokenizer, **first.settings).ids for prompt in prompts]
         lost = [ids[len(pair["prompt_ids"]) :] for pair, ids in zip(pairs, asked, strict=True)]
         lost = [ids for ids in lost if ids]
         if lost:
             self.run.print(
                 f"In {len(lost)} of the first {len(pairs)} pairs trl reads the prompt without its end "
-                f"{exported.decode(lost[0])!r}: the template renders the prompt differently alone and with its answer, "
-                "so trl counts this end as part of the answer"
+                f"{exported.tokenizer.decode(lost[0])!r}: the template renders the prompt differently alone and with its "
+                "answer, so trl counts this end as part of the answer"
             )
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg, first_line
-from accelerate_recipes.checkpoint.check_export import as_exported, compare_with_export
+from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.rendering import (
     SETTINGS,
@@ -306,18 +306,17 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
         Raises:
             ConfigError: if they differ, or the template cannot render an answer.
         """
-        exported = as_exported(self.processing_class)
+        exported = as_exported(self.model, self.processing_class)
         train_rows: Any = self.train_dataset
         first = [train_rows[i] for i in range(min(NUM_COMPARED, len(train_rows)))]
         ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
         trained = [Rendering(row, [False] * len(row)) for row in ids]
         common = self.run.args.template_settings
         rows = [{"prompt": row["prompt"], "chat_template_kwargs": common} for row in first]
-        settings = {"text_field": "", "completion_only": False, "assistant_only": False}
-        folder = None if self.run.args.data_only else self.run.output_dir
-        compare_with_export(exported, rows, trained, settings, folder)
+        # Answers are drawn until one of these ends, and so learn to end with it.
+        self.compare_with_export(exported, self.first_rows(rows, trained, self.eos_token_ids))
         if not isinstance(rows[0]["prompt"], str):
-            self.compare_end(exported, rows[0]["prompt"])
+            self.compare_end(exported.tokenizer, rows[0]["prompt"])
 
     def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
         """Warn if the template ends an answer with a special token at which generation does not stop.

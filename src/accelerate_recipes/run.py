@@ -27,7 +27,7 @@ from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
 from accelerate_recipes.attention import choose
-from accelerate_recipes.checkpoint.check_export import compare_rows
+from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
@@ -288,8 +288,8 @@ def finish(
             places += f"   picture: {run.output_dir / 'result.png'}"
         export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
         print(result.text, places, sep="\n", flush=True)
-        if compared := compare_rows(out):
-            print(f"The export renders the first {compared} rows as they were trained", flush=True)
+        if (run.output_dir / ROWS).exists():
+            print(compare_rows(out, run.output_dir), flush=True)
     run.accelerator.end_training()
     if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
         from accelerate_recipes.hub.push import push  # it imports `datasets`, which training does not need

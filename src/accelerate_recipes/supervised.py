@@ -16,13 +16,13 @@ from trl.trainer.utils import add_fused_lm_head
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.attention import choose
-from accelerate_recipes.checkpoint.check_export import ROWS, as_exported, compare_with_export
+from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, cut_at, lengths_of
-from accelerate_recipes.data.rendering import Rendering, differences, shown_ends
+from accelerate_recipes.data.rendering import Rendering, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config, new_model
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.trainers import RecipeTrainer, count_targets, ends_of
+from accelerate_recipes.trainers import RecipeTrainer, count_targets
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 
@@ -56,11 +56,11 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
-        ends = ends_of(self.model, self.processing_class)
-        num_targets, _ = count_targets_of(self.train_dataset, ends)
-        _, num_ended = count_targets_of(self.whole, ends, self.kept)
+        exported = as_exported(self.model, self.processing_class)
+        num_targets, *_ = count_targets_of(self.train_dataset, exported.stops)
+        _, num_ended, ends = count_targets_of(self.whole, exported.stops, self.kept)
         if num_targets.any() and not num_ended:
-            stops = shown_ends(self.processing_class, sorted(ends))
+            stops = shown_ends(self.processing_class, sorted(exported.stops))
             kept = (ids[self.kept] for ids, targets in self.first if any(targets[self.kept]))
             last = next(kept, self.first[0].ids)[-2:]
             raise ConfigError(
@@ -68,15 +68,15 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 f"with {self.processing_class.decode(last)!r}; name the token that ends an answer by --eos_token, raise "
                 "--max_length, or mend the chat template"
             )
-        on_first_rank(self.compare_with_export)
+        on_first_rank(lambda: self.compare(exported, ends))
         longest = self.args.max_length if self.kept != slice(None) else None
         # trl leaves out rows in which no target is left; of packed rows it leaves out none.
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
         counts |= cut_at(lengths_of(self.whole), longest)
         return num_targets, {"with an end": num_ended} | counts
 
-    def compare_with_export(self) -> None:
-        """Compare the first rows with the rendering of the tokenizer that will be exported, and keep them for the export.
+    def compare(self, exported: Exported, ends: set[int]) -> None:
+        """Compare the first rows with the rendering of what will be exported, and keep them for the export.
 
         Raises:
             ConfigError: if they differ.
@@ -85,22 +85,22 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
             "text_field": self.args.dataset_text_field,
             "completion_only": self.completion_only_loss,
             "assistant_only": self.args.assistant_only_loss,
+            "template": self.chat_template,
         }
-        exported = as_exported(self.processing_class)
-        if self.chat_template is None:
-            folder = None if self.run.args.data_only else self.run.output_dir
-            return compare_with_export(exported, self.source_rows, self.first, settings, folder)
-        if not self.run.args.data_only:
-            (self.run.output_dir / ROWS).unlink(missing_ok=True)  # of an earlier run, which the export need not render
-        everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.first]
-        found = differences(everything, self.source_rows, exported, **settings | {"assistant_only": False})
-        said = "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"
-        if found and not self.run.args.accept_training_template:
-            raise ConfigError(
-                error_list(f"{said}, which renders otherwise", found)
-                + "\nAccept that by --accept_training_template, or give a template with {% generation %}"
+        first = self.first_rows(self.source_rows, self.first, ends, **settings)
+        if self.chat_template:
+            found = first.own_differences(exported.tokenizer)
+            said = (
+                "--assistant_only_loss: the chat template does not mark the answers, so trl's training template is used"
             )
-        self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(everything)} rows", *found]))
+            if found and not self.run.args.accept_training_template:
+                raise ConfigError(
+                    error_list(f"{said}, which renders otherwise", found)
+                    + "\nAccept that by --accept_training_template, or give a template with {% generation %}"
+                )
+            first.accepted = found
+            self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(self.first)} rows", *found]))
+        self.compare_with_export(exported, first)
 
 
 def with_fused_head(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:

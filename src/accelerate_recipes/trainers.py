@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -38,13 +38,16 @@ from transformers import (
     PrinterCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import align_special_tokens
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg, computes_in_bf16
 from accelerate_recipes.attention import DOCUMENTS
+from accelerate_recipes.checkpoint.check_export import Exported, TrainedRows, compare_with_export
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
+from accelerate_recipes.data.rendering import Rendering
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache
@@ -238,13 +241,6 @@ def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -
     return model if args.data_only else initialize(model, args.seed, "cpu")
 
 
-def ends_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens at which the exported model's generation stops: transformers' Trainer adds the tokenizer's own."""
-    ends: Any = model.generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
-    own: Any = tokenizer.eos_token_id
-    return {own, *(ends if isinstance(ends, list) else [ends])} - {None}
-
-
 class FirstRows(NamedTuple):
     """First rows of a trainer's dataset, as a batch."""
 
@@ -293,6 +289,9 @@ class RecipeTrainer:
             if isinstance(error, TypeError) and "Undefined" not in str(error):  # a template writes what a row lacks
                 raise
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
+        align_special_tokens(
+            self.model, tokenizer
+        )  # Trainer does it when training begins; the export is compared before
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
         if adapter and model.get_input_embeddings().num_embeddings != num_embeddings:
@@ -321,6 +320,23 @@ class RecipeTrainer:
             ConfigError: for rows that would not train what the export then does.
         """
         return len(self.train_dataset), self.counts
+
+    def first_rows(
+        self, rows: list[dict], trained: list[Rendering], ends: Iterable[int], **settings: Any
+    ) -> TrainedRows:
+        """Make what is compared with the export, from rows as they were written and as they are trained."""
+        defaults = {"text_field": "", "completion_only": False, "assistant_only": False, "template": None}
+        args = self.run.args
+        fixed = {name: value for name, value in args.values().items() if name in args.fixed_on_resume()}
+        return TrainedRows(rows, trained, defaults | settings, sorted(ends), fixed)
+
+    def compare_with_export(self, exported: Exported, first: TrainedRows) -> None:
+        """Compare the first rows with what the export will make of them, and keep them for a comparison with the export.
+
+        Raises:
+            ConfigError: if they differ, and if a file of the user is in the way.
+        """
+        compare_with_export(exported, first, None if self.run.args.data_only else self.run.output_dir)
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Make a batch of rows as the model reads them; of prompts, where the answers are drawn in training."""

@@ -3,14 +3,23 @@
 import itertools
 import json
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from accelerate_recipes.args import ConfigError, error_list, first_line
+from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.data.rendering import (
     SETTINGS,
     Rendering,
@@ -25,48 +34,154 @@ from accelerate_recipes.disk import write_atomically
 ROWS = "rows.json"  # in the output directory, beside export/
 
 
-def as_exported(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Return a tokenizer as whoever loads the export gets it: saved, and loaded by transformers alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder)
+class Exported(NamedTuple):
+    """Tokenizer and settings that are read with an export's weights; adapters have no `config`, but their model's."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig | None
+    stops: set[int]  # tokens at which generation stops
 
 
-def compare_with_export(
-    tokenizer: PreTrainedTokenizerBase, rows: list[dict], trained: list[Rendering], settings: dict, folder: Path | None
-) -> None:
-    """Compare the first rows of training with what the exported tokenizer will render, and keep them in `folder`, if any.
+def read_exported(folder: Path) -> Exported:
+    """Read tokenizer and settings of an export, by transformers alone."""
+    config = AutoConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None
+    settings: Any = config
+    if (folder / "generation_config.json").is_file():
+        settings = GenerationConfig.from_pretrained(folder)
+    return Exported(AutoTokenizer.from_pretrained(folder), config, stops_of(settings))
+
+
+def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
+    """Return a model's tokenizer and settings as whoever loads its export gets them: saved, then loaded by transformers.
 
     Raises:
-        ConfigError: for each row that differs.
+        ConfigError: for settings that cannot be saved.
     """
-    if found := differences(trained, rows, tokenizer, **settings):
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for artifact in (model.config, model.generation_config, tokenizer):
+                artifact.save_pretrained(folder)  # pyright: ignore[reportOptionalMemberAccess]
+        except ValueError as error:  # transformers refuses to save some settings that it loads
+            raise ConfigError(f"the model's settings cannot be exported: {error}; mend its configuration") from error
+        return read_exported(Path(folder))
+
+
+def stops_of(settings: GenerationConfig | PreTrainedConfig | None) -> set[int]:
+    """Return the tokens at which generation with these settings stops."""
+    ends: Any = getattr(settings, "eos_token_id", None)
+    return {*(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+@dataclass
+class TrainedRows:
+    """First rows of a run, and how they were trained.
+
+    `rows` are as they were written, `trained` as they were rendered with the `settings` of `rendering.render`. `ends` are
+    the tokens that end rows. `arguments` are those of the run that decide what it trains. Where the rows are not rendered
+    by the template that is exported, `accepted` are the differences that this makes.
+    """
+
+    rows: list[dict]
+    trained: list[Rendering]
+    settings: dict[str, Any]
+    ends: list[int]
+    arguments: dict[str, Any]
+    accepted: list[str] = field(default_factory=list)
+
+    def own_differences(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """List where the tokenizer's own template renders other tokens than were trained."""
+        everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.trained]
+        whole = {"completion_only": False, "assistant_only": False, "template": None}
+        return differences(everything, self.rows, tokenizer, **self.settings | whole)
+
+    def problems(self, exported: Exported) -> list[str]:
+        """List where an export differs from what was trained, one sentence each."""
+        tokenizer, config, stops = exported
+        found = differences(self.trained, self.rows, tokenizer, **self.settings)
+        if self.settings["template"]:
+            found += [said for said in self.own_differences(tokenizer) if said not in self.accepted]
+        if lost := {*self.ends} - stops:
+            found.append(
+                f"rows end with {shown_ends(tokenizer, sorted(lost))}, where its generation would not stop: it stops at "
+                f"{shown_ends(tokenizer, sorted(stops))}; name that end in its generation_config.json (eos_token_id)"
+            )
+        largest = max((token for ids, _ in self.trained for token in ids), default=0)
+        if config and largest >= config.get_text_config().vocab_size:
+            number = config.get_text_config().vocab_size
+            found.append(f"rows have the token {largest}, its config.json a vocab_size of {number}")
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the rows into a folder, for a comparison with the export that will lie there.
+
+        Raises:
+            ConfigError: if the file there is not of a run.
+        """
+        file = folder / ROWS
+        if file.exists() and not is_of_a_run(file):
+            raise ConfigError(
+                f"{file} was not written by a run, and would be overwritten; move it away, or change --output_dir"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(vars(self), default=str) + "\n")
+
+
+def is_of_a_run(file: Path) -> bool:
+    """Tell whether a file is one that `TrainedRows.save` writes, perhaps in an earlier version."""
+    try:
+        return {"rows", "trained", "settings"} <= {*json.loads(file.read_text())}
+    except (ValueError, TypeError):
+        return False
+
+
+def compare_with_export(exported: Exported, first: TrainedRows, folder: Path | None) -> None:
+    """Compare the first rows of training with what the export will make of them, and keep them in `folder`, if any.
+
+    Raises:
+        ConfigError: for each row that differs, and if a file of the user is in the way.
+    """
+    if found := first.problems(exported):
         raise ConfigError(error_list("The export would not render what is trained", found))
     if folder:
-        keep_rows(folder, rows, trained, settings)
+        first.save(folder)
 
 
-def keep_rows(folder: Path, rows: list[dict], trained: list[Rendering], settings: dict) -> None:
-    """Keep the first rows of a run, and how they were trained, for a comparison with its export."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / ROWS, json.dumps({"settings": settings, "rows": rows, "trained": trained}) + "\n")
+def rows_of(export: Path, folder: Path) -> TrainedRows | str:
+    """Read the first rows of the run of an export, which lie in the run's `folder`; returns a reason if there are none."""
+    file = folder / ROWS
+    if not file.exists():
+        return f"there is no {ROWS} in {folder}"
+    if not is_of_a_run(file):
+        return f"{file} was not written by a run"
+    kept = json.loads(file.read_text())
+    if kept.keys() != TrainedRows.__dataclass_fields__.keys():
+        return f"{file} is of another version"
+    first = TrainedRows(**kept | {"trained": [Rendering(*row) for row in kept["trained"]]})
+    try:
+        arguments = json.loads(json.dumps(arguments_of(export), default=str))
+    except (ConfigError, OSError) as error:
+        return f"nothing says that {file} is of the same run: {error}"
+    for name, value in first.arguments.items():
+        if arguments.get(name) != value:
+            return f"{file} is of another run, with --{name} {value!r:.60}, not {arguments.get(name)!r:.60}"
+    return first
 
 
-def compare_rows(export: Path) -> int:
-    """Compare what an export's tokenizer makes of a run's first rows with what was trained; returns how many there are.
+def compare_rows(export: Path, folder: Path) -> str:
+    """Compare what an export makes of the first rows of its run with what was trained; returns what was done.
+
+    `folder` is the output directory of the run.
 
     Raises:
         ConfigError: for each row that differs.
     """
-    file = export.resolve().parent / ROWS
-    if not file.exists():
-        return 0
-    kept = json.loads(file.read_text())
-    trained = [Rendering(*row) for row in kept["trained"]]
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    if found := differences(trained, kept["rows"], tokenizer, **kept["settings"]):
+    first = rows_of(export, folder)
+    if isinstance(first, str):
+        return f"Rows of training: not compared, {first}"
+    if found := first.problems(read_exported(export)):
         raise ConfigError(error_list(f"{export} does not render what was trained", found))
-    return len(trained)
+    by = " by the template that was trained with, and others by its own, as was accepted" if first.accepted else ""
+    return f"The export renders the first {len(first.rows)} rows as they were trained{by}"
 
 
 def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
@@ -84,7 +199,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         raise ConfigError(
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
-    number = compare_rows(export)
+    compared = compare_rows(export, export.resolve().parent)
     try:
         tokenizer = AutoTokenizer.from_pretrained(export)
     except (OSError, ValueError) as error:
@@ -92,19 +207,24 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     model: Any = load_export(export).eval()
     if not model.can_generate():
         raise ConfigError(f"{export} holds a {type(model).__name__}, which writes no texts: there is nothing to ask it")
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = stops_of(model.generation_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    stops = shown_ends(tokenizer, (end for end in ends if end is not None))
+    stops = shown_ends(tokenizer, sorted(ends))
     lines = [
         f"{export}: {type(model).__name__}, {model.num_parameters():,} parameters in {dtype}",
         f"Vocabulary: {len(tokenizer):,} tokens, {model.get_input_embeddings().weight.shape[0]:,} rows of the embedding",
         f"Chat template: {'yes' if tokenizer.chat_template else 'none'}; generation stops at {stops}",
-        f"Rows of training: {number} compared, all are rendered as they were trained"
-        if number
-        else f"Rows of training: not compared, there is no {ROWS} beside the export",
+        compared,
     ]
-    ids = prompt_ids(export, tokenizer, prompt)
+    first = rows_of(export, export.resolve().parent)
+    if isinstance(first, TrainedRows) and (
+        lost := {*first.ends} - ends
+    ):  # of adapters, whose model has its own settings
+        lines.append(
+            f"Rows of training end with {shown_ends(tokenizer, sorted(lost))}, where generation does not stop: the settings "
+            "are those of the adapters' model; give that eos_token_id to `generate`, or export with --merge_adapter"
+        )
+    ids = prompt_ids(tokenizer, prompt, first if isinstance(first, TrainedRows) else None)
     inputs = torch.tensor([ids])
     with torch.no_grad():
         written = model.generate(
@@ -135,20 +255,18 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     return getattr(transformers, names[0]).from_pretrained(export)
 
 
-def prompt_ids(export: Path, tokenizer: PreTrainedTokenizerBase, prompt: str | None) -> list[int]:
-    """Tokenise what the model shall answer to."""
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: TrainedRows | None) -> list[int]:
+    """Tokenise what the model shall answer to: the prompt, or else the beginning of the first row of training."""
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
         return prompt_alone(tokenizer, asked, {})
-    file = export.resolve().parent / ROWS
-    if file.exists():
-        kept = json.loads(file.read_text())
-        row = without_nulls(kept["rows"][0])
+    if first:
+        row = without_nulls(first.rows[0])
         asked = row.get("prompt")
         if "messages" in row:
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
         tools, more = (without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS)
         settings = {"tools": tools or None} | (more or {})
-        return prompt_alone(tokenizer, asked, settings) if asked else kept["trained"][0][0][:8]
+        return prompt_alone(tokenizer, asked, settings) if asked else first.trained[0].ids[:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return [begin]

@@ -1,7 +1,7 @@
 """Conversations and texts to train on: which columns are read, and how many targets they have."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -102,14 +102,22 @@ def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
     return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
-def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> tuple[np.ndarray, int]:
+class TargetCounts(NamedTuple):
+    """Targets of each row, how many rows end with a token at which generation stops, and with which ones."""
+
+    targets: np.ndarray
+    num_ended: int
+    ends: set[int]
+
+
+def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
     """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
 
     An end counts if it is among a row's last NUM_LAST targets: a template may write a line break behind it, and all of an
     asking user's message stands before. `kept` is the part of each row that is trained, the beginning or the end; its first
     token is no target, since nothing comes before it.
     """
-    counts, num_ended = [np.empty(0, np.int64)], 0
+    counts, num_ended, seen = [np.empty(0, np.int64)], 0, set()
     for lengths, labels in chunks_of(rows, "labels"):
         starts = np.concatenate([[0], np.cumsum(lengths)])
         before = np.arange(len(labels)) - np.repeat(starts[:-1], lengths)  # tokens of the row before each
@@ -123,4 +131,5 @@ def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERY
         is_end = is_target & np.isin(labels, list(ends)) & (after < NUM_LAST)
         counts.append(num_targets)
         num_ended += int((np.diff(np.concatenate([[0], np.cumsum(is_end)])[starts]) > 0).sum())
-    return np.concatenate(counts), num_ended
+        seen |= {*labels[is_end].tolist()}
+    return TargetCounts(np.concatenate(counts), num_ended, seen)

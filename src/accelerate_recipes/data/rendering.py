@@ -46,13 +46,23 @@ class Rendering(NamedTuple):
 
 
 def render(
-    row: dict, tokenizer: PreTrainedTokenizerBase, text_field: str, *, completion_only: bool, assistant_only: bool
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    text_field: str,
+    *,
+    completion_only: bool,
+    assistant_only: bool,
+    template: str | None,
 ) -> Rendering:
-    """Render a row as whoever loads the exported tokenizer would, by transformers alone."""
+    """Render a row as whoever loads the exported tokenizer would, by transformers alone.
+
+    `template`: a chat template instead of the tokenizer's own.
+    """
     row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
         name: without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS
     }
     settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
+    settings |= {"chat_template": template} if template else {}
     if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
         ids = prompt_alone(tokenizer, row["prompt"], settings)
         return Rendering(ids, [False] * len(ids))
@@ -105,16 +115,16 @@ def differences(
     trained: Iterable[Rendering],
     rows: Iterable[dict],
     tokenizer: PreTrainedTokenizerBase,
-    text_field: str,
-    *,
-    completion_only: bool,
-    assistant_only: bool,
+    **settings: Any,
 ) -> list[str]:
-    """List where the rendering of an exported tokenizer differs from what was trained, one sentence for each row."""
+    """List where the rendering of an exported tokenizer differs from what was trained, one sentence for each row.
+
+    `settings` are those of `render`.
+    """
     found = []
     for number, (row, (ids, targets)) in enumerate(zip(rows, trained, strict=True), 1):
         try:
-            ours = render(row, tokenizer, text_field, completion_only=completion_only, assistant_only=assistant_only)
+            ours = render(row, tokenizer, **settings)
         except (TemplateError, ValueError, TypeError) as error:
             found.append(f"row {number} cannot be rendered: {error}")
             continue
