@@ -109,6 +109,11 @@ def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     are_chats = any(isinstance(features[name], datasets.List) for name in columns)
     if are_chats and not (tokenizer.chat_template or args.chat_template_path):
         raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
+    if "prompt" not in columns and are_chats != (columns == FORMATS[0]):
+        raise ConfigError(
+            f"the column {columns[0]} holds {'messages' if are_chats else 'texts'}; lists of messages belong into messages, "
+            f"texts into {args.dataset_text_field} (--dataset_text_field)"
+        )
     for name, side in rows.items():
         check_texts_or_messages(side, columns, args.sources[name])
     read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}

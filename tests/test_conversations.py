@@ -272,10 +272,39 @@ def test_pairs_as_they_were_written(base, monkeypatch, form):
     sides = {"chosen": 0, "rejected": 0}
     for row, (ids, _) in compared:
         text = tokenizer.decode(ids)
-        ours, other = ("weather", '"a"') if '"weather"' in json.dumps(row["tools"]) else ("add", "town")
+        ours, other = ("weather", '"a"') if '"weather"' in row["tools"] else ("add", "town")
         assert ours in text and other not in text and "null" not in text and "None" not in text
         sides["rejected" if "I do not know" in text else "chosen"] += 1
     assert sides == {"chosen": 16, "rejected": 16}
+
+
+@pytest.mark.parametrize("form", ["pairs", "implicit", "judged"])
+def test_tools_that_differ_in_one_field(base, capsys, form):
+    """Tools get no fields of other rows' tools, not as nulls either."""
+    tools = [[TOOL], [TOOL | {"strict": True}]]
+    prepare(base, as_rows(form, [pair | {"tools": tools[i % 2]} for i, pair in enumerate(PAIRS)]), name="dpo")
+    text = capsys.readouterr().out.replace("|", "")
+    assert "strict" in text and "null" not in text
+
+
+@pytest.mark.parametrize("form", ["sft", "pairs", "implicit", "judged"])
+def test_nulls_of_json_texts(base, capsys, form):
+    """Tools as a text of JSON keep the nulls that stand there, as trl reads them, in training and in the comparison."""
+    asked = json.loads(json.dumps(OTHER_TOOL))
+    asked["function"]["parameters"]["properties"]["a"]["default"] = None
+    rows = [row | {"tools": json.dumps([asked if "weather" not in row["tools"] else TOOL])} for row in ROWS_WITH_TOOLS]
+    if form == "sft":
+        prepare(base, rows)
+    else:
+        prepare(
+            base,
+            as_rows(form, [pair | {"tools": row["tools"]} for pair, row in zip(PAIRS, rows, strict=True)]),
+            name="dpo",
+        )
+    text = capsys.readouterr().out.replace("|", "")
+    assert "null" in text and "weather" in text
+    for line in text.splitlines():
+        assert "weather" not in line or "null" not in line, "each row has its own"
 
 
 def test_prompts_as_they_were_written(base, capsys, monkeypatch):
@@ -463,6 +492,37 @@ def test_messages_of_parts(tmp_path):
             prepare(folder, rows)
 
 
+CHAT = conversation(1, tools=False, system=False)["messages"]
+ASKED, ANSWER = CHAT[:1], CHAT[1:2]
+OTHER = [{"role": "assistant", "content": "No."}]
+
+
+@pytest.mark.parametrize(
+    "name, row, said",
+    [
+        ("sft", {"messages": json.dumps(CHAT)}, "the column messages holds texts; lists of messages belong into messages"),
+        ("sft", {"text": CHAT}, "the column text holds messages; .* texts into text"),
+        ("sft", {"messages": []}, "row 3: 'messages' has no message; remove the row"),
+        ("sft", {"messages": [None, *CHAT]}, "row 3: 'messages' has a message that is null"),
+        ("sft", {"text": "Yes."}, "row 3: 'messages' is null, as in 3 of 6 rows"),
+        ("sft", {"messages": [{"from": "user", "value": "And?"}]}, "holds messages with .*; a message has role and content"),
+        ("sft", {"prompt": "And?", "completion": ANSWER}, "'prompt' holds texts, 'completion' holds messages; give all"),
+        ("sft", {"prompt": ASKED, "completion": "Yes."}, "'prompt' holds messages, 'completion' holds texts"),
+        ("grpo", {"prompt": []}, "row 3: 'prompt' has no message"),
+        ("dpo", {"prompt": "And?", "chosen": ANSWER, "rejected": OTHER}, "pair 0: the answers are messages, but the prompt"),
+        ("dpo", {"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}, "'prompt' holds messages, 'chosen' holds texts"),
+        ("dpo", {"chosen": ANSWER, "rejected": "No."}, "'chosen' holds messages, 'rejected' holds texts"),
+        ("dpo", {"prompt": ASKED, "completion": "No.", "score": 1}, "'prompt' holds messages, 'completion' holds texts"),
+    ],
+)  # fmt: skip
+def test_rows_of_another_form(base, name, row, said):
+    """One message says what is wrong, and in which row where only some are wrong."""
+    right = {"sft": {"messages": CHAT}, "grpo": {"prompt": ASKED}}.get(name, row)
+    rows = [right if "row 3" in said else row] * 3 + [row] * 3
+    with pytest.raises((ConfigError, DataError), match=said):
+        prepare(base, rows, name=name)
+
+
 def test_completion_only_loss_of_other_rows(tmp_path):
     folder = save_base(tmp_path, None)
     with pytest.raises(
@@ -546,6 +606,9 @@ def test_columns(capsys):
         {"messages": [call("add", a=2)], "tools": None, "chat_template_kwargs": None, "id": 4},
     ]
     found = select(Dataset.from_list(rows), {"messages"}, "here")
+    texts = [{"messages": [], "tools": json.dumps([{"a": None}]), "chat_template_kwargs": '{"b": null}'}]
+    found_in_texts = select(Dataset.from_list(texts), {"messages"}, "here")[0]
+    assert found_in_texts == {"messages": [], "tools": [{"a": None}], "chat_template_kwargs": {"b": None}}
     wanted = [[{"content": None} | message for message in row["messages"]] for row in rows]
     assert found[:]["messages"] == wanted, "without the fields of the other rows"
     assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
@@ -637,6 +700,29 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         check_export(out / "export", None, 3)
     with pytest.raises(ConfigError, match="it is no export"):
         check_export(tmp_path, None, 3)
+
+
+def test_new_tokens_of_adapters(tmp_path, capsys):
+    """Rows to spare in the embedding do not make a token known: adapters train no row of it. Without them, they are used."""
+    template = "{% for m in messages %}<a>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    save_base(tmp_path / "other", template)
+    folder = save_base(tmp_path / "base", None)
+    settings = json.loads((folder / "config.json").read_text())
+    for vocab_size in (
+        settings["vocab_size"],
+        64 * (settings["vocab_size"] // 64 + 1),
+    ):  # trl makes it a multiple of 64
+        (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": vocab_size}))
+        rows = [conversation(i, tools=False, system=True) for i in range(30)]
+        flags = ("--chat_template_path", str(tmp_path / "other"))
+        prepare(folder, rows, *flags)
+        assert "<a>|" in capsys.readouterr().out
+        with pytest.raises(
+            ConfigError, match=r"is a model, whose tokens trl adds: the tokenizer had \d+, and has \d+\. --use_peft"
+        ):
+            prepare(folder, rows, *flags, "--use_peft")
+    prepare(folder, [{"text": f"{i} <b>"} for i in range(30)], "--new_tokens", "<b>", "<c>")
+    assert "<b>|" in capsys.readouterr().out
 
 
 @pytest.mark.slow

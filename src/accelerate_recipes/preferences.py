@@ -19,7 +19,14 @@ from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
-from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, lengths_of, select
+from accelerate_recipes.data.conversations import (
+    NUM_COMPARED,
+    NUM_LAST,
+    cut_at,
+    lengths_of,
+    select,
+    without_added_nulls,
+)
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.data.shards import DataError
@@ -79,13 +86,23 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
     elif columns >= set(PAIR):
-        check_texts_or_messages(rows, PAIR + (("prompt",) if "prompt" in columns else ()), source)
+        check_texts_or_messages(rows, PAIR, source)
+        are_chats = isinstance(rows.features["chosen"], datasets.List)
+        if "prompt" in columns:  # it may be a text beside whole conversations
+            is_chat = isinstance(rows.features["prompt"], datasets.List)
+            check_texts_or_messages(rows, ("prompt", *(PAIR if is_chat or not are_chats else ())), source)
         rows = select(rows, columns & {"prompt", *PAIR, *SCORES}, source)
         pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
         if columns >= set(SCORES):
             check_numbers(rows, SCORES, source)
             pairs = pairs.filter(lambda row: score_margin(row) >= min_margin)
         pairs = pairs.map(maybe_extract_prompt)
+        if are_chats and not all(prompts := pairs["prompt"][:]):
+            number = [*map(bool, prompts)].index(False)
+            raise DataError(
+                f"{source}, pair {number}: the answers are messages, but the prompt is none, nor "
+                "do both answers begin with the same one; give the prompt as messages"
+            )
         pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
     else:
         raise ConfigError(
@@ -96,7 +113,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         raise ConfigError(
             f"{source} has {len(rows):,} rows, but gives no pair of a better and a worse answer; see --min_score_margin"
         )
-    pairs = select(pairs, ("prompt", *PAIR), source)  # `map` may have added nulls again
+    pairs = without_added_nulls(pairs, ("prompt", *PAIR), source)  # `map` may have added nulls again
     return pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
 
 
@@ -176,7 +193,9 @@ class PreferenceTrainer(PairTrainer):
             ConfigError: if they differ.
         """
         pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
-        prompts = [{name: pair[name] for name in ("prompt", *SETTINGS) if name in pair} for pair in pairs]
+        # As texts of JSON: their nulls are those that the user wrote.
+        settings = [{name: json.dumps(pair[name]) for name in SETTINGS if pair.get(name)} for pair in pairs]
+        prompts = [{"prompt": pair["prompt"]} | own for pair, own in zip(pairs, settings, strict=True)]
         rows, trained = [], []
         for (pair, prompt), side in itertools.product(zip(pairs, prompts, strict=True), PAIR):
             ids = pair["prompt_ids"] + pair[f"{side}_ids"]

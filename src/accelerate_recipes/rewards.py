@@ -312,7 +312,7 @@ class RewardTrainer(RecipeTrainer, GRPOTrainer):
         ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
         trained = [Rendering(row, [False] * len(row)) for row in ids]
         common = self.run.args.template_settings
-        rows = [{"prompt": row["prompt"], "chat_template_kwargs": common} for row in first]
+        rows = [{"prompt": row["prompt"], "chat_template_kwargs": json.dumps(common)} for row in first]
         # Answers are drawn until one of these ends, and so learn to end with it.
         self.compare_with_export(exported, self.first_rows(rows, trained, self.eos_token_ids))
         if not isinstance(rows[0]["prompt"], str):

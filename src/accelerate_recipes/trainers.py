@@ -201,6 +201,8 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
         model.state_dict = dict  # DPOTrainer hashes the weights
+        # Rows of the embedding for new tokens would begin as the mean of the others.
+        model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
         return model
     return load_model(
         args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
@@ -281,7 +283,7 @@ class RecipeTrainer:
         self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl reads this
-        num_embeddings = model.get_input_embeddings().num_embeddings
+        num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
@@ -294,10 +296,12 @@ class RecipeTrainer:
         )  # Trainer does it when training begins; the export is compared before
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
-        if adapter and model.get_input_embeddings().num_embeddings != num_embeddings:
+        # The embedding may have rows to spare for them, which mean nothing as long as nobody trains them.
+        if adapter and (len(tokenizer) != num_tokens or model.get_input_embeddings().num_embeddings != num_embeddings):
             raise ConfigError(
-                f"--chat_template_path {run.args.chat_template_path} is a model, for whose tokens trl changes the rows "
-                "of the embedding, and --use_peft neither trains nor saves those; give its template as a .jinja file"
+                f"--chat_template_path {run.args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
+                f"{num_tokens:,}, and has {len(tokenizer):,}. --use_peft neither trains nor saves their rows of the "
+                "embedding; give the template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
         self.counts["left out"] += len(settings["train_dataset"]) - len(self.train_dataset)

@@ -265,7 +265,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: Tr
         asked = row.get("prompt")
         if "messages" in row:
             asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", row["messages"]))
-        tools, more = (without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS)
+        tools, more = (parsed(row.get(name), name, 0, "") for name in SETTINGS)
         settings = {"tools": tools or None} | (more or {})
         return prompt_alone(tokenizer, asked, settings) if asked else first.trained[0].ids[:8]
     begin: Any = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

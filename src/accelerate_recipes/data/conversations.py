@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.data.rendering import SETTINGS, parsed, without_nulls
+from accelerate_recipes.data.rendering import SETTINGS, parsed
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
 
@@ -42,7 +42,17 @@ def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> dat
         message = getattr(rows.features[name], "feature", None)
         if isinstance(message, dict) and not isinstance(message.get("content", TEXT), datasets.Value):
             raise ConfigError(PARTS.format(f"{source}: {name!r}"))
-    changes = {name: target(rows.features[name]) for name in kept if is_rewritten(rows, name)}
+    return without_added_nulls(rows, kept, source)
+
+
+def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
+    """Rewrite those of the columns that need it without the nulls that Arrow adds to unequal rows.
+
+    Raises:
+        ConfigError: for messages of parts.
+        DataError: for tools that are no JSON.
+    """
+    changes = {name: target(rows.features[name]) for name in columns if is_rewritten(rows, name)}
     if changes:
         rows = rows.map(
             rewritten,
@@ -75,8 +85,8 @@ def target(feature: Any) -> Any:
 
 
 def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict:
-    """Return the columns `names` of a row without nulls; `tools` and `chat_template_kwargs` may also be texts of JSON."""
-    found = {name: without_nulls(parsed(row[name], name, number, source)) for name in names}
+    """Return the columns `names` of a row without nulls. Settings may also be texts of JSON, whose nulls stay."""
+    found = {name: parsed(row[name], name, number, source) for name in names}
     for name in found.keys() - {*SETTINGS}:
         messages = found[name] if isinstance(found[name], list) else []
         if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):

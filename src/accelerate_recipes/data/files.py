@@ -65,18 +65,47 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
 
 
 def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
-    """Raise DataError for a column that is missing or has another type, and for the first row in which it is null."""
+    """Check that columns hold texts, or all of them lists of messages.
+
+    Raises:
+        DataError: for a column that is missing or has another type than the others, and for the first row in which it is
+            null, or has no message.
+    """
+    holds = {}
     for column in columns:
         if column not in rows.column_names:
             raise DataError(f"{source} has no column {column!r}; there are {', '.join(rows.column_names)}")
         values = rows.data.column(column)
         kind = values.type
         is_messages = pa.types.is_list(kind) and isinstance(kind.value_type, pa.StructType | pa.JsonType)
+        holds[column] = "messages" if is_messages else "texts"
         if not (is_messages or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
             raise DataError(f"{source}: {column!r} holds {kind}, not texts or messages")
         if values.null_count:
             row = pc.index(values.is_null(), True).as_py()
             raise DataError(f"{source}, row {row}: {column!r} is null, as in {values.null_count} of {len(rows)} rows")
+        if is_messages:
+            check_messages(values, f"{source}{{}}: {column!r}")
+    if len({*holds.values()}) > 1:
+        said = ", ".join(f"{column!r} holds {what}" for column, what in holds.items())
+        raise DataError(f"{source}: {said}; give all of them as texts, or all as lists of messages")
+
+
+def check_messages(values: pa.ChunkedArray, where: str) -> None:
+    """Raise DataError for messages without a role, and for the first list that is empty or holds a null.
+
+    `where` gets the row's number.
+    """
+    fields = values.type.value_type
+    if isinstance(fields, pa.StructType) and fields.get_field_index("role") < 0:
+        names = ", ".join(field.name for field in fields)
+        raise DataError(f"{where.format('')} holds messages with {names}; a message has role and content")
+    for number, length in enumerate(pc.list_value_length(values).to_pylist()):
+        if not length:
+            raise DataError(f"{where.format(f', row {number}')} has no message; remove the row")
+    if sum(chunk.flatten().null_count for chunk in values.chunks):
+        number = next(i for i, messages in enumerate(values.to_pylist()) if None in messages)
+        raise DataError(f"{where.format(f', row {number}')} has a message that is null; remove it")
 
 
 def is_empty(file: str) -> bool:

@@ -14,9 +14,9 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return what a text of JSON means, and anything else as it is; no settings are an empty set of them."""
+    """Return what a text of JSON means, and anything else without the nulls that Arrow adds; none are an empty set."""
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
         raise DataError(f"{source}, row {number}: {name!r} is no JSON: {error}") from None
     kind = {"tools": list, "chat_template_kwargs": dict}.get(name)
@@ -59,7 +59,7 @@ def render(
     `template`: a chat template instead of the tokenizer's own.
     """
     row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
-        name: without_nulls(parsed(row.get(name), name, 0, "")) for name in SETTINGS
+        name: parsed(row.get(name), name, 0, "") for name in SETTINGS
     }
     settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
     settings |= {"chat_template": template} if template else {}
