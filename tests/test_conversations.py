@@ -1,9 +1,11 @@
 """Tests of conversations: what a row says reaches the template, and the export renders what was trained."""
 
+import copy
 import json
 import re
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,10 @@ SCRIPT = ROOT / "recipes/sft.py"
 PUBLISHED = {
     "llama3_1": "<|eot_id|>", "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>",
     "gemma3": "<end_of_turn>", "phi3": "<|end|>", "gptoss": "<|return|>", "deepseekv3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "cohere": "<|END_OF_TURN_TOKEN|>", "lfm2": "<|im_end|>", "llama3": "<|eot_id|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>", "lfm2": "<|im_end|>", "llama3": "<|eot_id|>", "llama3_2": "<|eot_id|>",
+    "qwen3_instruct_2507": "<|im_end|>", "qwen3_5_think": "<|im_end|>", "qwen3_6": "<|im_end|>", "qwen3_8": "<|im_end|>",
+    "lfm2_v2": "<|im_end|>", "lfm2_2_5": "<|im_end|>", "nemotron_3_nano": "<|im_end|>", "gemma4": "<turn|>",
+    "muse_glimmer": "<|eot|>",
 }  # fmt: skip
 WITHOUT_TOOLS = {"gemma", "gemma3", "phi3", "cohere", "llama3", "lfm2", "deepseekv3"}
 NOT_A_SYSTEM = {"gemma"}  # templates that refuse a system prompt
@@ -148,26 +153,63 @@ def test_published_templates(name, tmp_path, capsys, monkeypatch):
     assert re.search(r"\d+ rows; 0 without a target; with an end \d+; left out 0; cut 0;", capsys.readouterr().out)
 
 
+def test_at_least_ten_templates_have_tools():
+    assert len(PUBLISHED.keys() - WITHOUT_TOOLS) >= 10
+
+
+def test_a_template_that_does_not_end_answers(tmp_path):
+    """GLM's ends an answer with the mark of the next user, so the last answer has no end."""
+    folder = save_base(tmp_path, template_of("glm4moe"), "<|user|>")
+    with pytest.raises(ConfigError, match=r"no row ends with .* stops at '<\|user\|>', .* or mend the chat template"):
+        prepare(folder, ROWS_WITH_TOOLS)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base"), template_of("qwen3"), "<|im_end|>")
+    return save_base(tmp_path_factory.mktemp("base"), template_of("qwen3"), PUBLISHED["qwen3"])
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama3_1", "gptoss"])
+def family(request, tmp_path_factory) -> Path:
+    """Bases with templates that have little in common."""
+    return save_base(tmp_path_factory.mktemp(request.param), template_of(request.param), PUBLISHED[request.param])
 
 
 ROWS_WITH_TOOLS = [conversation(i, tools=True, system=True) for i in range(30)]
 
 
-def dropped_template(patch) -> None:
+def saved_with(patch, change: Callable[[PreTrainedTokenizerBase], str]) -> None:
+    """Let the template that is saved be another one."""
     real = PreTrainedTokenizerBase.save_pretrained
 
     def save(self, folder, **settings):
         template = self.chat_template
-        self.chat_template = template.replace("assistant", "helper")
+        self.chat_template = change(self)
         try:
             return real(self, folder, **settings)
         finally:
             self.chat_template = template
 
     patch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+
+
+def dropped_template(patch) -> None:
+    saved_with(patch, lambda tokenizer: tokenizer.chat_template.replace("assistant", "helper"))
+
+
+def changed_end(patch) -> None:
+    saved_with(patch, lambda tokenizer: tokenizer.chat_template.replace(tokenizer.eos_token, "</s>"))
+
+
+def changed_stop(patch) -> None:
+    real = GenerationConfig.save_pretrained
+
+    def save(self, folder):
+        self = copy.deepcopy(self)
+        self.eos_token_id = 5
+        real(self, folder)
+
+    patch.setattr(GenerationConfig, "save_pretrained", save)
 
 
 def lost_template(patch) -> None:
@@ -197,16 +239,19 @@ def removed_tools(patch) -> None:
 @pytest.mark.parametrize(
     "mutation, said",
     [
-        (dropped_template, r"row 1, token \d+: .* was trained, the export renders "),
+        (dropped_template, r"row 1(, token \d+: .* was trained, the export renders | cannot be rendered)"),
         (lost_template, "row 1 cannot be rendered"),
+        (changed_end, r"row 1, token \d+: .* was trained, the export renders .*</s>"),
+        (changed_stop, "no row ends with a target at which the model would stop"),
         (shifted_mask, r"row 1, token \d+, .*, was no target of the loss"),
-        (removed_tools, r"row 1, token \d+: .* was trained, the export renders .*# Tool"),
+        (removed_tools, r"row 1, token \d+: .* was trained, the export renders "),
     ],
 )
-def test_mutations_are_caught_before_the_first_step(base, monkeypatch, mutation, said):
+def test_mutations_are_caught_before_the_first_step(family, monkeypatch, mutation, said):
+    """Three families of templates: what is exported is not what is trained, or the other way round."""
     mutation(monkeypatch)
     with pytest.raises(ConfigError, match=said):
-        prepare(base, ROWS_WITH_TOOLS)
+        prepare(family, ROWS_WITH_TOOLS)
 
 
 def lost_settings(patch) -> None:
