@@ -137,6 +137,45 @@ def test_nothing_is_overwritten_or_mixed_that_no_push_wrote(server, push, export
     assert server.repositories["models/me/theirs"].main == before and not server.received
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "additional_chat_templates/rag.jinja",
+        "generation_config.json",
+        "tokenizer.model",
+        "vocab.txt",
+    ],
+)
+def test_what_from_pretrained_would_read_is_in_the_way(server, push, tmp_path, name):
+    """A template, settings or tokenizer of somebody else would change what the model answers; other files would not."""
+    export = write(tmp_path / "plain", {"README.md": b"Plain.", "config.json": b"{}", "model.safetensors": b"Weights."})
+    server.push("models/me/theirs", {name: b"Somebody wrote this.", "notes.txt": b"Mine.", "results.json": b"{}"})
+    server.repositories["models/me/theirs"].private = True
+    before = server.repositories["models/me/theirs"].main
+    code, output = push(export, "me/theirs")
+    assert code == 1 and f"me/theirs holds {name}, which no push of an export wrote; delete that there" in output, (
+        output
+    )
+    assert server.repositories["models/me/theirs"].main == before and not server.received
+    server.push("models/me/theirs", {"notes.txt": b"Mine.", "results.json": b"{}"})
+    assert push(export, "me/theirs")[0] == 0
+
+
+def test_shards_of_an_earlier_push_without_its_list(server, push, export, tmp_path):
+    """If somebody deletes the list, what that push wrote is nobody's, and in the way of a model in other files."""
+    assert push(export, "me/tiny")[0] == 0
+    repository = server.repositories["models/me/tiny"]
+    kept = {
+        name: data for name, data in repository.commits[repository.main].items() if name != "accelerate_recipes.json"
+    }
+    repository.push(kept)
+    whole = write(tmp_path / "whole", {"README.md": b"New.", "config.json": b"{}", "model.safetensors": b"One file."})
+    code, output = push(whole, "me/tiny")
+    assert code == 1 and "which no push of an export wrote" in output, output
+    assert all(name in output for name in kept if name.endswith(".safetensors")), output
+
+
 def test_the_same_files_from_elsewhere_are_not_in_the_way(server, push, export):
     card = (export / "README.md").read_bytes()
     large = next(name for name in contents(export) if name.endswith(".safetensors"))

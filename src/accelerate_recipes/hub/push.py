@@ -23,6 +23,12 @@ from accelerate_recipes.args import ConfigError, error_list, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import described, hub_checksum, readable
 
+# Files that `from_pretrained` reads where they lie, though no other file names them.
+READ_BESIDE = {
+    "adapter_config.json", "added_tokens.json", "chat_template.json", "config.json", "generation_config.json", "merges.txt",
+    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer_config.json", "vocab.json", "vocab.txt",
+}  # fmt: skip
 ATTRIBUTES = ".gitattributes"  # the Hub's own file in a new repository
 
 
@@ -158,6 +164,7 @@ def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:
 
 
 def is_of_a_model(name: str) -> bool:
-    """Tell whether `from_pretrained` could take a file for a part of the model beside it."""
-    ends = (".safetensors", ".bin", ".index.json")
-    return "/" not in name and (name.endswith(ends) or name == "adapter_config.json")
+    """Tell whether `from_pretrained` could take a file for a part of the model beside it, or of its tokenizer."""
+    if "/" in name:
+        return name.startswith("additional_chat_templates/")
+    return name.endswith((".safetensors", ".bin", ".index.json", ".jinja", ".model")) or name in READ_BESIDE
