@@ -771,6 +771,33 @@ def test_new_tokens_of_adapters(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
+    """Their export is compared by that template, and its own may differ only as was accepted; their model stops elsewhere."""
+    folder = save_base(tmp_path / "base", template_of("qwen3"), "<|endoftext|>")
+    file = write(tmp_path / "rows.jsonl", [conversation(i, tools=False, system=True) for i in range(30)])
+    out = tmp_path / "out"
+    arguments = ("--model_name_or_path", folder, "--train_files", file, "--eos_token", "<|im_end|>", "--use_peft")
+    arguments += ("--assistant_only_loss", "true", "--accept_training_template", "true", "--heldout_share", 0.3)
+    assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, out.with_suffix(
+        ".log"
+    ).read_text()[-3000:]
+    log = out.with_suffix(".log").read_text()
+    stops = r"Rows end with '<\|im_end\|>', but adapters are .*, which stop at '<\|endoftext\|>'; give"
+    renders = (
+        "renders the first 16 rows as they were trained, by the template of the training; its own differs in 16 of them"
+    )
+    assert re.search(stops, log) and renders in log, log[-3000:]
+    said = check_export(out / "export", "And?", 2)
+    assert re.search(stops, said) and renders in said, said
+    template = out / "export/chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "helper"))
+    with pytest.raises(
+        ConfigError, match=r"does not render what was trained(.|\n)*row 1, token .* the export renders "
+    ):
+        check_export(out / "export", "And?", 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_new_tokens(forks, tmp_path, tied):
     """Two added tokens get rows in the embedding, are trained sharded, exported, and written by the model."""

@@ -44,7 +44,13 @@ from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.args import OWNED_ELSEWHERE, ConfigError, Range, TrainArgs, arg, computes_in_bf16
 from accelerate_recipes.attention import DOCUMENTS
-from accelerate_recipes.checkpoint.check_export import Exported, TrainedRows, compare_with_export
+from accelerate_recipes.checkpoint.check_export import (
+    Exported,
+    TrainedRows,
+    compare_with_export,
+    ends_of_adapters,
+    stops_of,
+)
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.data.rendering import Rendering
@@ -283,6 +289,7 @@ class RecipeTrainer:
         self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl reads this
+        self.base_stops = stops_of(model.generation_config)
         num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
         try:
@@ -340,7 +347,10 @@ class RecipeTrainer:
         Raises:
             ConfigError: if they differ, and if a file of the user is in the way.
         """
-        compare_with_export(exported, first, None if self.run.args.data_only else self.run.output_dir)
+        args = self.run.args
+        compare_with_export(exported, first, None if args.data_only else self.run.output_dir)
+        if self.run.adapter and not args.merge_adapter and {*first.ends} - self.base_stops:
+            self.run.print(ends_of_adapters(exported.tokenizer, first.ends, self.base_stops))
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Make a batch of rows as the model reads them; of prompts, where the answers are drawn in training."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,8 +181,10 @@ def compare_rows(export: Path, folder: Path) -> str:
         return f"Rows of training: not compared, {first}"
     if found := first.problems(read_exported(export)):
         raise ConfigError(error_list(f"{export} does not render what was trained", found))
-    by = " by the template that was trained with, and others by its own, as was accepted" if first.accepted else ""
-    return f"The export renders the first {len(first.rows)} rows as they were trained{by}"
+    said = f"The export renders the first {len(first.rows)} rows as they were trained"
+    if first.accepted:
+        said += f", by the template of the training; its own differs in {len(first.accepted)} of them, as was accepted"
+    return said
 
 
 def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
@@ -217,13 +220,8 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         compared,
     ]
     first = rows_of(export, export.resolve().parent)
-    if isinstance(first, TrainedRows) and (
-        lost := {*first.ends} - ends
-    ):  # of adapters, whose model has its own settings
-        lines.append(
-            f"Rows of training end with {shown_ends(tokenizer, sorted(lost))}, where generation does not stop: the settings "
-            "are those of the adapters' model; give that eos_token_id to `generate`, or export with --merge_adapter"
-        )
+    if isinstance(first, TrainedRows) and {*first.ends} - ends:
+        lines.append(ends_of_adapters(tokenizer, first.ends, ends))
     ids = prompt_ids(tokenizer, prompt, first if isinstance(first, TrainedRows) else None)
     inputs = torch.tensor([ids])
     with torch.no_grad():
@@ -241,7 +239,16 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     return "\n".join(lines)
 
 
-def load_export(export: Path) -> transformers.PreTrainedModel:
+def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: set[int]) -> str:
+    """Say that adapters learn to end where the settings of generation, which are their model's, do not stop."""
+    lost, known = (shown_ends(tokenizer, sorted(tokens)) for tokens in ({*ends} - stops, stops))
+    return (
+        f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}; "
+        "give the end to `generate` as eos_token_id, or merge the adapters (--merge_adapter)"
+    )
+
+
+def load(export: Path) -> transformers.PreTrainedModel:
     """Load a model of any kind; adapters beside their model, which is read from where they name it."""
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
