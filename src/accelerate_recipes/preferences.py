@@ -155,7 +155,7 @@ class PairTrainer(RecipeTrainer, DPOTrainer):
         prompts, *answers = (lengths_of(self.train_dataset, f"{name}_ids") for name in ("prompt", *PAIR))
         longest = self.args.max_length or sys.maxsize
         room = longest - prompts if self.args.truncation_mode == "keep_start" else longest
-        num_targets = sum(np.minimum(number, room) for number in answers)
+        num_targets = np.sum([np.minimum(number, room) for number in answers], axis=0)
         counts = cut_at(np.concatenate([prompts + number for number in answers]), longest)
         counts["cut"] = int((prompts + np.maximum(*answers) > longest).sum())  # pairs, not answers
         return num_targets, self.counts | counts
