@@ -34,7 +34,6 @@ from accelerate_recipes.rewards import (
     check_settings,
     load_rewards,
     reward_problems,
-    tokenize_prompts,
 )
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.samples import Samples
@@ -77,7 +76,9 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
         check_settings(side, args.template_settings, args.sources[name])
-        lengths += (found := [len(ids) for ids in prompt_ids(tokenizer, side["prompt"][:], args.template_settings)])
+        lengths += (
+            found := [len(ids) for ids in tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings)]
+        )
         rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
         if not len(rows[name]):
             raise ConfigError(

@@ -179,13 +179,13 @@ def test_prepare(base, arguments, tmp_path, capsys):
     assert re.search(said + "targets a row: mean 7.0, most 7; the first are in ", shown), shown[:900]
     assert re.search(r"Evaluation\n\n  row 1, chosen: ", shown)
     same = [str(part) for part in (*arguments, *where)]
-    recipe.prepare([str(SCRIPT), *same, "--max_length", "8"])
+    recipe.prepare_data([str(SCRIPT), *same, "--max_length", "8"])
     said = "with an end 45; left out 0; cut 45; tokens cut off 135; longest 11; targets a row: mean 4.0, most 4;"
     assert said in (shown := capsys.readouterr().out), shown[:900]
     with pytest.raises(ConfigError, match=r"is left to train on: .* within --max_length 4; raise it"):
         recipe.prepare_data([str(SCRIPT), *same, "--max_length", "4"])
     rewards = ["--rewards", "think_format_reward", "--num_generations", "2", "--max_completion_length", "4"]
-    recipe.prepare([str(ROOT / "recipes/grpo.py"), *same, *rewards])
+    recipe.prepare_data([str(ROOT / "recipes/grpo.py"), *same, *rewards])
     shown = capsys.readouterr().out
     assert "Rows to train on: " in shown and " rows; left out 0; longest 6; the first are in " in shown, shown[:900]
     assert re.search(

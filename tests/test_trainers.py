@@ -373,7 +373,7 @@ def test_dpo(forks, killed_and_resumed, chess, tmp_path, is_killed):
 def test_chess_pairs_are_not_prepared(chess, tmp_path, capsys):
     """The model makes them; where only data are wanted, the positions of the evaluation are shown."""
     arguments = (*chess, "--num_train_positions", 30, "--output_dir", tmp_path / "out")
-    recipe.prepare([str(part) for part in (DPO, *arguments)])
+    recipe.prepare_data([str(part) for part in (DPO, *arguments)])
     assert re.search(r"Evaluation\n\n  row 1: \d+ tokens, 0 targets\n", capsys.readouterr().out)
 
 

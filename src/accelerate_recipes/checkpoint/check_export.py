@@ -147,7 +147,7 @@ def compare_with_export(exported: Exported, first: TrainedRows, folder: Path | N
         first.save(folder)
 
 
-def rows_of(export: Path, folder: Path) -> TrainedRows | str:
+def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
     """Read the first rows of the run of an export, which lie in the run's `folder`; returns a reason if there are none."""
     file = folder / ROWS
     if not file.exists():
@@ -176,7 +176,7 @@ def compare_rows(export: Path, folder: Path) -> str:
     Raises:
         ConfigError: for each row that differs.
     """
-    first = rows_of(export, folder)
+    first = kept_rows(export, folder)
     if isinstance(first, str):
         return f"Rows of training: not compared, {first}"
     if found := first.problems(read_exported(export)):
@@ -219,7 +219,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         f"Chat template: {'yes' if tokenizer.chat_template else 'none'}; generation stops at {stops}",
         compared,
     ]
-    first = rows_of(export, export.resolve().parent)
+    first = kept_rows(export, export.resolve().parent)
     if isinstance(first, TrainedRows) and {*first.ends} - ends:
         lines.append(ends_of_adapters(tokenizer, first.ends, ends))
     ids = prompt_ids(tokenizer, prompt, first if isinstance(first, TrainedRows) else None)
@@ -248,7 +248,7 @@ def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], st
     )
 
 
-def load(export: Path) -> transformers.PreTrainedModel:
+def load_export(export: Path) -> transformers.PreTrainedModel:
     """Load a model of any kind; adapters beside their model, which is read from where they name it."""
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM

@@ -175,17 +175,17 @@ def in_one_place(model: nn.Module) -> Iterator[None]:
     """
     seen, places = set(), []
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+        for name, child in parent.named_children():
             if child in seen:
-                places.append((parent._modules, name, child))
+                places.append((parent, name, child))
             seen.add(child)
-    for modules, name, _ in places:
-        modules[name] = None
+    for parent, name, _ in places:
+        setattr(parent, name, None)
     try:
         yield
     finally:
-        for modules, name, child in places:
-            modules[name] = child
+        for parent, name, child in places:
+            setattr(parent, name, child)
 
 
 @contextlib.contextmanager
