@@ -29,7 +29,7 @@ FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", GATH
 BY_LAYER = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}
 
 
-@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED, FP8, FSDP2 | FP8])
+@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED, FP8, FSDP2 | FP8, FSDP2 | FP8 | {GATHER_FP8: "0"}])
 def test_sound_environments(env):
     assert environment_problems(env, num_devices=0) == []
     assert environment_problems(env, num_devices=8) == []
@@ -43,6 +43,7 @@ def test_sound_environments(env):
         (FSDP1 | FP8, 4, ["fp8 with fsdp_version: 1"]),
         (FSDP2 | FP8 | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, 4, ["fsdp_cpu_ram_efficient_loading", "false"]),
         (FSDP2 | FP8 | {GATHER_FP8: "True"}, 4, ["enable_fsdp_float8_all_gather", "false"]),
+        (FSDP2 | FP8 | {GATHER_FP8: "1"}, 4, ["enable_fsdp_float8_all_gather", "false"]),
         (
             FSDP2 | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
             4,

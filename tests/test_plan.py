@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,10 +28,11 @@ from accelerate_recipes.launch import planning
 from accelerate_recipes.launch.planning import job_of, plan, plan_with
 from accelerate_recipes.launch.preflight import preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
-from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
+from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
+from accelerate_recipes.plan.search import Change, Search, prediction_of
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, SimulationError, Simulator
 
 LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
@@ -153,6 +155,55 @@ def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
     best = min(p["needed"] for p in facts["fits_with"] if p["keeps_trajectory"])
     pairs = planned(best - 1)["fits_with"]
     assert pairs and all(p["needed"] < best for p in pairs)
+
+
+def outcome(needed: int) -> Outcome:
+    """Make the outcome of a run that needs so many bytes."""
+    numbers = dict.fromkeys(("flops", "recomputed", "seconds", "compute", "memory", "communication"), 1)
+    numbers |= dict.fromkeys(("trained", "parameters", "num_layers", "micro_batches", "tokens"), 1)
+    return Outcome(
+        peak=needed - OUTSIDE, at_peak={}, host_peak=0, phases=[], collectives={}, inside_node={}, unit="images",
+        is_uniform=True, **numbers,
+    )  # fmt: skip
+
+
+def test_what_the_search_could_not_try_is_said():
+    """A change that is refused, not simulated, or fails in simulation is named with the reason; the others are proposed."""
+    answers = {
+        "--checkpoint_every_n_layers 2": NotSimulatedError("such layers\nbut others"),
+        "--optim adafactor": SimulationError("the simulation failed: no such operator\nTraceback"),
+    }
+
+    def simulate(jobs: list[Job]) -> list:
+        return [next((a for flags, a in answers.items() if flags in " ".join(j.command)), outcome(3 * GIB)) for j in jobs]
+
+    def make_job(changes: Sequence[Change]) -> Job:
+        if any(change.kind == "offload" for change in changes):
+            raise ConfigError("accelerate launch refuses: no CPU")
+        return replace(first, command=first.command + [word for change in changes for word in change.recipe])
+
+    first = job("fsdp_full", C4)
+    before = prediction_of(first, outcome(4 * GIB), replace(GPUS["l4"], memory=4 * GIB - 1))
+    search = Search(simulate, before, first, make_job)
+    found = search.fitting()
+    assert [str(p.changes[0]) for p in found] == [
+        "--fsdp_activation_checkpointing true", "--per_device_train_batch_size 1", "2 x as many nodes",
+        "--mixed_precision no --optim adamw_bf16_kahan",
+    ]  # fmt: skip
+    assert planning.failed(search) == {
+        "--fsdp_offload_params true": "accelerate launch refuses: no CPU",
+        "--fsdp_activation_checkpointing true --checkpoint_every_n_layers 2": "plan does not simulate such layers",
+        "--optim adafactor": "the simulation failed: no such operator",
+    }
+    lines = planning.failures(search)
+    assert lines[0] == "These could not be tried:" and "  --optim adafactor: the simulation failed: no such operator" in lines
+
+
+def test_targets_have_a_unit():
+    """The JSON counts targets, and says whether they are tokens or images."""
+    facts = prediction_of(job("fsdp_full", C4), outcome(3 * GIB), GPUS["l4"]).facts()
+    assert facts["unit"] == "images" and facts["targets_per_second"] == facts["step"]["targets"] == 2
+    assert not [name for name in (*facts, *facts["step"]) if "token" in name]
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def fp8_problems(env: Mapping[str, str]) -> list[str]:
             found.append(
                 "mixed_precision: fp8 with fsdp_cpu_ram_efficient_loading: true is refused by Accelerate; set it to false"
             )
-        if env.get("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true").lower() != "false":
+        if env.get("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true").lower() not in ("false", "0"):
             found.append(
                 "fp8_config: enable_fsdp_float8_all_gather would put weights of a class of torchao's into checkpoints; set "
                 "it to false"

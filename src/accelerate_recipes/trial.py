@@ -52,6 +52,11 @@ class Trial:
         return positions is not None and bool((positions[:, 1:] == 0).any())
 
 
+def is_staged(config: PreTrainedConfig) -> bool:
+    """Tell whether layers lie in stages of different widths, as in a Swin, so that few of them say nothing of all."""
+    return bool(getattr(config, "depths", None))
+
+
 def config_of(args: TrainArgs) -> PreTrainedConfig:
     """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed.
 

@@ -29,7 +29,7 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels
 from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import classifier_on_meta
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of, is_staged
 
 CONFIGS = {
     "deepvit": DeepViTConfig,
@@ -48,7 +48,7 @@ LAYERS = {
     "swin": "SwinLayer",
     "convnext": "ConvNextLayer",
 }
-STAGED = ("swin", "convnext")  # their width and number of layers differ from stage to stage
+STAGED = [name for name, new in CONFIGS.items() if is_staged(new())]
 CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
 NUM_CLASSES = 1000  # of a trial, as ImageNet's: those of the data are not known before they are read
 

@@ -18,7 +18,7 @@ from accelerate_recipes.launch.preflight import Request, launch_environment, rea
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import Change, Proposal, find_faster, find_fitting, prediction_of
+from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
 
@@ -123,12 +123,14 @@ def searched(
     def make_job(changes: Sequence[Change]) -> Job:
         return job_of(request, job.gpu, changes)
 
+    search = Search(simulator, prediction, job, make_job)
     if prediction.fits:
-        faster, largest = find_faster(simulator, prediction, job, make_job)
+        faster, largest = search.faster(), search.largest_batch()
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
         title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
-        return [rows, title, *listed(faster)], {"largest_batch": largest, "faster": as_json(faster)}
-    fitting = find_fitting(simulator, prediction, job, make_job)
+        facts = {"largest_batch": largest, "faster": described(faster)}
+        return [rows, title, *listed(faster), *failures(search)], facts | {"failed": failed(search)}
+    fitting = search.fitting()
     keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
     changing = [proposal for proposal in fitting if not proposal.keeps_trajectory]
     lines = [
@@ -139,14 +141,25 @@ def searched(
     ]
     if changing:
         lines += ["It fits with these changes (another loss trajectory):", *listed(changing)]
-    return lines, {"fits_with": as_json(fitting)}
+    return [*lines, *failures(search)], {"fits_with": described(fitting), "failed": failed(search)}
 
 
 def listed(proposals: Sequence[Proposal]) -> list[str]:
     return [f"  {proposal}" for proposal in proposals[:SHOWN]]
 
 
-def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
+def failures(search: Search) -> list[str]:
+    """Say which changes gave no prediction, and why."""
+    lines = [f"  {changes}: {reason}" for changes, reason in failed(search).items()]
+    more = [f"  and {len(lines) - SHOWN} more; --json has all"] if len(lines) > SHOWN else []
+    return ["These could not be tried:", *lines[:SHOWN], *more] if lines else []
+
+
+def failed(search: Search) -> dict[str, str]:
+    return {in_words(changes): reason for changes, reason in search.failed.items()}
+
+
+def described(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
     """Describe proposals for --json."""
     return [
         {

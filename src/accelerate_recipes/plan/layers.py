@@ -17,10 +17,10 @@ from accelerate_recipes.plan.simulate import (
     Outcome,
     Refusal,
     Simulator,
-    is_staged,
     layers_of,
     load_trial,
 )
+from accelerate_recipes.trial import is_staged
 
 # The fewest layers of which those in the middle have neighbours that are treated alike: from 3 an extrapolation was too low.
 STEADY = 4

@@ -41,7 +41,7 @@ class Prediction:
         return self.fits and self.needed > NEAR * self.gpu.memory
 
     @property
-    def tokens_per_second(self) -> float:
+    def targets_per_second(self) -> float:
         """Upper bound over all GPUs."""
         outcome = self.outcome
         return outcome.tokens * outcome.micro_batches * self.world_size / outcome.seconds
@@ -76,6 +76,7 @@ class Prediction:
             "gpu": self.gpu.name,
             "gpus": self.world_size,
             "gpus_per_node": self.gpus_per_node,
+            "unit": outcome.unit,
             "parameters": outcome.parameters,
             "trained": outcome.trained,
             "memory": {
@@ -91,7 +92,7 @@ class Prediction:
             "host": self.host,
             "step": {
                 "micro_batches": outcome.micro_batches,
-                "tokens": outcome.tokens * outcome.micro_batches * self.world_size,
+                "targets": outcome.tokens * outcome.micro_batches * self.world_size,
                 "flops": outcome.flops,
                 "recomputed_flops": outcome.recomputed,
                 "seconds": outcome.seconds,
@@ -104,7 +105,7 @@ class Prediction:
                     for key, counts in outcome.collectives.items()
                 },
             },
-            "tokens_per_second": self.tokens_per_second,
+            "targets_per_second": self.targets_per_second,
             "mfu": self.mfu,
             "hours": steps * outcome.seconds / 3600 if steps > 0 else None,
             "checkpoint": self.checkpoint,
@@ -143,7 +144,7 @@ class Prediction:
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
             f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others",
-            f"Speed at most: {self.tokens_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
+            f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
         if self.args.max_steps > 0:
             lines[-1] += (

@@ -5,13 +5,13 @@ Each proposal is simulated. First come those that leave the loss trajectory as i
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs, first_line
 from accelerate_recipes.plan.gpus import Gpu
-from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.predict import Prediction, in_gib
-from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
+from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.predict import Prediction, gib
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, load_trial
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
 
@@ -47,7 +47,11 @@ class Proposal:
 
     def __str__(self) -> str:
         needed, seconds = self.prediction.needed, self.prediction.outcome.seconds
-        return f"{' and '.join(map(str, self.changes))}: {in_gib(needed)} GiB, a step of at least {seconds:.3g} s"
+        return f"{in_words(self.changes)}: {gib(needed)} GiB, a step of at least {seconds:.3g} s"
+
+
+def in_words(changes: Iterable[Change]) -> str:
+    return " and ".join(map(str, changes))
 
 
 MakeJob = Callable[[Sequence[Change]], Job]
@@ -113,44 +117,65 @@ def larger_batches(args: TrainArgs) -> list[Change]:
     ]
 
 
-def simulate_all(
-    simulator: Simulator, choices: Iterable[tuple[Change, ...]], make_job: MakeJob, gpu: Gpu
-) -> list[Proposal]:
-    """Simulate a run under each choice of changes; leaves out what is refused or cannot be simulated."""
-    choices = list(choices)
-    jobs = [make_job(choice) for choice in choices]
-    found = []
-    for choice, job, outcome in zip(choices, jobs, predict_outcomes(simulator, jobs), strict=True):
-        if isinstance(outcome, Outcome):
-            found.append(Proposal(choice, prediction_of(job, outcome, gpu)))
-    return found
-
-
 def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
     args, _ = load_trial(job)
     return Prediction(outcome, args, gpu, int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"]))
 
 
-def find_fitting(simulator: Simulator, before: Prediction, job: Job, make_job: MakeJob) -> list[Proposal]:
-    """Find single changes with which a run fits, else pairs of those that save memory; the best first."""
-    candidates = savings(before.args, job.env)
-    singles = simulate_all(simulator, [(change,) for change in candidates], make_job, before.gpu)
-    fitting = [proposal for proposal in singles if proposal.prediction.fits]
-    if not any(proposal.keeps_trajectory for proposal in fitting):
-        saving = [p.changes[0] for p in singles if p.prediction.needed < before.needed and not p.prediction.fits]
-        pairs = [pair for pair in itertools.combinations(saving, 2) if pair[0].kind != pair[1].kind]
-        fitting += [p for p in simulate_all(simulator, pairs, make_job, before.gpu) if p.prediction.fits]
-    return sorted(fitting, key=lambda p: (not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds))
+@dataclass
+class Search:
+    """Search around a run that was predicted; `failed` says of changes that gave no prediction why."""
 
+    simulator: Simulator
+    before: Prediction
+    job: Job
+    make_job: MakeJob
+    failed: dict[tuple[Change, ...], str] = field(default_factory=dict)
 
-def find_faster(simulator: Simulator, before: Prediction, job: Job, make_job: MakeJob) -> tuple[list[Proposal], int]:
-    """Find changes with which a run that fits is faster and still fits, and the largest batch per device that fits."""
-    singles = simulate_all(simulator, [(c,) for c in speedups(before.args, job.env)], make_job, before.gpu)
-    faster = [p for p in singles if p.prediction.fits and p.prediction.outcome.seconds < before.outcome.seconds]
-    largest = before.args.per_device_train_batch_size
-    for change in larger_batches(before.args):
-        found = simulate_all(simulator, [(change,)], make_job, before.gpu)
-        if not found or not found[0].prediction.fits:
-            break
-        largest = found[0].prediction.args.per_device_train_batch_size
-    return sorted(faster, key=lambda p: p.prediction.outcome.seconds), largest
+    def simulate(self, choices: Iterable[tuple[Change, ...]]) -> list[Proposal]:
+        """Simulate the run under each choice of changes."""
+        jobs = {}
+        for choice in choices:
+            try:
+                jobs[choice] = self.make_job(choice)
+            except ConfigError as error:
+                self.failed[choice] = first_line(error)
+        found = []
+        for (choice, job), outcome in zip(jobs.items(), predict(self.simulator, list(jobs.values())), strict=True):
+            if isinstance(outcome, Outcome):
+                found.append(Proposal(choice, prediction_of(job, outcome, self.before.gpu)))
+            else:
+                reason = first_line(outcome)
+                is_named = isinstance(outcome, NotSimulatedError)
+                self.failed[choice] = f"plan does not simulate {reason}" if is_named else reason
+        return found
+
+    def fitting(self) -> list[Proposal]:
+        """Find single changes with which the run fits, else pairs of those that save memory; the best first."""
+        candidates = savings(self.before.args, self.job.env)
+        singles = self.simulate([(change,) for change in candidates])
+        fitting = [proposal for proposal in singles if proposal.prediction.fits]
+        if not any(proposal.keeps_trajectory for proposal in fitting):
+            saving = [
+                p.changes[0] for p in singles if p.prediction.needed < self.before.needed and not p.prediction.fits
+            ]
+            pairs = [pair for pair in itertools.combinations(saving, 2) if pair[0].kind != pair[1].kind]
+            fitting += [proposal for proposal in self.simulate(pairs) if proposal.prediction.fits]
+        return sorted(fitting, key=lambda p: (not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds))
+
+    def faster(self) -> list[Proposal]:
+        """Find changes with which a run that fits is faster and still fits; the best first."""
+        singles = self.simulate([(change,) for change in speedups(self.before.args, self.job.env)])
+        seconds = self.before.outcome.seconds
+        faster = [p for p in singles if p.prediction.fits and p.prediction.outcome.seconds < seconds]
+        return sorted(faster, key=lambda p: p.prediction.outcome.seconds)
+
+    def largest_batch(self) -> int:
+        """Find the largest batch per device, of doublings, with which a run that fits still fits."""
+        largest = self.before.args.per_device_train_batch_size
+        for change in larger_batches(self.before.args):
+            found = self.simulate([(change,)])
+            if not found or not found[0].prediction.fits:
+                break
+            largest = found[0].prediction.args.per_device_train_batch_size
+        return largest

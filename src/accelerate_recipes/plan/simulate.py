@@ -31,7 +31,7 @@ from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Cloc
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
-from accelerate_recipes.trial import NotSimulatedError, Trial
+from accelerate_recipes.trial import NotSimulatedError, Trial, is_staged
 
 MICRO_BATCHES = 2  # more of them take time, but no memory
 NUM_LAYERS = (
@@ -132,11 +132,6 @@ def layers_of(config: PreTrainedConfig) -> int:
         return sum(config.depths)
     text = config.get_text_config()
     return next(getattr(text, name) for name in NUM_LAYERS if getattr(text, name, None) is not None)
-
-
-def is_staged(config: PreTrainedConfig) -> bool:
-    """Tell whether layers lie in stages of different widths, as in a Swin, so that few of them say nothing of all."""
-    return bool(getattr(config, "depths", None))
 
 
 def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
@@ -326,7 +321,7 @@ def serve() -> None:
     os.dup2(2, 1)  # recipes print
     for line in sys.stdin:
         jobs = [Job(**values) for values in json.loads(line)]
-        print(json.dumps(list(in_forks(jobs, os.cpu_count() or 1))), file=out, flush=True)
+        print(json.dumps(list(in_forks(jobs, len(os.sched_getaffinity(0))))), file=out, flush=True)
 
 
 def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
