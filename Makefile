@@ -5,8 +5,8 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-slurm test-image models coverage \
-	mutants check fix lock
+.PHONY: demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-slurm test-image models plans \
+	coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
@@ -84,6 +84,10 @@ test-image: .venv/dev
 # make models ARGS="Mixtral GPT-2".
 models: .venv/dev
 	$(BIN)/python tests/models_table.py $(ARGS)
+
+# Figures of `plan` in presets and on pages: simulates commands that are new, or with ARGS=--again all of them (an hour).
+plans: .venv/dev
+	$(BIN)/python benchmarks/plans.py $(ARGS)
 
 # Lines that no test of `make test` runs, in launched and forked processes too. Takes twice as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data

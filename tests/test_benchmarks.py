@@ -40,8 +40,17 @@ COMMANDS = {
 }
 LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
 LONG = set(COMMANDS) - {"data_throughput", "image_throughput", "long_rows"}
-# In test_ablation, test_weights, test_vit, and below.
-ELSEWHERE = {"ablation", "ablation_trial", "attention_maps", "init_memory", "long_documents", "vision_baselines"}
+# In test_ablation, test_plans, test_weights, test_vit, and below.
+ELSEWHERE = {
+    "ablation",
+    "ablation_trial",
+    "attention_maps",
+    "init_memory",
+    "long_documents",
+    "plans",
+    "vision_baselines",
+}
+HELPERS = {"machine", "pages"}
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {
@@ -63,7 +72,7 @@ PathFinder.find_spec = classmethod(
 
 def test_all_are_here():
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert modules - ELSEWHERE - GPU - {"machine", "pages"} == set(COMMANDS)
+    assert modules - ELSEWHERE - GPU - HELPERS == set(COMMANDS)
 
 
 @pytest.mark.slow

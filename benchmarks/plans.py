@@ -1,0 +1,242 @@
+"""Figures of `plan`: what each preset needs, which models fit on which GPUs, and what the levers cost; all simulated.
+
+    make plans
+
+simulates each command that benchmarks/results/plans.json does not have yet, and writes that file, the memory comments of
+recipes/configs, and the tables of docs/plan.md and docs/levers.md. `make plans ARGS=--again` simulates all of them anew: a
+change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so too, and compares them with what is
+written; ARGS=--pages simulates none. Models of the Hub are made from the sizes that are published; nothing is downloaded.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate_recipes.args import ConfigError
+from accelerate_recipes.launch.planning import job_of
+from accelerate_recipes.launch.preflight import read_request
+from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
+from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.predict import gib
+from accelerate_recipes.plan.search import prediction_of
+from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks/results/plans.json"
+PRESETS = ROOT / "recipes/configs"
+GPUS_PER_NODE = 8
+
+# The fields of published config.json files that decide sizes. The others are in the presets of c4.py.
+T5 = {"model_type": "t5", "vocab_size": 32128, "decoder_start_token_id": 0}
+FLAN = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+CODE_LLAMA = {"model_type": "llama", "max_position_embeddings": 16384, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
+VIT = {"model_type": "vit", "image_size": 224, "patch_size": 16}
+PUBLISHED = {
+    "codellama/CodeLlama-7b-hf": CODE_LLAMA | {
+        "vocab_size": 32016, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32,
+    },
+    "codellama/CodeLlama-13b-hf": CODE_LLAMA | {
+        "vocab_size": 32016, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 40,
+    },
+    "codellama/CodeLlama-34b-hf": CODE_LLAMA | {
+        "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
+    "google-t5/t5-base": T5 | {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "google/flan-t5-base": FLAN | {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
+    "google/flan-t5-xl": FLAN | {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32},
+    "google/flan-t5-xxl": FLAN | {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64},
+    "google/vit-large-patch16-224-in21k": VIT | {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    },
+}  # fmt: skip
+
+# Of a preset that is not simulated: flags with which it is, and what it is not.
+NEAREST = {"c4/llama2_7b_one_gpu.yaml": ("--dynamo_backend no", "compiled layers")}
+
+def presets() -> dict[str, str]:
+    """Map each preset for GPUs to the name of its GPU, which its line on hardware has in brackets.
+
+    Raises:
+        ValueError: if such a line names none.
+    """
+    found = {}
+    for path in sorted(PRESETS.glob("*/*.yaml")):
+        hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(), re.M)
+        if hardware:
+            gpu = re.search(r"\((\w+)\)", hardware[0])
+            if not gpu or gpu[1] not in GPUS:
+                raise ValueError(f"{path}: say for which GPU, one of {', '.join(GPUS)}, as in `8 GPUs of 80 GB (h100)`")
+            found[str(path.relative_to(PRESETS))] = gpu[1]
+    return found
+
+
+def of_preset(name: str) -> str:
+    """Return the command of `plan` for a preset's first line."""
+    launch = (PRESETS / name).read_text().splitlines()[0].removeprefix("# accelerate launch --config_file ")
+    number = re.search(r"--num_processes (\d+)", launch)
+    flags = [f"--gpu {presets()[name]}"]
+    if number and int(number[1]) > GPUS_PER_NODE:
+        launch = launch.replace(f" {number[0]}", "")
+        flags.append(f"--nodes {int(number[1]) // GPUS_PER_NODE} --gpus-per-node {GPUS_PER_NODE}")
+    if name in NEAREST:
+        flags.append(NEAREST[name][0])
+    config, _, rest = launch.partition(" ")
+    return " ".join([config, *flags, rest])
+
+
+def job_for(command: str, folder: Path) -> Job:
+    """Make the simulation of a command; a model of the Hub becomes a folder with its config.json."""
+    argv = shlex.split(command)
+    request = read_request(argv)
+    named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text()).get("model_name_or_path")
+    if "--model_name_or_path" in argv:
+        named = argv[argv.index("--model_name_or_path") + 1]
+    if named:
+        request.command.extend(["--model_name_or_path", str(published(named, folder))])
+    return job_of(request, request.gpu)
+
+
+def published(name: str, folder: Path) -> Path:
+    """Write the config.json of a published model: one of ours, or of the preset of c4.py that has its tokenizer."""
+    path = folder / name
+    if not path.exists():
+        path.mkdir(parents=True)
+        if name in PUBLISHED:
+            (path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        else:
+            alike = (p for p in sorted(PRESETS.glob("c4/*.yaml")) if f"\ntokenizer_name: {name}\n" in p.read_text())
+            command = ["recipes/c4.py", "--config", str(next(alike).relative_to(ROOT))]
+            load_trial(Job({"WORLD_SIZE": "1"}, command))[1].config.save_pretrained(path)
+    return path
+
+
+def facts_of(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """Keep of a prediction what pages show; sizes in bytes, times in seconds."""
+    found = prediction_of(job, outcome, GPUS[job.gpu])
+    return {
+        "parameters": outcome.parameters,
+        "in_use": outcome.peak,
+        "by_kind": dict(sorted(outcome.at_peak.items(), key=lambda item: -item[1])),
+        "allocator": found.allocator,
+        "needed": found.needed,
+        "offloaded": outcome.host_peak,
+        "host": sum(found.host.values()),
+        "seconds": round(outcome.seconds, 3),
+        "communication": round(outcome.communication, 3),
+        "targets_per_second": round(found.targets_per_second),
+        "mfu": round(found.mfu, 4),
+    }
+
+
+def simulate(commands: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Plan commands, eight at a time; yields each with its facts, or with what is not simulated of it."""
+    with tempfile.TemporaryDirectory(prefix="plans-") as folder:
+        for at in range(0, len(commands), 8):
+            few = commands[at : at + 8]
+            jobs = [job_for(command, Path(folder)) for command in few]
+            with Simulator() as simulator:  # a new one, for it remembers all outcomes
+                for command, job, outcome in zip(few, jobs, predict(simulator, jobs), strict=True):
+                    if not isinstance(outcome, Outcome):
+                        raise ConfigError(f"plan {command}: {outcome}")
+                    yield command, facts_of(job, outcome)
+
+
+def wanted(plans: dict[str, Any]) -> list[str]:
+    """List the commands that the pages need."""
+    return [of_preset(name) for name in presets()]
+
+
+def memory_comment(facts: dict[str, Any], gpu: str, preset: str) -> str:
+    """Write the lines of a preset on memory."""
+    nearest = f", with {NEAREST[preset][0]}," if preset in NEAREST else ""
+    verdict = "fits" if facts["needed"] <= GPUS[gpu].memory else "does not fit"
+    kinds = [f"{size / GIB:.1f} {kind}" for kind, size in facts["by_kind"].items() if size >= GIB / 20]
+    lines = [
+        f"Memory per GPU, simulated by `make plans`{nearest} and not measured: {facts['needed'] / GIB:.1f} of "
+        f"{GPUS[gpu].memory / GIB:.1f} GiB on {gpu}: {verdict}",
+        f"  {facts['in_use'] / GIB:.1f}  in use at the peak: {', '.join(kinds)}",
+        f"  {facts['allocator'] / GIB:.1f}  by the allocator's rounding",
+        f"  {OUTSIDE / GIB:.1f}  outside of it: CUDA, NCCL, cuBLAS; assumed",
+    ]
+    if facts["offloaded"] > GIB / 20:
+        lines.append(f"  {facts['offloaded'] / GIB:.1f}  on the host")
+    wrapped = [textwrap.wrap(f"# {line}", 125, subsequent_indent="#     ") for line in lines]
+    return "\n".join(line for part in wrapped for line in part) + "\n"
+
+
+MEMORY = re.compile(r"^# Memory per GPU.*\n(?:#  +.*\n)*", re.M)
+
+
+def with_memory(text: str, comment: str) -> str:
+    """Put a comment on memory into a preset, in place of the one that is there, or after the line on hardware."""
+    if MEMORY.search(text):
+        return MEMORY.sub(lambda _: comment, text, count=1)
+    return re.sub(r"^# Hardware: .*\n", lambda match: match[0] + comment, text, count=1, flags=re.M)
+
+
+def pages(plans: dict[str, Any]) -> dict[Path, str]:
+    """Write everything that shows figures: presets and pages by their paths."""
+    found = {}
+    for name, gpu in presets().items():
+        text = (PRESETS / name).read_text()
+        found[PRESETS / name] = with_memory(text, memory_comment(plans[of_preset(name)], gpu, name))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="simulate also what was simulated before")
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where a simulation has changed")
+    parser.add_argument("--pages", action="store_true", help="simulate nothing")
+    asked = parser.parse_args()
+    before = json.loads(RESULT.read_text())["plans"] if RESULT.exists() else {}
+    known = {} if asked.again or asked.check else dict(before)
+    while not asked.pages and (new := [command for command in wanted(known) if command not in known]):
+        for command, facts in simulate(new):
+            known[command] = facts
+            print(f"{time.strftime('%X')} {gib(facts['needed'])} GiB: {command}", flush=True)
+            if not asked.check:
+                write(known)
+    if asked.check:
+        changed = [command for command, facts in known.items() if differs(facts, before.get(command))]
+        sys.exit("\n".join(["These have changed; run `make plans ARGS=--again`:", *changed]) if changed else 0)
+    if not asked.pages:
+        write({command: known[command] for command in wanted(known)})
+    for path, text in pages(known).items():
+        path.write_text(text)
+
+
+ROUNDED = {"seconds", "communication", "targets_per_second", "mfu"}
+
+
+def differs(facts: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    """Tell whether a prediction has changed: bytes at all, times by more than a hundredth."""
+    if before is None or facts.keys() != before.keys():
+        return True
+    return any(
+        abs(value - before[name]) > 0.01 * abs(before[name]) if name in ROUNDED else value != before[name]
+        for name, value in facts.items()
+    )
+
+
+def write(plans: dict[str, Any]) -> None:
+    """Write the results, a line for each plan."""
+    lines = [f"  {json.dumps(command)}: {json.dumps(facts)}" for command, facts in plans.items()]
+    RESULT.write_text('{"command": "make plans", "plans": {\n' + ",\n".join(lines) + "\n}}\n")
+
+
+if __name__ == "__main__":
+    main()
