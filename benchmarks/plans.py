@@ -66,6 +66,7 @@ PUBLISHED = {
 # Of a preset that is not simulated: flags with which it is, and what it is not.
 NEAREST = {"c4/llama2_7b_one_gpu.yaml": ("--dynamo_backend no", "compiled layers")}
 
+
 def presets() -> dict[str, str]:
     """Map each preset for GPUs to the name of its GPU, which its line on hardware has in brackets.
 

@@ -47,10 +47,11 @@ ELSEWHERE = {
     "attention_maps",
     "init_memory",
     "long_documents",
+    "plan_shapes",
     "plans",
     "vision_baselines",
 }
-HELPERS = {"machine", "pages"}
+HELPERS = {"machine", "pages", "real_steps"}
 GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {

@@ -29,7 +29,19 @@ FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", GATH
 BY_LAYER = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}
 
 
-@pytest.mark.parametrize("env", [{}, FSDP2, FSDP1, FSDP2 | COMPILED | BY_LAYER, FSDP1 | COMPILED, FP8, FSDP2 | FP8, FSDP2 | FP8 | {GATHER_FP8: "0"}])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        FSDP2,
+        FSDP1,
+        FSDP2 | COMPILED | BY_LAYER,
+        FSDP1 | COMPILED,
+        FP8,
+        FSDP2 | FP8,
+        FSDP2 | FP8 | {GATHER_FP8: "0"},
+    ],
+)
 def test_sound_environments(env):
     assert environment_problems(env, num_devices=0) == []
     assert environment_problems(env, num_devices=8) == []

@@ -175,7 +175,9 @@ def test_what_the_search_could_not_try_is_said():
     }
 
     def simulate(jobs: list[Job]) -> list:
-        return [next((a for flags, a in answers.items() if flags in " ".join(j.command)), outcome(3 * GIB)) for j in jobs]
+        return [
+            next((a for flags, a in answers.items() if flags in " ".join(j.command)), outcome(3 * GIB)) for j in jobs
+        ]
 
     def make_job(changes: Sequence[Change]) -> Job:
         if any(change.kind == "offload" for change in changes):
@@ -196,7 +198,10 @@ def test_what_the_search_could_not_try_is_said():
         "--optim adafactor": "the simulation failed: no such operator",
     }
     lines = planning.failures(search)
-    assert lines[0] == "These could not be tried:" and "  --optim adafactor: the simulation failed: no such operator" in lines
+    assert (
+        lines[0] == "These could not be tried:"
+        and "  --optim adafactor: the simulation failed: no such operator" in lines
+    )
 
 
 def test_targets_have_a_unit():

@@ -1,12 +1,18 @@
-"""Tests of the figures in presets and on pages: they are those of `make plans`, and `plan` says the same today."""
+"""Tests of the figures in presets and on pages: they are those of `make plans`, and `plan` says the same today.
+
+Also of those benchmarks that compare simulations with real steps.
+"""
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import plans
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, environment
 
 from accelerate_recipes.plan.layers import predict
 from accelerate_recipes.plan.simulate import Simulator
@@ -56,6 +62,39 @@ def test_what_has_changed():
     """`--check` finds a changed byte, a figure that is gone, and a time that differs by more than a hundredth."""
     facts = PLANS[plans.of_preset(CHEAP)]
     assert not plans.differs(facts | {"seconds": facts["seconds"] * 1.005}, facts)
-    for changed in ({"seconds": facts["seconds"] * 1.02}, {"in_use": facts["in_use"] + 1}, {"by_kind": {}}, {"more": 1}):
+    for changed in (
+        {"seconds": facts["seconds"] * 1.02},
+        {"in_use": facts["in_use"] + 1},
+        {"by_kind": {}},
+        {"more": 1},
+    ):
         assert plans.differs(facts | changed, facts)
     assert plans.differs(facts, None)
+
+
+RESULTS = ROOT / "benchmarks/results"
+
+
+def run_benchmark(name: str, *arguments: str, tmp_path: Path) -> dict:
+    out = tmp_path / "out.json"
+    command = [sys.executable, f"benchmarks/{name}.py", "--out", str(out), *arguments]
+    subprocess.run(command, cwd=ROOT, env=environment(tmp_path), check=True)
+    return json.loads(out.read_text())
+
+
+def test_the_page_says_what_shapes_have_shown():
+    """Twelve drawn shapes: the page names the largest differences of the committed result, and no peak differs by a byte."""
+    shapes = json.loads((RESULTS / "plan_shapes.json").read_text())["shapes"]
+    assert len(shapes) == 12 and all(shape["simulated"] == shape["real"] for shape in shapes)
+    for shape in shapes:  # where gloo exchanges the embedding at the peak, it holds a copy
+        copy = 4 * shape["vocab_size"] * shape["hidden_size"]
+        assert 0.99 * shape["simulated"] < shape["resident"] < 1.01 * shape["simulated"] + copy, shape
+    above = [100 * (shape["resident"] / shape["simulated"] - 1) for shape in shapes]
+    page = " ".join((ROOT / "docs/plan.md").read_text().split())
+    assert f"resident peak was up to {max(above):.1f} % higher" in page
+
+
+@pytest.mark.slow
+def test_a_shape_has_its_simulated_peak(tmp_path):
+    (shape,) = run_benchmark("plan_shapes", "--number", "1", tmp_path=tmp_path)["shapes"]
+    assert shape["simulated"] == shape["real"] and shape["resident"] == pytest.approx(shape["real"], rel=0.1)

@@ -1,0 +1,89 @@
+"""Compare the simulated peak of models of random shapes with that of real steps, by the same ledger and as resident memory.
+
+    python benchmarks/plan_shapes.py --out benchmarks/results/plan_shapes.json
+
+Each shape is simulated, and takes two real steps on two ranks over gloo, in fp32 under fsdp_full.yaml. The resident peak has
+besides what gloo and kernels of a CPU copy, such as the whole gradients of a layer.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from real_steps import MIB, ROOT, counted, on_cpu, on_ranks, request_of, resident
+
+from accelerate_recipes.plan.simulate import Outcome, Simulator
+
+
+def shapes(number: int, seed: int) -> list[dict[str, Any]]:
+    """Draw sizes of Llamas and of their rows, and whether layers are recomputed."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(number):
+        heads = draw.choice([4, 6, 8])
+        found.append(
+            {
+                "recomputes": draw.random() < 0.5,
+                "vocab_size": draw.randrange(4_000, 16_000),
+                "hidden_size": heads * draw.choice([32, 48, 64]),
+                "intermediate_size": draw.randrange(512, 2_000),
+                "num_hidden_layers": draw.randrange(2, 6),
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads // draw.choice([1, 2]),
+                "max_length": draw.randrange(128, 512),
+                "per_device_train_batch_size": draw.randrange(1, 5),
+            }
+        )
+    return found
+
+
+def compare(simulator: Simulator, shape: dict[str, Any]) -> dict[str, Any]:
+    """Simulate a shape, and take its steps; sizes are in bytes."""
+    sizes = {name: value for name, value in shape.items() if name != "recomputes"}
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    rows = 2 * 2 * shape["per_device_train_batch_size"]  # two micro-batches on each rank
+    words += [
+        "--max_position_embeddings",
+        str(shape["max_length"]),
+        "--total_batch_size",
+        str(rows),
+        "--max_steps",
+        "1",
+    ]
+    flags = ["--mixed_precision", "no", "--fsdp_activation_checkpointing", str(shape["recomputes"]).lower()]
+    job = on_cpu(
+        request_of("fsdp_full", [*flags, str(ROOT / "recipes/c4.py"), *words, "--attn_implementation", "sdpa"])
+    )
+    (outcome,) = simulator([job])
+    if not isinstance(outcome, Outcome):
+        raise outcome
+    found = {"simulated": outcome.peak, "real": on_ranks(job, counted)[0]["peak"]}
+    return shape | found | {"resident": on_ranks(job, resident)[0]["resident"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--number", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=20)
+    args = parser.parse_args()
+    found = []
+    with Simulator() as simulator:
+        for shape in shapes(args.number, args.seed):
+            row = compare(simulator, shape)
+            found.append(row)
+            real, held = (row["simulated"] / row[name] - 1 for name in ("real", "resident"))
+            print(
+                f"{row['simulated'] / MIB:8.1f} MiB simulated; {real:+.4%} of the real peak, {held:+.2%} of the resident "
+                f"one: {shape}",
+                flush=True,
+            )
+    args.out.write_text(json.dumps(machine(torch.device("cpu")) | {"shapes": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
