@@ -66,6 +66,48 @@ PUBLISHED = {
 # Of a preset that is not simulated: flags with which it is, and what it is not.
 NEAREST = {"c4/llama2_7b_one_gpu.yaml": ("--dynamo_backend no", "compiled layers")}
 
+# Models of the page, by preset; of CodeLlama with another model.
+MODELS = {
+    "Llama 3.2 1B": "c4/llama3_2_1b.yaml",
+    "Llama 3.2 3B": "c4/llama3_2_3b.yaml",
+    "Llama 2 7B": "c4/llama2_7b.yaml",
+    "Mistral 7B": "c4/mistral_7b.yaml",
+    "Llama 3.1 8B": "c4/llama3_1_8b.yaml",
+    "Llama 2 13B": "c4/llama2_13b.yaml",
+    "Mixtral 8x7B": "c4/mixtral_8x7b.yaml",
+    "Llama 2 70B": "c4/llama2_70b.yaml",
+}
+NUMBERS = (1, 8, 32, 64)
+SIMULATED = 8  # what others need follows; see `need_of`
+# FSDP2 divides a weight by its first dimension. That of a layer's experts is their number, 8: the 9th GPU gets nothing.
+MOST = {"Mixtral 8x7B": 8}
+SHARDED = ("parameters", "gradients", "optimizer")  # kinds of memory that grow less with more GPUs
+# A GPU for each size in GB, that with the least memory.
+SIZES = {24: GPUS["l4"], 48: GPUS["l40s"], 80: GPUS["h100"], 141: GPUS["h200"]}
+RECOMPUTE = "--fsdp_activation_checkpointing true"
+LADDER = {
+    "as it is": "",
+    "recomputed": RECOMPUTE,
+    "offloaded": f"{RECOMPUTE} --fsdp_offload_params true",
+}
+
+# Levers of the page: config, flags of the launcher, arguments.
+LEVERS = {
+    "none: full shard, bf16": ("fsdp_full", "", ""),
+    "sharded gradients and optimizer": ("fsdp_grad_op", "", ""),
+    "hybrid, 2 replicas of 4 shards": (
+        "fsdp_hybrid", "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4", ""),
+    "no wrapping": ("fsdp_no_wrap", "", ""),
+    "DDP": ("ddp", "", ""),
+    "rows shared by 2": (
+        "fsdp_long", "--parallelism_config_dp_shard_size 4 --fsdp_activation_checkpointing false", ""),
+    "fp32": ("fsdp_full", "--mixed_precision no", ""),
+    "pure bf16, `adamw_bf16_kahan`": ("fsdp_full", "--mixed_precision no", "--optim adamw_bf16_kahan"),
+    "`adafactor`": ("fsdp_full", "", "--optim adafactor"),
+    "gradients summed in bf16": ("fsdp_full", "", "--reduce_dtype bf16"),
+    "recomputation": ("fsdp_full", RECOMPUTE, ""),
+}  # fmt: skip
+
 
 def presets() -> dict[str, str]:
     """Map each preset for GPUs to the name of its GPU, which its line on hardware has in brackets.
@@ -96,6 +138,30 @@ def of_preset(name: str) -> str:
         flags.append(NEAREST[name][0])
     config, _, rest = launch.partition(" ")
     return " ".join([config, *flags, rest])
+
+
+def of_model(model: str, setting: str, number: int = SIMULATED) -> str:
+    """Return the command of `plan` for a model in a setting of the page on fits; but for T5, in a step of two rows."""
+    preset, _, more = MODELS[model].partition(" ")
+    task = preset.partition("/")[0]
+    if task == "t5":
+        return of_preset(preset).replace(" recipes/", f" {LADDER[setting]} recipes/".replace("  ", " "), 1)
+    words = [
+        f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", LADDER[setting],
+        f"recipes/{task}.py --config recipes/configs/{preset} --per_device_train_batch_size 1",
+        f"--total_batch_size {2 * number}", more,
+    ]  # fmt: skip
+    return " ".join(filter(None, words))
+
+
+def of_lever(lever: str) -> str:
+    """Return the command of `plan` for a lever, with Llama 3.1 8B on 8 H100."""
+    config, flags, arguments = LEVERS[lever]
+    words = [
+        f"accelerate_configs/{config}.yaml --gpu h100 --num_processes 8", flags,
+        "recipes/c4.py --config recipes/configs/c4/llama3_1_8b.yaml", arguments,
+    ]  # fmt: skip
+    return " ".join(filter(None, words))
 
 
 def job_for(command: str, folder: Path) -> Job:
@@ -156,8 +222,27 @@ def simulate(commands: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def wanted(plans: dict[str, Any]) -> list[str]:
-    """List the commands that the pages need."""
-    return [of_preset(name) for name in presets()]
+    """List the commands that the pages need; of the page on fits, those that follow from what is known so far."""
+    found = [of_preset(name) for name in presets()]
+    found.append(of_model("Llama 3.2 1B", "as it is", 1))  # to compare with what follows from 8
+    for model in MODELS:
+        for setting in LADDER:
+            found.append(of_model(model, setting))
+            if found[-1] not in plans or need_of(plans, model, 1, setting) <= SIZES[24].memory:
+                break
+    return list(dict.fromkeys([*found, *map(of_lever, LEVERS)]))
+
+
+def need_of(plans: dict[str, Any], model: str, number: int, setting: str) -> float:
+    """Return the bytes that a GPU needs, from a simulation on 8 GPUs.
+
+    Where FSDP divides all weights evenly, parameters, gradients and optimizer of a GPU are in inverse proportion to their
+    number, at every place of a step alike, and nothing else depends on it. (A single GPU gathers nothing, and needs a little
+    less.)
+    """
+    facts = plans[of_model(model, setting)]
+    sharded = sum(facts["by_kind"].get(kind, 0) for kind in SHARDED)
+    return facts["needed"] + sharded * (SIMULATED / number - 1)
 
 
 def memory_comment(facts: dict[str, Any], gpu: str, preset: str) -> str:
@@ -188,12 +273,56 @@ def with_memory(text: str, comment: str) -> str:
     return re.sub(r"^# Hardware: .*\n", lambda match: match[0] + comment, text, count=1, flags=re.M)
 
 
+def fit_table(plans: dict[str, Any]) -> list[str]:
+    """Write the table of docs/plan.md: what each model needs in each setting, and with which it fits."""
+    lines = [
+        f"| | GPUs | {' | '.join(f'{setting}, GiB' for setting in LADDER)} | {' | '.join(f'{size} GB' for size in SIZES)} |",
+        "|---" * (2 + len(LADDER) + len(SIZES)) + "|",
+    ]
+    for model in MODELS:
+        for number in (n for n in NUMBERS if n <= MOST.get(model, n)):
+            needs = {}
+            for setting in LADDER:
+                needs[setting] = need_of(plans, model, number, setting)
+                if needs[setting] <= SIZES[24].memory:
+                    break
+            cells = [f"{needs[setting] / GIB:,.1f}" if setting in needs else "" for setting in LADDER]
+            fits = [next((s for s in needs if needs[s] <= gpu.memory), "no") for gpu in SIZES.values()]
+            lines.append(f"| {model if number == NUMBERS[0] else ''} | {number} | {' | '.join([*cells, *fits])} |")
+    return lines
+
+
+def lever_table(plans: dict[str, Any]) -> list[str]:
+    """Write the table of docs/levers.md: what a GPU needs and a step takes with each lever."""
+    lines = ["| | needs, GiB | in use | a step, s | on links, s | MFU at most |", "|---|---|---|---|---|---|"]
+    for lever in LEVERS:
+        facts = plans[of_lever(lever)]
+        over = "" if facts["needed"] <= GPUS["h100"].memory else ", does not fit"
+        lines.append(
+            f"| {lever} | {facts['needed'] / GIB:.1f}{over} | {facts['in_use'] / GIB:.1f} | {facts['seconds']:.1f} | "
+            f"{facts['communication']:.1f} | {facts['mfu']:.1%} |"
+        )
+    return lines
+
+
+TABLES = {"docs/plan.md": ("fits", fit_table), "docs/levers.md": ("levers", lever_table)}
+
+
+def with_table(text: str, name: str, lines: Sequence[str]) -> str:
+    """Put a table into a page, between the comments that name it."""
+    begin, end = f"<!-- {name}: written by make plans -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(begin)
+    return before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
+
+
 def pages(plans: dict[str, Any]) -> dict[Path, str]:
     """Write everything that shows figures: presets and pages by their paths."""
     found = {}
     for name, gpu in presets().items():
         text = (PRESETS / name).read_text()
         found[PRESETS / name] = with_memory(text, memory_comment(plans[of_preset(name)], gpu, name))
+    for page, (name, table) in TABLES.items():
+        found[ROOT / page] = with_table((ROOT / page).read_text(), name, table(plans))
     return found
 
 

@@ -98,3 +98,15 @@ def test_the_page_says_what_shapes_have_shown():
 def test_a_shape_has_its_simulated_peak(tmp_path):
     (shape,) = run_benchmark("plan_shapes", "--number", "1", tmp_path=tmp_path)["shapes"]
     assert shape["simulated"] == shape["real"] and shape["resident"] == pytest.approx(shape["real"], rel=0.1)
+
+
+def test_what_other_numbers_of_gpus_need():
+    """What follows from 8 GPUs is what a simulation of 4 and 32 says, to a millionth, and of one to a hundredth."""
+    for model, setting, number, command, allowed in (
+        ("Llama 3.2 3B", "recomputed", 4, plans.of_preset("c4/llama3_2_3b.yaml"), 1e-6),
+        ("Llama 2 70B", "recomputed", 32, plans.of_preset("c4/llama2_70b.yaml"), 1e-6),
+        ("Llama 3.2 1B", "as it is", 1, plans.of_model("Llama 3.2 1B", "as it is", 1), 1e-2),
+    ):
+        allocator = PLANS[plans.of_model(model, setting)]["allocator"]
+        found = plans.need_of(PLANS, model, number, setting) - allocator - plans.OUTSIDE
+        assert found == pytest.approx(PLANS[command]["in_use"], rel=allowed), model
