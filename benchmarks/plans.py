@@ -76,6 +76,8 @@ MODELS = {
     "Llama 2 13B": "c4/llama2_13b.yaml",
     "Mixtral 8x7B": "c4/mixtral_8x7b.yaml",
     "Llama 2 70B": "c4/llama2_70b.yaml",
+    "Llama 3.1 70B": "c4/llama3_1_70b.yaml",
+    "CodeLlama 7B": "chess/codellama_7b.yaml",
 }
 NUMBERS = (1, 8, 32, 64)
 SIMULATED = 8  # what others need follows; see `need_of`
