@@ -50,10 +50,6 @@ PUBLISHED = {
         "vocab_size": 32016, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
         "num_attention_heads": 40, "num_key_value_heads": 40,
     },
-    "codellama/CodeLlama-34b-hf": CODE_LLAMA | {
-        "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
-        "num_attention_heads": 64, "num_key_value_heads": 8,
-    },
     "google-t5/t5-base": T5 | {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google/flan-t5-base": FLAN | {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
     "google/flan-t5-xl": FLAN | {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32},
@@ -78,6 +74,7 @@ MODELS = {
     "Llama 2 70B": "c4/llama2_70b.yaml",
     "Llama 3.1 70B": "c4/llama3_1_70b.yaml",
     "CodeLlama 7B": "chess/codellama_7b.yaml",
+    "CodeLlama 13B": "chess/codellama_7b.yaml --model_name_or_path codellama/CodeLlama-13b-hf",
 }
 NUMBERS = (1, 8, 32, 64)
 SIMULATED = 8  # what others need follows; see `need_of`
@@ -143,11 +140,9 @@ def of_preset(name: str) -> str:
 
 
 def of_model(model: str, setting: str, number: int = SIMULATED) -> str:
-    """Return the command of `plan` for a model in a setting of the page on fits; but for T5, in a step of two rows."""
+    """Return the command of `plan` for a model in a setting of the page on fits, in a step of two rows."""
     preset, _, more = MODELS[model].partition(" ")
     task = preset.partition("/")[0]
-    if task == "t5":
-        return of_preset(preset).replace(" recipes/", f" {LADDER[setting]} recipes/".replace("  ", " "), 1)
     words = [
         f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", LADDER[setting],
         f"recipes/{task}.py --config recipes/configs/{preset} --per_device_train_batch_size 1",

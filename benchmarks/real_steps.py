@@ -28,6 +28,7 @@ from accelerate_recipes.plan.search import Change
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -54,6 +55,18 @@ def status(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
+@torch.no_grad()
+def fill(
+    model: torch.nn.Module, seed: int, device: torch.device, storage: torch.device | None = None
+) -> torch.nn.Module:
+    """Give a model on the meta device weights, all the same."""
+    model.to_empty(device=storage or device)
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        distributed.local_shard(tensor).fill_(0.01)
+    return model
+
+
 def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
     """Make model, optimizer and micro-batches of a step in this rank, in at most `limit` bytes from now on."""
     args, trial = load_trial(job)
@@ -61,6 +74,8 @@ def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
     if limit:
         most = status("VmData") + limit
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    if trial.config.model_type not in MODEL_TYPES:  # a pretrained one, of which there is the configuration alone
+        distributed.initialize = fill
     run.shard(trial.make_model(trial.config))
     run.model.train()
     number = args.accumulation_steps(data_world_size())

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "attention_maps",
     "init_memory",
     "long_documents",
+    "memory_limits",
     "plan_shapes",
     "plans",
     "vision_baselines",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memory_limits
 import plans
 import pytest
 import yaml
@@ -110,3 +111,22 @@ def test_what_other_numbers_of_gpus_need():
         allocator = PLANS[plans.of_model(model, setting)]["allocator"]
         found = plans.need_of(PLANS, model, number, setting) - allocator - plans.OUTSIDE
         assert found == pytest.approx(PLANS[command]["in_use"], rel=allowed), model
+
+
+def test_what_did_not_fit_died():
+    """In the committed result each refused run died for want of memory, and trained with what the search proposed."""
+    cases = json.loads((RESULTS / "memory_limits.json").read_text())["cases"]
+    names = [case["case"] for case in cases]
+    assert len(names) == 9 and set(names) < {case.name for case in memory_limits.CASES}
+    for case in cases:
+        assert memory_limits.holds(case), case
+        assert case["peak with it"] <= case["memory"] < case["peak"]
+    assert not memory_limits.holds(cases[0] | {"refused": [{"trained": True}] * 2})
+    assert not memory_limits.holds(cases[0] | {"refused": [{"died": "ValueError: not for want of memory"}] * 2})
+    assert not memory_limits.holds(cases[0] | {"with it": [{"trained": True}, {"died": "SIGABRT"}]})
+
+
+@pytest.mark.slow
+def test_a_case_under_a_limit_of_memory(tmp_path):
+    (case,) = run_benchmark("memory_limits", "--cases", memory_limits.CASES[0].name, tmp_path=tmp_path)["cases"]
+    assert memory_limits.holds(case), case
