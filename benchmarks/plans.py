@@ -26,8 +26,8 @@ from accelerate_recipes.args import ConfigError
 from accelerate_recipes.launch.planning import job_of
 from accelerate_recipes.launch.preflight import read_request
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
-from accelerate_recipes.plan.layers import predict
-from accelerate_recipes.plan.predict import gib
+from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.predict import in_gib
 from accelerate_recipes.plan.search import prediction_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 
@@ -212,7 +212,7 @@ def simulate(commands: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             few = commands[at : at + 8]
             jobs = [job_for(command, Path(folder)) for command in few]
             with Simulator() as simulator:  # a new one, for it remembers all outcomes
-                for command, job, outcome in zip(few, jobs, predict(simulator, jobs), strict=True):
+                for command, job, outcome in zip(few, jobs, predict_outcomes(simulator, jobs), strict=True):
                     if not isinstance(outcome, Outcome):
                         raise ConfigError(f"plan {command}: {outcome}")
                     yield command, facts_of(job, outcome)
@@ -334,7 +334,7 @@ def main() -> None:
     while not asked.pages and (new := [command for command in wanted(known) if command not in known]):
         for command, facts in simulate(new):
             known[command] = facts
-            print(f"{time.strftime('%X')} {gib(facts['needed'])} GiB: {command}", flush=True)
+            print(f"{time.strftime('%X')} {in_gib(facts['needed'])} GiB: {command}", flush=True)
             if not asked.check:
                 write(known)
     if asked.check:

@@ -34,6 +34,7 @@ from accelerate_recipes.rewards import (
     check_settings,
     load_rewards,
     reward_problems,
+    tokenize_prompts,
 )
 from accelerate_recipes.run import Result, before_and_after, finish, start
 from accelerate_recipes.samples import Samples

@@ -29,7 +29,7 @@ from accelerate_recipes.launch.planning import job_of, plan, plan_with
 from accelerate_recipes.launch.preflight import preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
-from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
 from accelerate_recipes.plan.search import Change, Search, prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, SimulationError, Simulator

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from helpers import ROOT, environment
 
-from accelerate_recipes.plan.layers import predict
+from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.simulate import Simulator
 
 PLANS = json.loads(plans.RESULT.read_text())["plans"]
@@ -55,7 +55,7 @@ def test_plan_says_the_same(name, tmp_path):
     """The figures of a preset are those that `plan` finds for the command in its first line."""
     job = plans.job_for(plans.of_preset(name), tmp_path)
     with Simulator() as simulator:
-        (outcome,) = predict(simulator, [job])
+        (outcome,) = predict_outcomes(simulator, [job])
     assert not plans.differs(plans.facts_of(job, outcome), PLANS[plans.of_preset(name)])
 
 

@@ -128,7 +128,7 @@ def searched(
         faster, largest = search.faster(), search.largest_batch()
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
         title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
-        facts = {"largest_batch": largest, "faster": described(faster)}
+        facts = {"largest_batch": largest, "faster": as_json(faster)}
         return [rows, title, *listed(faster), *failures(search)], facts | {"failed": failed(search)}
     fitting = search.fitting()
     keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
@@ -141,7 +141,7 @@ def searched(
     ]
     if changing:
         lines += ["It fits with these changes (another loss trajectory):", *listed(changing)]
-    return [*lines, *failures(search)], {"fits_with": described(fitting), "failed": failed(search)}
+    return [*lines, *failures(search)], {"fits_with": as_json(fitting), "failed": failed(search)}
 
 
 def listed(proposals: Sequence[Proposal]) -> list[str]:
@@ -159,7 +159,7 @@ def failed(search: Search) -> dict[str, str]:
     return {in_words(changes): reason for changes, reason in search.failed.items()}
 
 
-def described(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
+def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
     """Describe proposals for --json."""
     return [
         {

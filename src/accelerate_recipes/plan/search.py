@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from accelerate_recipes.args import ConfigError, TrainArgs, first_line
 from accelerate_recipes.plan.gpus import Gpu
-from accelerate_recipes.plan.layers import predict
-from accelerate_recipes.plan.predict import Prediction, gib
+from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, load_trial
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
@@ -47,7 +47,7 @@ class Proposal:
 
     def __str__(self) -> str:
         needed, seconds = self.prediction.needed, self.prediction.outcome.seconds
-        return f"{in_words(self.changes)}: {gib(needed)} GiB, a step of at least {seconds:.3g} s"
+        return f"{in_words(self.changes)}: {in_gib(needed)} GiB, a step of at least {seconds:.3g} s"
 
 
 def in_words(changes: Iterable[Change]) -> str:
@@ -141,7 +141,9 @@ class Search:
             except ConfigError as error:
                 self.failed[choice] = first_line(error)
         found = []
-        for (choice, job), outcome in zip(jobs.items(), predict(self.simulator, list(jobs.values())), strict=True):
+        for (choice, job), outcome in zip(
+            jobs.items(), predict_outcomes(self.simulator, list(jobs.values())), strict=True
+        ):
             if isinstance(outcome, Outcome):
                 found.append(Proposal(choice, prediction_of(job, outcome, self.before.gpu)))
             else:
