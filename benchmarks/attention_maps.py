@@ -25,7 +25,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.data.images import Images, load_images
 from accelerate_recipes.recipe import load
-from accelerate_recipes.vision import load_image_processor
+from accelerate_recipes.vision.classifiers import load_image_processor
 
 ROOT = Path(__file__).parents[1]
 NUM_IMAGES = 100

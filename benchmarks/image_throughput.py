@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.images import Augmentation, Images, Labelled, collate_images, random_box
 from accelerate_recipes.data.rows import EpochOrder, make_train_loader
-from accelerate_recipes.vision import new_image_processor
+from accelerate_recipes.vision.classifiers import new_image_processor
 
 SIZE, BATCH = 224, 32
 

@@ -21,7 +21,7 @@ from machine import machine
 from accelerate_recipes.args import parse
 from accelerate_recipes.data.images import Images, Labelled, load_images
 from accelerate_recipes.recipe import load
-from accelerate_recipes.vision import load_image_processor
+from accelerate_recipes.vision.classifiers import load_image_processor
 
 ROOT = Path(__file__).parents[1]
 STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3)  # C of logistic regression; a large one hardly regularises

@@ -22,10 +22,10 @@ from accelerate_recipes.games.next_moves import NextMoves, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.posttraining.rewards import GRPOArgs
+from accelerate_recipes.posttraining.trainers import RecipeTrainer, make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.rewards import GRPOArgs
 from accelerate_recipes.run import Result, finish, start
-from accelerate_recipes.trainers import RecipeTrainer, make_model, trl_config
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 

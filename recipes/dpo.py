@@ -24,11 +24,11 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.preferences import DPOArgs, PreferenceTrainer, evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.preferences import DPOArgs, PreferenceTrainer, evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
-from accelerate_recipes.trainers import make_model, trl_config
 
 
 @dataclass

@@ -25,9 +25,7 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.ranks import on_first_of_machine_before_others
-from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.rewards import (
+from accelerate_recipes.posttraining.rewards import (
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
@@ -36,9 +34,11 @@ from accelerate_recipes.rewards import (
     reward_problems,
     tokenize_prompts,
 )
+from accelerate_recipes.posttraining.samples import Samples
+from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
-from accelerate_recipes.samples import Samples
-from accelerate_recipes.trainers import make_model, trl_config
 
 
 @dataclass

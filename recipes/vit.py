@@ -22,14 +22,13 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
-from accelerate_recipes.image_metrics import ImageEvaluation
 from accelerate_recipes.losses import count_labels
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trial import Trial
-from accelerate_recipes.vision import (
+from accelerate_recipes.vision.classifiers import (
     VisionArchitecture,
     flops_per_image,
     image_loss,
@@ -39,6 +38,7 @@ from accelerate_recipes.vision import (
     new_classifier,
     new_image_processor,
 )
+from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
 METRIC = Path(__file__).parent / "metrics" / "image_classes.py"
 MOST_NAMED = 12  # classes in the result

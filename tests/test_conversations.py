@@ -27,7 +27,7 @@ from transformers import (
 from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
-from accelerate_recipes import recipe, supervised
+from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
@@ -38,6 +38,7 @@ from accelerate_recipes.data.rendering import Rendering, differences, without_nu
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, new_bpe_tokenizer
+from accelerate_recipes.posttraining import supervised
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.

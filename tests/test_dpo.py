@@ -14,7 +14,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.models import new_character_tokenizer
-from accelerate_recipes.preferences import to_pairs
+from accelerate_recipes.posttraining.preferences import to_pairs
 
 SCRIPT = ROOT / "recipes/dpo.py"
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
-from accelerate_recipes.samples import Samples
+from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
+from accelerate_recipes.posttraining.samples import Samples
 
 SFT = ROOT / "recipes/sft.py"
 SCRIPT = ROOT / "recipes/grpo.py"
@@ -201,7 +201,7 @@ def test_rewards_are_checked_without_running_them(tmp_path, rewards_file, monkey
         assert said in "\n".join(reward_problems(specs)), specs
     assert reward_problems([f"{trap}:reward", "think_format_reward"]) == []
     assert reward_problems(["/elsewhere/a.py:f"], elsewhere=["/elsewhere"]) == []
-    monkeypatch.setattr("accelerate_recipes.rewards.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.posttraining.rewards.find_spec", lambda name: None)
     (said,) = reward_problems(["accuracy_reward"])
     assert "pip install math-verify==" in said and MATH_VERIFY in (ROOT / "requirements-dev.txt").read_text().split()
 

@@ -31,7 +31,7 @@ from accelerate_recipes.data.images import (
 )
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.vision import new_image_processor
+from accelerate_recipes.vision.classifiers import new_image_processor
 
 PROCESSOR = new_image_processor(16)
 

@@ -50,6 +50,42 @@ MAY_IMPORT = {
     "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
     "trial": {"adapters", "args", "data", "hub", "losses", "models"},
+    "posttraining": {
+        "adapters",
+        "agenda",
+        "args",
+        "attention",
+        "checkpoint",
+        "data",
+        "disk",
+        "engine",
+        "generation",
+        "hub",
+        "life",
+        "losses",
+        "metrics",
+        "models",
+        "ranks",
+        "run",
+        "trial",
+        "weights",
+    },
+    "vision": {
+        "adapters",
+        "args",
+        "data",
+        "deepvit",
+        "disk",
+        "engine",
+        "hub",
+        "life",
+        "losses",
+        "metrics",
+        "models",
+        "picture",
+        "ranks",
+        "trial",
+    },
     "plan": {"adapters", "args", "distributed", "engine", "optim", "ranks", "recipe", "run", "sequence", "trial"},
     "launch": {
         "adapters",
@@ -113,7 +149,7 @@ def test_no_circles():
 
 def test_folders_have_a_purpose():
     folders = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert len(folders) == 7
+    assert len(folders) == 9
     for folder in folders:
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 

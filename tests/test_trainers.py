@@ -32,8 +32,8 @@ from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.posttraining.trainers import trl_config
 from accelerate_recipes.run import Run
-from accelerate_recipes.trainers import trl_config
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"

@@ -106,7 +106,7 @@ TOUCHED = [
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "preflight", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "distributed", "without what holds the embedding", None),
-    (PreTrainedModel, "_no_split_modules", "vision", "layers, not whole stages", None),
+    (PreTrainedModel, "_no_split_modules", "classifiers", "layers, not whole stages", None),
     (PreTrainedModel, "_init_weights", "deepvit", "first values of linear layers and norms", "self module"),
     (PreTrainedModel, "_input_embed_layer", "deepvit", "the embedding, which FSDP gathers alone", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),

@@ -22,7 +22,7 @@ from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
 from accelerate_recipes.models import classifier_on_meta
 from accelerate_recipes.picture import draw_matrix
-from accelerate_recipes.vision import LAYERS, flops_per_image, image_loss, new_classifier, new_vision_config
+from accelerate_recipes.vision.classifiers import LAYERS, flops_per_image, image_loss, new_classifier, new_vision_config
 from accelerate_recipes.weights import initialize
 
 SCRIPT = ROOT / "recipes" / "vit.py"

@@ -36,10 +36,10 @@ from accelerate_recipes.data.rendering import (
     shown_ends,
 )
 from accelerate_recipes.generation import Generated, Sampling, generate_texts
+from accelerate_recipes.posttraining.samples import Samples
+from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
-from accelerate_recipes.samples import Samples
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs
 
 BUILT_IN = ("accuracy_reward", "think_format_reward")
 MATH_VERIFY = "math-verify==0.9.0"

@@ -19,7 +19,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.picture import draw_images, draw_matrix
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
-from accelerate_recipes.vision import logits_of
+from accelerate_recipes.vision.classifiers import logits_of
 
 NUM_DRAWN = 40  # held-out images on the sheet; half of them are wrong ones, if there are as many
 MOST_CLASSES = 30  # in the picture of the confusion matrix

@@ -21,8 +21,8 @@ from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of
 from accelerate_recipes.data.rendering import Rendering, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config, new_model
+from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.trainers import RecipeTrainer, count_targets
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 

@@ -33,8 +33,8 @@ from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
-from accelerate_recipes.trainers import RecipeTrainer, TrainerArgs
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 

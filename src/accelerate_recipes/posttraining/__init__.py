@@ -1,0 +1,1 @@
+"""Training on conversations, preferences and rewards, by trl's trainers."""

@@ -1,0 +1,1 @@
+"""Classifiers of images, and what is measured of them."""
