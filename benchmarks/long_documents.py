@@ -47,7 +47,7 @@ def paired(differences: np.ndarray, generator: np.random.Generator) -> dict:
     drawn = generator.choice(differences, (DRAWS, len(differences))).mean(1)
     flipped = (differences * generator.choice([-1, 1], (DRAWS, len(differences)))).mean(1)
     p = (1 + (abs(flipped) >= abs(mean)).sum()) / (1 + DRAWS)
-    return {"mean": mean, "interval": np.quantile(drawn, [0.025, 0.975]).tolist(), "p": p}
+    return {"mean": float(mean), "interval": np.quantile(drawn, [0.025, 0.975]).tolist(), "p": float(p)}
 
 
 def draw(path: Path, result: dict) -> None:
@@ -93,18 +93,25 @@ def main() -> None:
     long = [torch.tensor(ids[: args.length]) for ids in tokenized if len(ids) >= args.length][: args.documents]
     found = np.stack([compare(model, tokens, args.context, args.stride) for tokens in long])  # (N, 2, positions)
     generator = np.random.default_rng(0)
-    result = {"machine": machine(torch.device("cpu")), **vars(args), "documents": len(long), "parts": []}
+    settings = {name: getattr(args, name) for name in ("model", "length", "context", "stride")}
+    settings |= {"pages": Path(args.pages).name, "documents": len(long)}
+    result = {"machine": machine(torch.device("cpu")), **settings, "parts": []}
     bounds = np.linspace(0, found.shape[2], args.parts + 1).round().astype(int).tolist()
     for start, end in [(0, found.shape[2]), *pairwise(bounds)]:
         whole, cut = found[:, :, start:end].mean(2).T
-        part = {"from": args.context + start, "to": args.context + end, "whole": whole.mean(), "cut": cut.mean()}
+        part = {
+            "from": args.context + start,
+            "to": args.context + end,
+            "whole": float(whole.mean()),
+            "cut": float(cut.mean()),
+        }
         part |= {"difference": paired(cut - whole, generator), "better_whole": int((cut > whole).sum())}
         part["by_document"] = {"whole": whole.round(5).tolist(), "cut": cut.round(5).tolist()}
         result["parts"].append(part)
         print({name: value for name, value in part.items() if name != "by_document"}, flush=True)
     result["all"] = result["parts"].pop(0)
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.picture:
         draw(args.picture, result)
 

@@ -128,7 +128,9 @@ def run(words: list[str], folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", commands(elsewhere=True))
 def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("accelerate_recipes.posttraining.rewards.find_spec", lambda name: True)  # math-verify is optional
+    monkeypatch.setattr(
+        "accelerate_recipes.posttraining.rewards.find_spec", lambda name: True
+    )  # math-verify is optional
     words = shlex.split(command)
     if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
         assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
