@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "hub": {"args", "disk"},
     "life": {"args", "disk", "ranks"},
     "losses": {"args", "attention", "ranks", "sequence"},
-    "metrics": {"disk"},
+    "metrics": {"attention", "disk"},
     "optim": {"args", "ranks", "weights"},
     "sequence": {"args", "attention"},
     "strategy": {"args", "ranks", "weights"},

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, MixtralConfig
+from transformers import Gemma4TextConfig, LlamaConfig, MixtralConfig
 
 from accelerate_recipes import metrics
 from accelerate_recipes.models import new_llama
@@ -27,6 +27,9 @@ def test_flops_per_token():
     # Mixtral 8x7B: 12.9 of 46.7 billion parameters are active, less the input embedding.
     found = metrics.decoder_flops(MixtralConfig(), 46_702_792_704, attended_length=0)
     assert found == 6 * (12_879_925_248 - 131_072_000)
+    # Gemma 4: four of five layers have heads 256 wide, the others 512.
+    gemma = Gemma4TextConfig(num_hidden_layers=5, num_attention_heads=2, hidden_size=8, vocab_size=4)
+    assert metrics.decoder_flops(gemma, 0, attended_length=10) == 12 * 10 * 2 * (4 * 256 + 512)
 
 
 def test_flops_by_two_conventions():

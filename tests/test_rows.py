@@ -49,6 +49,18 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
     assert str(error.value).startswith(f"{tmp_path}/{message}")
 
 
+@pytest.mark.parametrize(
+    ("content", "moves"),
+    [
+        ('[\n{"Moves": [\n"e2e4",\nnull\n]}\n]\n', ["e2e4", None]),
+        ('{\n"Moves": [\n["e2e4",\nnull\n]]}\n', [["e2e4", None]]),
+    ],
+)
+def test_one_json_value_on_many_lines_may_have_nulls_inside(content, moves, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    assert read_files([str(tmp_path / "a.json")], tmp_path / "cache")["Moves"][:] == [moves]
+
+
 def write_parquet(file, **columns) -> None:
     pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
 

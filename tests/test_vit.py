@@ -1,5 +1,6 @@
 """Tests of the vision recipe on a few real images: one trajectory, kill and resume, export, pretrained architectures."""
 
+import copy
 import json
 import re
 from itertools import product
@@ -223,6 +224,12 @@ def test_reattention_is_the_papers_formula():
         return (mixed - mean) / (variance + module.norm.eps).sqrt() * scale + shift
 
     torch.testing.assert_close(module(maps), normed((1,)))
+    whole = module(maps)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(maps.bfloat16()).float(), whole, rtol=0.05, atol=0.1)
+    rounded = copy.deepcopy(module).bfloat16()(maps.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), whole, rtol=0.05, atol=0.1)
     paper = torch.nn.BatchNorm2d(4)
     paper.weight, paper.bias = module.norm.weight, module.norm.bias
     torch.testing.assert_close(paper(mixed), normed((0, 2, 3)))

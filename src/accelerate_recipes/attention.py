@@ -143,29 +143,28 @@ def documents(
 
 
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
-WITH_MASKS = ("doge",)  # which depend on the keys
+WITH_MASKS = ("doge",)  # which they compute from the values
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
 
 
 def of_layers(text: PreTrainedConfig) -> list[PreTrainedConfig]:
     """List the configurations of a model's layers, whose heads may differ in number and width, as Gemma 4's do."""
-    return list(getattr(text, "per_layer_config", ())) or [text] if hasattr(text, "num_hidden_layers") else [text]
+    number = getattr(text, "num_hidden_layers", 0)
+    # transformers before 5.23 has no `per_layer_config`; a model without layers has none to list.
+    return (list(getattr(text, "per_layer_config", ())) if number else []) or [text] * max(number, 1)
 
 
-def widths_of_heads(text: PreTrainedConfig) -> set[int]:
-    """Return the widths of the heads of a model."""
-    return {
-        getattr(layer, "head_dim", None)
-        or getattr(layer, "hidden_size", 0) // (getattr(layer, "num_attention_heads", None) or 1)
-        for layer in of_layers(text)
-    }
+def width_of_heads(layer: PreTrainedConfig) -> int:
+    """Return the width of the heads of a layer."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    return getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // heads
 
 
 def beyond_documents(config: PreTrainedConfig) -> list[str]:
     """List what a model needs of its attention that `documents` does not compute."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    widths = widths_of_heads(text)
+    widths = {width_of_heads(layer) for layer in of_layers(text)}
     value, key = (getattr(text, name, max(widths)) for name in ("v_head_dim", "qk_head_dim"))
     asks = {
         SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,

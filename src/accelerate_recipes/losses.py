@@ -28,7 +28,7 @@ from accelerate_recipes.attention import (
     document_masks,
     of_layers,
     unsupported_kernels,
-    widths_of_heads,
+    width_of_heads,
 )
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
@@ -263,7 +263,7 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
         }
         kinds = list(zip(*lists.values(), strict=True))
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        width = max(widths_of_heads(text))
+        width = max(map(width_of_heads, of_layers(text)))
         sizes = {
             "num_hidden_layers": len(chosen), "num_attention_heads": 2, "num_key_value_heads": 2,
             "hidden_size": 2 * width, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32,

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from accelerate_recipes.attention import of_layers, width_of_heads
 from accelerate_recipes.disk import write_atomically
 
 # Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first entry whose
@@ -87,8 +88,8 @@ def decoder_flops(
     if num_experts := getattr(config, "num_local_experts", 0):
         idle = num_experts - config.num_experts_per_tok
         idle *= 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * attended_length
+    width = sum(layer.num_attention_heads * width_of_heads(layer) for layer in of_layers(config))
+    attention = 12 * width * attended_length
     return (4 + 2 * trained_share) * (num_parameters - embedding - idle) + attention
 
 

@@ -202,11 +202,11 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         raise ConfigError(
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
-    compared = compare_rows(export, export.resolve().parent)
     try:
         tokenizer = AutoTokenizer.from_pretrained(export)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{export} holds no tokenizer that can be loaded: {first_line(error)}") from error
+    compared = compare_rows(export, export.resolve().parent)
     model: Any = load_export(export).eval()
     if not model.can_generate():
         raise ConfigError(f"{export} holds a {type(model).__name__}, which writes no texts: there is nothing to ask it")

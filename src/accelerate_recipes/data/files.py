@@ -122,9 +122,14 @@ def is_empty(file: str) -> bool:
 def check_no_null(file: str) -> None:
     """Raise DataError for the first line of a .jsonl file that is `null`.
 
-    pyarrow 26.0 ends the process with a segmentation fault if such a line is the first of a block.
+    pyarrow 26.0 ends the process with a segmentation fault if such a line is the first of a block. A file that is one list
+    or one object, written on many lines, may have such lines inside.
     """
     with open(file, "rb") as lines:
+        begin = next((line.strip() for line in lines if line.strip()), b"")
+        if begin.startswith(b"[") or begin == b"{":
+            return
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             if len(line) < 100 and line.strip() == b"null":
                 raise DataError(f"{file}, line {number} is no JSON object, but null; remove it")

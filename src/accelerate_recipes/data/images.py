@@ -47,7 +47,7 @@ class Augmentation:
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     rand_augment: int = arg(
         0,
-        "Operations of torchvision's RandAugment on each image; 0: none. It is not installed with the rest.",
+        "Operations of torchvision's RandAugment on each image; 0: none. torchvision is to be installed apart.",
         min=0,
         max=14,
     )
@@ -88,7 +88,8 @@ class ImageArgs(Augmentation, RowsArgs):
                 from torchvision.transforms import v2  # noqa: F401 # pyright: ignore[reportMissingImports]
             except Exception as error:  # a build for another torch fails in its own ways
                 found.append(
-                    f"--rand_augment needs torchvision, built for this torch; it cannot be imported: {first_line(error)}"
+                    f"--rand_augment needs torchvision, but it cannot be imported: {first_line(error)}; install one "
+                    "that was built for this torch, from the same index, or give --rand_augment 0"
                 )
         if self.eval_split and self.train_files:
             found.append(f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files")

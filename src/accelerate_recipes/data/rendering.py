@@ -14,7 +14,7 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return what a text of JSON means, and anything else without the nulls that Arrow adds; none are an empty set."""
+    """Return what a text of JSON means, or another value without Arrow's nulls; no settings are {}, no tools are None."""
     try:
         value = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
