@@ -71,8 +71,9 @@ def pair_file(args: Args, positions: Path) -> Path:
 def load_pairs(
     file: Path, args: Args, positions: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> tuple[datasets.Dataset, int]:
-    """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`; returns also how many
-    there were.
+    """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`.
+
+    Returns also how many there were.
 
     Raises:
         ConfigError: if there are no pairs.

@@ -744,6 +744,12 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
     template.write_text(template.read_text().replace("assistant", "helper"))
     with pytest.raises(ConfigError, match=r"does not render what was trained(.|\n)*row 1, token"):
         check_export(out / "export", None, 3)
+    for file in (out / "export").glob("tokenizer*"):
+        file.rename(file.with_name(f"away-{file.name}"))
+    with pytest.raises(ConfigError, match="holds no tokenizer that can be loaded"):
+        check_export(out / "export", None, 3)
+    for file in (out / "export").glob("away-*"):
+        file.rename(file.with_name(file.name.removeprefix("away-")))
     with pytest.raises(ConfigError, match="it is no export"):
         check_export(tmp_path, None, 3)
 

@@ -442,8 +442,7 @@ def encoder_decoder_on_meta(
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
         if not is_tied:
             head = model.get_output_embeddings()
-            # By its shape: an operation on the tied weight would keep a simulation from giving that memory.
-            head.weight = nn.Parameter(torch.empty(head.weight.shape, dtype=dtype))
+            head.weight = nn.Parameter(torch.empty_like(head.weight))
     return share_embedding(model)
 
 

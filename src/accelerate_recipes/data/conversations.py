@@ -123,8 +123,8 @@ class TargetCounts(NamedTuple):
 def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
     """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
 
-    An end counts if it is among a row's last NUM_LAST targets: a template may write a line break behind it, and all of an
-    asking user's message stands before. `kept` is the part of each row that is trained, the beginning or the end; its first
+    An end counts if it is among a row's last NUM_LAST targets: a template may write a line break after it, and those of the
+    user's messages stand further before. `kept` is the part of each row that is trained, the beginning or the end; its first
     token is no target, since nothing comes before it.
     """
     counts, num_ended, seen = [np.empty(0, np.int64)], 0, set()

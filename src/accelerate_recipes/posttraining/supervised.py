@@ -17,7 +17,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
-from accelerate_recipes.data.conversations import NUM_COMPARED, count_targets_of, cut_at, lengths_of
+from accelerate_recipes.data.conversations import EVERYTHING, NUM_COMPARED, count_targets_of, cut_at, lengths_of
 from accelerate_recipes.data.rendering import Rendering, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config, new_model
@@ -49,7 +49,7 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
-            self.kept = slice(None)  # of each row; what `bfd_split` and `wrapped` cut off becomes other rows
+            self.kept = EVERYTHING  # of each row; what `bfd_split` and `wrapped` cut off becomes other rows
             if config.max_length and not (packing and config.packing_strategy != "bfd"):
                 at_end = config.truncation_mode == "keep_end" and not packing
                 self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
@@ -69,7 +69,7 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 "--max_length, or mend the chat template"
             )
         on_first_rank(lambda: self.compare(exported, ends))
-        longest = self.args.max_length if self.kept != slice(None) else None
+        longest = self.args.max_length if self.kept != EVERYTHING else None
         # trl leaves out rows in which no target is left; of packed rows it leaves out none.
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
         counts |= cut_at(lengths_of(self.whole), longest)

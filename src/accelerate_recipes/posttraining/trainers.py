@@ -298,9 +298,8 @@ class RecipeTrainer:
             if isinstance(error, TypeError) and "Undefined" not in str(error):  # a template writes what a row lacks
                 raise
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
-        align_special_tokens(
-            self.model, tokenizer
-        )  # Trainer does it when training begins; the export is compared before
+        # Trainer does this when training begins; the export is compared before.
+        align_special_tokens(self.model, tokenizer)
         for parameter, data in adapter:
             parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
         # The embedding may have rows to spare for them, which mean nothing as long as nobody trains them.
