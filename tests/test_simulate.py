@@ -179,11 +179,6 @@ def test_simulated_equals_real(forks, simulator, bases, tmp_path, config, flags,
             assert calls[0] == calls[1]
             # Flags of a real step are copied once; fakes are read one by one.
             assert simulated["value_reads"] - real["value_reads"] in (3, 5)
-        if config == "fsdp_long":  # seen once 0.8 % higher: gloo's threads let go late of what was exchanged
-            allowed = 0.01 * simulated["peak"]
-            assert simulated["peak"] <= real["peak"] < simulated["peak"] + allowed
-            assert real["at_peak"] == pytest.approx(simulated["at_peak"], rel=0, abs=allowed)
-            real |= {name: simulated[name] for name in ("peak", "at_peak")}
         if command[-1].endswith("SWIN"):  # fakes copy at some places what a real run views
             allowed = 0.01 * real["peak"]
             assert real["peak"] <= simulated["peak"] < real["peak"] + allowed
