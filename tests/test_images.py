@@ -212,6 +212,30 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         sides([str(shards[1])])
 
 
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+def test_a_split_of_the_dataset_to_evaluate_on(tmp_path, kind):
+    """--eval_split is read as the training split is, its labels numbered by the training side's names, under other names too."""
+    for split, places in {"train": range(9), "validation": range(10, 14)}.items():
+        if kind == "folder":
+            for i in places:  # of the classes b and c alone in the validation split
+                name = "abc"[i % 3] if split == "train" else "bc"[i % 2]
+                (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+                (tmp_path / split / name / f"{i:02}.png").write_bytes(png(i))
+        else:
+            labels = [i % 3 if split == "train" else 1 + i % 2 for i in places]
+            features = Features({"img": ImageColumn(), "of": ClassLabel(names=["a", "b", "c"])})
+            rows = {"img": [{"bytes": png(i), "path": None} for i in places], "of": labels}
+            Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    columns = {} if kind == "folder" else {"image_column": "img", "label_column": "of"}
+    train, test, names = load_images(Args(dataset_name=str(tmp_path), eval_split="validation", **columns))
+    assert names == ["a", "b", "c"] and (len(train.labels), len(test.labels)) == (9, 4)
+    assert sorted(test.labels) == [1, 1, 2, 2]
+    pixels = {Images(test, PROCESSOR)[row]["pixel_values"].numpy().tobytes(): test.labels[row] for row in range(4)}
+    for i in range(10, 14):
+        image = np.asarray(Image.open(io.BytesIO(png(i))))
+        assert pixels[PROCESSOR(image, return_tensors="pt")["pixel_values"][0].numpy().tobytes()] == 1 + i % 2
+
+
 def test_images_that_look_alike_lie_on_one_side(tmp_path):
     """Brighter copies and copies of copies lie with their original, and the order of the rows plays no role."""
     noise = np.random.default_rng(0).integers(0, 200, (60, 16, 16, 3), dtype=np.uint8)
