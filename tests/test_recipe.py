@@ -1,12 +1,13 @@
-"""Tests of how a recipe ends: its exit code and status.json, without the interpreter's teardown."""
+"""Tests of how a recipe is loaded, what it refuses, and how it ends: its exit code and status.json."""
 
 import errno
 import json
 
 import pytest
+from helpers import ROOT
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs, parse
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.life import lock, parent
 from accelerate_recipes.life.stop import Stopped
@@ -67,3 +68,49 @@ def test_bad_data_before_training_end_a_job(run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     code, status = run(DataError("row 17"), takes_lock=False)
     assert (code, status["state"], status["reason"], status["job"]) == (2, "failed", "row 17", "5")
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("recipes/nope.py", "no such recipe"),
+        ("accelerate_configs/single.yaml", "is not a recipe: give the .py file, such as recipes/c4.py"),
+        ("src/accelerate_recipes/run.py", "is not a recipe: it does not define requirements, main"),
+    ],
+)
+def test_what_is_no_recipe(name, problem):
+    with pytest.raises(ConfigError, match=problem):
+        recipe.load(ROOT / name)
+
+
+IMAGES = "--from_scratch --train_files data/fashion/images_10k.parquet"
+MODEL = "--model_name_or_path outputs/demo/export"
+
+
+@pytest.mark.parametrize(
+    "name, argv, problem",
+    [
+        ("c4", "--report_to foo", "--report_to names 'foo'; known are none, tensorboard, trackio, wandb"),
+        ("c4", "--config a.yaml b.yaml", "--config takes one file, once"),
+        ("c4", "--config a.yaml --config b.yaml", "--config takes one file, once"),
+        (
+            "t5",
+            "--eval_files a.jsonl --eval_split test",
+            "--eval_files and --eval_split test both say what to evaluate on",
+        ),
+        ("t5", "--eval_dataset_name a/b", "--eval_dataset_name a/b needs --eval_split, such as test"),
+        ("vit", f"{IMAGES} --eval_files a.parquet --eval_split b", "--eval_split b and --eval_files both say"),
+        ("sft", f"{MODEL} --train_files a.jsonl b.csv", "--train_files must all be of one kind"),
+        ("sft", f"{MODEL} --from_scratch --tokenizer_name a", "--from_scratch makes a new model; remove it, or"),
+        ("sft", f"{MODEL} --tokenizer_name a", "--from_scratch and --tokenizer_name go together"),
+        (
+            "sft",
+            f"{MODEL} --pad_to_multiple_of 0",
+            "--pad_to_multiple_of is 0; it must be auto, none or a positive number",
+        ),
+    ],
+)
+def test_contradictions(name, argv, problem):
+    with pytest.raises(ConfigError) as caught:
+        parse(recipe.load(ROOT / f"recipes/{name}.py").Args, argv.split(), world_size=1)
+    assert problem in str(caught.value)

@@ -46,8 +46,6 @@ class GenerationArgs:
         for name in self.metrics:
             if name not in METRIC_VALUES:
                 found.append(f"--metrics {name}: there is no such metric; known are {', '.join(METRIC_VALUES)}")
-        if not self.metrics:
-            found.append(f"--metrics names none; known are {', '.join(METRIC_VALUES)}")
         measured = ["loss", *self.measured]
         if self.metric_for_best_model and self.metric_for_best_model not in measured:
             found.append(

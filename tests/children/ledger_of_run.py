@@ -22,7 +22,6 @@ from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
 
-
 # gloo's threads sometimes let go late of what was exchanged: a peak is then too high, now and then by 2 %.
 TRIES = 4
 
