@@ -50,6 +50,10 @@ PUBLISHED = {
         "vocab_size": 32016, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
         "num_attention_heads": 40, "num_key_value_heads": 40,
     },
+    "codellama/CodeLlama-34b-hf": CODE_LLAMA | {
+        "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
     "google-t5/t5-base": T5 | {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google/flan-t5-base": FLAN | {"d_model": 768, "d_kv": 64, "d_ff": 2048, "num_layers": 12, "num_heads": 12},
     "google/flan-t5-xl": FLAN | {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32},
@@ -75,6 +79,9 @@ MODELS = {
     "Llama 3.1 70B": "c4/llama3_1_70b.yaml",
     "CodeLlama 7B": "chess/codellama_7b.yaml",
     "CodeLlama 13B": "chess/codellama_7b.yaml --model_name_or_path codellama/CodeLlama-13b-hf",
+    "CodeLlama 34B": "chess/codellama_7b.yaml --model_name_or_path codellama/CodeLlama-34b-hf",
+    "FLAN-T5 3B": "t5/grammar_3b.yaml",
+    "FLAN-T5 11B": "t5/grammar_11b.yaml",
 }
 NUMBERS = (1, 8, 32, 64)
 SIMULATED = 8  # what others need follows; see `need_of`
@@ -89,6 +96,9 @@ LADDER = {
     "recomputed": RECOMPUTE,
     "offloaded": f"{RECOMPUTE} --fsdp_offload_params true",
 }
+# Rank 64, which all numbers divide. Long rows stretch positions: an adapter's files do not say so, a merged model's do.
+ADAPTERS = "--use_peft true --lora_r 64 --lora_dropout 0 --merge_adapter true"
+SETTINGS = LADDER | {"adapters": RECOMPUTE}
 
 # Levers of the page: config, flags of the launcher, arguments.
 LEVERS = {
@@ -105,6 +115,10 @@ LEVERS = {
     "`adafactor`": ("fsdp_full", "", "--optim adafactor"),
     "gradients summed in bf16": ("fsdp_full", "", "--reduce_dtype bf16"),
     "recomputation": ("fsdp_full", RECOMPUTE, ""),
+    "... of every 2nd layer": ("fsdp_full", RECOMPUTE, "--checkpoint_every_n_layers 2"),
+    "... with inputs on the CPU": ("fsdp_full", f"{RECOMPUTE} --fsdp_activation_checkpointing_offload true", ""),
+    "attention by `sdpa`, with a mask": ("fsdp_full", "", "--attn_implementation sdpa"),
+    "whole logits": ("fsdp_full", "", "--whole_logits true"),
 }  # fmt: skip
 
 
@@ -143,10 +157,14 @@ def of_model(model: str, setting: str, number: int = SIMULATED) -> str:
     """Return the command of `plan` for a model in a setting of the page on fits, in a step of two rows."""
     preset, _, more = MODELS[model].partition(" ")
     task = preset.partition("/")[0]
+    if setting == "adapters":
+        more += f" {ADAPTERS}"
+        if task == "c4":  # its presets train from scratch
+            more += f" --model_name_or_path {yaml.safe_load((PRESETS / preset).read_text())['tokenizer_name']}"
     words = [
-        f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", LADDER[setting],
+        f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", SETTINGS[setting],
         f"recipes/{task}.py --config recipes/configs/{preset} --per_device_train_batch_size 1",
-        f"--total_batch_size {2 * number}", more,
+        f"--total_batch_size {2 * number}", more.strip(),
     ]  # fmt: skip
     return " ".join(filter(None, words))
 
@@ -223,6 +241,7 @@ def wanted(plans: dict[str, Any]) -> list[str]:
     found = [of_preset(name) for name in presets()]
     found.append(of_model("Llama 3.2 1B", "as it is", 1))  # to compare with what follows from 8
     for model in MODELS:
+        found.append(of_model(model, "adapters"))
         for setting in LADDER:
             found.append(of_model(model, setting))
             if found[-1] not in plans or need_of(plans, model, 1, setting) <= SIZES[24].memory:
@@ -272,9 +291,10 @@ def with_memory(text: str, comment: str) -> str:
 
 def fit_table(plans: dict[str, Any]) -> list[str]:
     """Write the table of docs/plan.md: what each model needs in each setting, and with which it fits."""
+    columns = [*(f"{setting}, GiB" for setting in SETTINGS), *(f"{size} GB" for size in SIZES)]
     lines = [
-        f"| | GPUs | {' | '.join(f'{setting}, GiB' for setting in LADDER)} | {' | '.join(f'{size} GB' for size in SIZES)} |",
-        "|---" * (2 + len(LADDER) + len(SIZES)) + "|",
+        f"| | GPUs | {' | '.join(columns)} |",
+        "|---" * (2 + len(columns)) + "|",
     ]
     for model in MODELS:
         for number in (n for n in NUMBERS if n <= MOST.get(model, n)):
@@ -283,7 +303,8 @@ def fit_table(plans: dict[str, Any]) -> list[str]:
                 needs[setting] = need_of(plans, model, number, setting)
                 if needs[setting] <= SIZES[24].memory:
                     break
-            cells = [f"{needs[setting] / GIB:,.1f}" if setting in needs else "" for setting in LADDER]
+            needs["adapters"] = need_of(plans, model, number, "adapters")
+            cells = [f"{needs[setting] / GIB:,.1f}" if setting in needs else "" for setting in SETTINGS]
             fits = [next((s for s in needs if needs[s] <= gpu.memory), "no") for gpu in SIZES.values()]
             lines.append(f"| {model if number == NUMBERS[0] else ''} | {number} | {' | '.join([*cells, *fits])} |")
     return lines

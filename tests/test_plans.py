@@ -102,9 +102,10 @@ def test_a_shape_has_its_simulated_peak(tmp_path):
 
 
 def test_what_other_numbers_of_gpus_need():
-    """What follows from 8 GPUs is what a simulation of 4 and 32 says, to a millionth, and of one to a hundredth."""
+    """What follows from 8 GPUs is what a simulation of 2, 4 and 32 says, to a millionth, and of one to a hundredth."""
     for model, setting, number, command, allowed in (
         ("Llama 3.2 3B", "recomputed", 4, plans.of_preset("c4/llama3_2_3b.yaml"), 1e-6),
+        ("Llama 3.1 8B", "adapters", 2, plans.of_preset("c4/llama3_1_8b_lora.yaml"), 1e-6),
         ("Llama 2 70B", "recomputed", 32, plans.of_preset("c4/llama2_70b.yaml"), 1e-6),
         ("Llama 3.2 1B", "as it is", 1, plans.of_model("Llama 3.2 1B", "as it is", 1), 1e-2),
     ):
