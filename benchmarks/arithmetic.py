@@ -3,8 +3,9 @@
     python benchmarks/arithmetic.py run --seeds 1 2 3
     python benchmarks/arithmetic.py judge outputs/arithmetic_sft/export outputs/arithmetic_sft/judged.jsonl
 
-For each seed: sft.py trains a new model on `sft.jsonl`; grpo.py goes on with the prompts of `rl.jsonl`, dpo.py with the
-model's own answers to them, judged by the same reward, and sft.py with `sft.jsonl`, for the CPU time that GRPO took.
+For each seed: sft.py trains a new model on `sft.jsonl`, or the first --answers of it; grpo.py goes on with the prompts of
+`rl.jsonl`, dpo.py with the model's own answers to them, judged by the same reward, and sft.py with the answers that it had,
+for the CPU time that GRPO took, as far as other work on the machine lets that be known beforehand.
 `run` goes on where it was interrupted, in outputs/arithmetic; results go to benchmarks/results/arithmetic.json.
 """
 
@@ -87,19 +88,21 @@ def train(recipe: str, out: Path, *args: object) -> float:
     return float(done.read_text())
 
 
-def run_seed(folder: Path, seed: int, steps: dict[str, int]) -> dict:
+def run_seed(folder: Path, seed: int, steps: dict[str, int], num_answers: int | None) -> dict:
     """Train the four models of a seed; return CPU seconds and accuracies."""
     folder.mkdir(parents=True, exist_ok=True)
-    given = ("--seed", seed)
-    startup = train("sft", folder / "startup", *given, "--max_steps", STARTUP_STEPS, "--warmup_steps", 0)
-    cpu = {"sft": train("sft", folder / "sft", *given, "--max_steps", steps["sft"])}
+    given, answered = ("--seed", seed), folder / "answers.jsonl"
+    answered.write_text("".join(json.dumps(row) + "\n" for row in read("sft")[:num_answers]))
+    rows = ("--train_files", answered)
+    startup = train("sft", folder / "startup", *given, *rows, "--max_steps", STARTUP_STEPS, "--warmup_steps", 0)
+    cpu = {"sft": train("sft", folder / "sft", *given, *rows, "--max_steps", steps["sft"])}
     base = folder / "sft/export"
     cpu["grpo"] = train("grpo", folder / "grpo", *given, "--model_name_or_path", base, "--max_steps", steps["grpo"])
     seconds_per_step = (cpu["sft"] - startup) / (steps["sft"] - STARTUP_STEPS)
     more = max(1, round((cpu["grpo"] - startup) / seconds_per_step))
     cpu["sft_continued"] = train(
-        "sft", folder / "sft_continued", *given, "--from_scratch", "false", "--tokenizer_name=", "--model_name_or_path",
-        base, "--max_steps", more, "--learning_rate", 1e-3,
+        "sft", folder / "sft_continued", *given, *rows, "--from_scratch", "false", "--tokenizer_name=",
+        "--model_name_or_path", base, "--max_steps", more, "--learning_rate", 1e-3,
     )  # fmt: skip
     if not (judged := folder / "judged.jsonl").exists():
         judge(base, judged.with_suffix(".partial"))
@@ -135,6 +138,7 @@ def main() -> None:
     run = commands.add_parser("run", help="train and measure")
     run.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     run.add_argument("--steps", type=int, nargs=3, default=[300, 100, 60], metavar=("SFT", "GRPO", "DPO"))
+    run.add_argument("--answers", type=int, help="Rows of sft.jsonl to train on; default: all.")
     run.add_argument("--folder", type=Path, default=ROOT / "outputs/arithmetic")
     run.add_argument("--out", type=Path, default=RESULTS)
     judged = commands.add_parser("judge", help="draw and judge answers of a model")
@@ -147,7 +151,7 @@ def main() -> None:
     steps = dict(zip(("sft", "grpo", "dpo"), args.steps, strict=True))
     results = {"machine": machine(torch.device("cpu")), "held_out_problems": len(read("test")), "seeds": []}
     for seed in args.seeds:
-        results["seeds"].append(run_seed(args.folder / str(seed), seed, steps))
+        results["seeds"].append(run_seed(args.folder / str(seed), seed, steps, args.answers))
         args.out.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(results["seeds"][-1]), flush=True)
 
