@@ -28,7 +28,7 @@ LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file acce
 COMMANDS = {
     "adapter_memory": "--num_hidden_layers 1",
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
-    "arithmetic": "run --seeds 1 --steps 3 1 1",
+    "arithmetic": "run --seeds 1 --steps 150 1 1",  # fewer leave DPO without pairs
     "checkpoint_stall": f"--rounds 1 --steps 1 {TINY_LLAMA} --vocab_size 500",
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
