@@ -214,7 +214,7 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
 def test_a_split_of_the_dataset_to_evaluate_on(tmp_path, kind):
-    """--eval_split is read as the training split is, its labels numbered by the training side's names, under other names too."""
+    """A class has the same number in --eval_split as in training, also where a class is missing; columns may have other names."""
     for split, places in {"train": range(9), "validation": range(10, 14)}.items():
         if kind == "folder":
             for i in places:  # of the classes b and c alone in the validation split

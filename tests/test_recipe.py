@@ -74,7 +74,7 @@ def test_bad_data_before_training_end_a_job(run, monkeypatch):
     "name, problem",
     [
         ("recipes/nope.py", "no such recipe"),
-        ("accelerate_configs/single.yaml", "is not a recipe: give the .py file, such as recipes/c4.py"),
+        ("accelerate_configs/single.yaml", "is not a recipe; give a .py file, such as"),
         ("src/accelerate_recipes/run.py", "is not a recipe: it does not define requirements, main"),
     ],
 )

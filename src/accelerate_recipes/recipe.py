@@ -281,9 +281,7 @@ def load(path: str | Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{path}: no such recipe")
     if path.suffix != ".py":
-        raise ConfigError(
-            f"{path} is not a recipe: give the .py file, such as recipes/c4.py, in the place of {path.name}"
-        )
+        raise ConfigError(f"{path} is not a recipe; give a .py file, such as recipes/c4.py")
     # Do not import it by its bare name: `chess` is python-chess.
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
