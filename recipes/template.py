@@ -7,35 +7,56 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.files import check_texts_or_messages, falls_under, read_files
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.prepared import checksum_of_rows
-from accelerate_recipes.data.rows import Rows, make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import finish, start
+from accelerate_recipes.run import Run, finish, start
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(RowsArgs, TrainArgs):
     output_dir: str = "outputs/template"
     model_name_or_path: str = arg("google-bert/bert-base-uncased", "Model like BERT: a name on the Hub, or a folder.")
-    train_files: list[str] = arg(["my_texts.jsonl"], "Local files (.jsonl, .csv, .parquet) with `text` and `label`.")
     max_length: int = arg(128, "Longest text in tokens; longer texts are cut.", min=4)
-
-    def problems(self, world_size: int) -> list[str]:
-        frozen = ["--use_peft would leave the new output layer as it is; remove it"] if self.use_peft else []
-        return super().problems(world_size) + self.file_problems("train_files", cache.BUILDERS) + frozen
+    has_new_layer = True
 
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(models=[args.model_name_or_path])
+    return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
+
+
+def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
+    args, place = run.args, (run.args, run.data_rank, run.data_world_size)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
+    tables = on_first_of_machine_before_others(args.read_rows)
+    for part, table in tables.items():
+        check_texts_or_messages(table, ["text", "label"], args.sources[part])
+    labels = sorted({label for table in tables.values() for label in table["label"]})
+
+    def make_row(item: dict[str, str], number: int) -> Batch:
+        found = tokenizer(item["text"], max_length=args.max_length, truncation=True, padding="max_length")
+        label = labels.index(item["label"]) if number >= 0 else -100
+        row = {name: found[name] for name in ("input_ids", "attention_mask")} | {"labels": label, "row": number}
+        return {name: torch.tensor(value) for name, value in row.items()}
+
+    rows = {part: Rows(table, make_row) for part, table in args.sides(tables, "text").items()}
+    content = checksum_of_rows(tables["train"], tables["train"].column_names)
+    loaders = make_train_loader(rows["train"], *place, content=content), make_eval_loader(rows["test"], *place)
+    return tokenizer, *loaders, labels
+
+
+def make_model(args: Args, labels: list[str]) -> PreTrainedModel:
+    settings = load_settings(args) | cache.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
+    return AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **settings)
 
 
 def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -43,7 +64,7 @@ def predict(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    return cross_entropy(predict(model, batch), batch["labels"], reduction="sum")
+    return torch.nn.functional.cross_entropy(predict(model, batch), batch["labels"], reduction="sum")
 
 
 def accuracy(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -54,42 +75,17 @@ def count(batch: Batch) -> torch.Tensor:
     return (batch["labels"] != -100).sum()
 
 
+def evaluate(run: Run[Args], heldout: RowLoader) -> dict[str, float]:
+    return {fn.__name__: evaluate_loss(run.accelerator, run.model, heldout, fn, count) for fn in (loss, accuracy)}
+
+
 def main(args: Args) -> None:
     run = start(args)
-
-    # Tokenizer and data
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
-    table = on_first_of_machine_before_others(lambda: read_files(args.train_files))
-    check_texts_or_messages(table, ["text", "label"], ", ".join(args.train_files))
-    labels = sorted(set(table["label"]))
-
-    def make_row(item: dict[str, str], number: int) -> Batch:
-        settings = {"max_length": args.max_length, "truncation": True, "padding": "max_length", "return_tensors": "pt"}
-        found = tokenizer(item["text"], **settings)
-        label = torch.tensor(labels.index(item["label"]) if number >= 0 else -100)
-        row = {"labels": label, "row": torch.tensor(number)}
-        return row | {name: found[name][0] for name in ("input_ids", "attention_mask")}
-
-    rows = Rows(table.filter(lambda item: not falls_under(item["text"], 0.05)), make_row)
-    heldout_rows = Rows(table.filter(lambda item: falls_under(item["text"], 0.05)), make_row)
-    content = checksum_of_rows(table, table.column_names)
-    loader = make_train_loader(rows, args, run.rank, run.world_size, content=content)
-    heldout = make_eval_loader(heldout_rows, args, run.rank, run.world_size)
+    tokenizer, loader, heldout, labels = make_data(run)
     run.show_rows(tokenizer, {"Training": loader, "Evaluation": heldout})
-
-    # Model
-    settings = load_settings(args) | cache.pinned(args.model_name_or_path) | {"id2label": dict(enumerate(labels))}
-    model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **settings)
-    run.prepare(model, tokenizer, total_steps=num_steps(args, len(rows)))
-
-    # Training and evaluation
-    def evaluate_fn(step: int) -> dict[str, float]:
-        return {fn.__name__: evaluate_loss(run.accelerator, run.model, heldout, fn, count) for fn in (loss, accuracy)}
-
-    records = train(run, loader, loss_fn=loss, count_fn=count, evaluate_fn=evaluate_fn)
-
-    # Result
-    finish(run, records, f"{args.model_name_or_path}, trained to label texts as {', '.join(args.train_files)}.")
+    run.prepare(make_model(args, labels), tokenizer, total_steps=num_steps(args, len(loader.dataset)))
+    records = train(run, loader, loss_fn=loss, count_fn=count, evaluate_fn=lambda step: evaluate(run, heldout))
+    finish(run, records, f"{args.model_name_or_path}, trained to label texts from {args.source}.")
 
 
 if __name__ == "__main__":

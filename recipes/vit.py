@@ -55,14 +55,10 @@ class Args(VisionArchitecture, ImageArgs, TrainArgs):
     label_smoothing: float = arg(
         0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
     )
+    has_new_layer = True
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.from_scratch:
-            found += self.architecture_problems()
-        if self.use_peft:
-            found.append("--use_peft would leave the new output layer as it is; remove it")
-        return found
+        return super().problems(world_size) + (self.architecture_problems() if self.from_scratch else [])
 
 
 def requirements(args: Args) -> Requirements:

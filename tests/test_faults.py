@@ -195,7 +195,7 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     out, log = tmp_path / "out", tmp_path / "out.log"
     assert forks.run(out, "--step_timeout", 3, TOY_HANG="5") == 1
     found = re.findall(
-        r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in loss_fn \(toy.py", log.read_text()
+        r"error: step 5 has not ended within \d+ s .*rank 1 at step 5, in faulty_loss \(toy.py", log.read_text()
     )
     assert found, log.read_text()[-3000:]
     status = json.loads((out / "status.json").read_text())

@@ -242,14 +242,32 @@ def test_what_a_launch_says(monkeypatch):
         preflight([LONG, *trl])
 
 
+def test_sizes_and_kernels_that_cannot_be(tmp_path):
+    """They are refused in words, and the remedy is none that the launch would refuse next."""
+    config = tmp_path / "halves.yaml"
+    config.write_text((CONFIGS / "fsdp_long.yaml").read_text().replace("cp_size: 2", "cp_size: 2.0"))
+    with pytest.raises(ConfigError, match=r"parallelism_config_cp_size is 2\.0; it must be a whole number"):
+        preflight([str(config), *CHESS])
+    with pytest.raises(
+        ConfigError, match=r"flash_attention_2: rows that ranks share .* need documents, or sdpa with a mask"
+    ):
+        preflight([LONG, *CHESS, "--attn_implementation", "flash_attention_2"])
+    alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
+    with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
+        preflight([LONG, *alone, *CHESS])
+
+
 @pytest.mark.parametrize(
-    "nodes, gpus, size, flags",
-    [(1, 8, None, "1 4"), (1, 8, 8, "1 1"), (4, 8, 8, "1 4"), (2, 2, 2, "1 2"), (1, 2, 16, "1 1")],
-)
-def test_a_job_has_as_many_shards_as_are_left(nodes, gpus, size, flags):
+    "nodes, gpus, size, replicas, flags",
+    [
+        (1, 8, None, None, "1 4"), (1, 8, 8, None, "1 1"), (4, 8, 8, None, "1 4"), (2, 2, 2, None, "1 2"),
+        (1, 2, 16, None, "1 1"), (2, 4, None, 2, "2 2"), (2, 4, 1, 4, "4 2"), (2, 4, None, 0, "0 8"),
+    ],
+)  # fmt: skip
+def test_a_job_has_as_many_shards_as_are_left(nodes, gpus, size, replicas, flags):
     replicate, shard = flags.split()
     wanted = ["--parallelism_config_dp_replicate_size", replicate, "--parallelism_config_dp_shard_size", shard]
-    assert launch_flags(CONFIGS / "fsdp_long.yaml", nodes, gpus, size)[4:] == wanted
+    assert launch_flags(CONFIGS / "fsdp_long.yaml", nodes, gpus, size, replicas)[4:] == wanted
 
 
 class Sizes(TorchDispatchMode):

@@ -98,6 +98,6 @@ def test_too_few_texts_to_hold_any_out(forks, typed, arguments, tmp_path):
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "w1", "label": "odd"}) + "\n")
     assert forks.run(out, *arguments, "--train_files", texts, script=typed) == 2
-    assert "error: no row is left to evaluate on; give more data" in log_of(out)
+    assert "error: none of 1 rows is left to evaluate on" in log_of(out)
     assert forks.run(out, *arguments, "--train_files", texts, "--use_peft", script=typed) == 2
     assert "--use_peft would leave the new output layer as it is" in log_of(out)

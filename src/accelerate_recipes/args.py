@@ -213,6 +213,9 @@ class TrainArgs:
     # Whether ranks can share a row (parallelism_config_cp_size): the rows are packed, and the loss is ours.
     shares_rows: ClassVar[bool] = False
 
+    # Whether the model gets a new output layer, which adapters would leave as it is.
+    has_new_layer: ClassVar[bool] = False
+
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 
@@ -272,6 +275,8 @@ class TrainArgs:
             changed = [name for name in names if getattr(self, name) != getattr(default, name)]
             return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]
         found = []
+        if self.has_new_layer:
+            found.append("--use_peft would leave the new output layer as it is; remove it")
         if not self.lora_target_modules or (ALL_LINEAR in self.lora_target_modules and self.lora_target_modules[1:]):
             found.append(
                 f"--lora_target_modules is {' '.join(self.lora_target_modules) or 'empty'}; give names of layers, or "

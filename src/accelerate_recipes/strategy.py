@@ -134,7 +134,8 @@ def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
     elif max(sizes) == 1:
         found.append(
             "parallelism_config is in use but all its sizes are 1; Accelerate ignores keys without the "
-            "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size"
+            "prefix: write parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size, or, if all are meant "
+            "to be 1, take accelerate_configs/fsdp_full.yaml"
         )
     elif tensor > 1:
         found.append(
@@ -284,6 +285,12 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
             f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1, and "
             "where activations do not fit fsdp_activation_checkpointing (then ..._offload) to true; "
             "recipes/chess.py and recipes/c4.py share rows, c4.py those of any text, such as conversations written out"
+        ]
+    attention = getattr(args, "attn_implementation", "auto")
+    if attention not in ("auto", "documents", "sdpa"):
+        return [
+            f"--attn_implementation {attention}: rows that ranks share (parallelism_config_cp_size) need documents, or "
+            "sdpa with a mask; give auto"
         ]
     length = getattr(args, "max_length", 0)
     if length % size:

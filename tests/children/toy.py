@@ -1,4 +1,4 @@
-"""Train a tiny Llama in a second or two: recipes/template.py with packed rows, for tests that kill and resume.
+"""Train a tiny Llama in a second or two, for tests that kill and resume: recipes/template.py with other data, model and loss.
 
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
 faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which rank 1 hangs, TOY_BAD_DATA a step in which
@@ -11,6 +11,8 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import faults
 import numpy as np
@@ -18,21 +20,21 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from accelerate_recipes import recipe
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
-from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
+from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.engine import Batch, EvaluateFn, LossFn, evaluate_loss, train
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.metrics import Flops
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
 from accelerate_recipes.ranks import ranks_a_row
-from accelerate_recipes.recipe import Requirements, run_recipe
-from accelerate_recipes.run import finish, start
+from accelerate_recipes.recipe import Requirements
+from accelerate_recipes.run import Run
 from accelerate_recipes.weights import WRAPPERS
 
 LENGTH = 32
@@ -42,6 +44,7 @@ LENGTH = 32
 class Args(TrainArgs):
     shares_rows = True
     max_length = LENGTH
+    source = "made-up rows"
 
     num_train_epochs: float = 2.0
     total_batch_size: int = 8
@@ -51,8 +54,8 @@ class Args(TrainArgs):
     logging_steps: int = 1
     save_steps: int = 3
     num_rows: int = arg(40, "Rows of an epoch.")
-    hidden_size: int = arg(32, "Of the model.")
-    dropout: float = arg(0.0, "In the attention.")
+    hidden_size: int = arg(32, "Width of the model.")
+    dropout: float = arg(0.0, "Dropout in the attention.")
     tie_word_embeddings: bool = arg(False, "Output layer and embedding are one.")
     model_name_or_path: str = arg("", "Instead, the model in this folder.")
     attn_implementation: str = arg("sdpa", "Attention kernel.", fixed=False)
@@ -74,8 +77,12 @@ def make_rows(num_rows: int) -> Dataset:
     )
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    return new_word_tokenizer([f"w{i}" for i in range(96)])
+
+
 def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    tokenizer = new_word_tokenizer([f"w{i}" for i in range(96)])
+    tokenizer = make_tokenizer()
     if args.model_name_or_path:
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args)), tokenizer
     model = new_llama(
@@ -86,61 +93,68 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
+    look_at_data(run, 0)
+    rows = PackedRows(make_rows(run.args.num_rows), LENGTH, 0, document_mask=True)
+    place = (rows, run.args, run.data_rank, run.data_world_size)
+    loaders = make_train_loader(*place, collate_fn=collate), make_eval_loader(*place, collate_fn=collate)
+    return make_tokenizer(), *loaders, []
 
 
-def main(args: Args) -> None:
-    run = start(args)
-    rank, world_size = run.data_rank, run.data_world_size
+def evaluate(run: Run[Args], heldout: RowLoader) -> dict[str, float]:
+    return {"loss": evaluate_loss(run.accelerator, run.model, heldout, next_token_loss, count_next_tokens)}
 
-    def look_at_data(step: int) -> None:
-        if rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
-            raise DataError("bad.jsonl, row 17: no text")
 
-    look_at_data(0)
-    rows = PackedRows(make_rows(args.num_rows), LENGTH, 0, document_mask=True)
-    model, tokenizer = make_model(args)
-    run.prepare(model, tokenizer, num_steps(args, len(rows)), lambda model: Flops(1.0))
-    heldout_loader = make_eval_loader(rows, args, rank, world_size, collate_fn=collate)
+def look_at_data(run: Run[Args], step: int) -> None:
+    if run.data_rank == 1 and os.environ.get("TOY_BAD_DATA") == str(step):
+        raise DataError("bad.jsonl, row 17: no text")
+
+
+def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, evaluate_fn: EvaluateFn, **rest) -> Any:
+    """Train as the template does; write down what each step reads, and let happen what the environment asks for."""
     first_step = step_of(run.resumed_from) if run.resumed_from else 0
     num_passes = 0
 
-    def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def faulty_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         nonlocal num_passes
-        step = first_step + num_passes // args.accumulation_steps(world_size) + 1
+        step = first_step + num_passes // run.args.accumulation_steps(run.data_world_size) + 1
         num_passes += 1
         if run.rank % ranks_a_row() == 0:
             with (run.output_dir / "rows.jsonl").open("a") as file:
                 file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
-        look_at_data(step)
-        if rank == 1 and os.environ.get("TOY_HANG") == str(step):
+        look_at_data(run, step)
+        if run.data_rank == 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
         time.sleep(float(os.environ.get("TOY_PACE", 0)))
-        loss = next_token_loss(model, batch)
+        loss = loss_fn(model, batch)
         return loss * float("nan") if int(os.environ.get("TOY_POISON", -2)) in batch["row"] else loss
 
-    def evaluate_fn(step: int) -> dict[str, float]:
+    def faulty_evaluate(step: int) -> dict[str, float]:
         sys.audit("toy.evaluation", f"step {step}.")
-        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, next_token_loss, count_next_tokens)}
+        return evaluate_fn(step)
 
     if limit := os.environ.get("TOY_FSIZE"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    records = train(
-        run,
-        make_train_loader(rows, args, rank, world_size, collate_fn=collate),
-        loss_fn=loss_fn,
-        count_fn=count_next_tokens,
-        evaluate_fn=evaluate_fn,
-    )
-    if args.use_peft:
+    records = train(run, loader, loss_fn=faulty_loss, evaluate_fn=faulty_evaluate, **rest)
+    if run.args.use_peft:
         frozen = {name: whole(p) for name, p in run.model.named_parameters() if not p.requires_grad}
         if run.is_first:
             save_file({WRAPPERS.sub("", name): p for name, p in frozen.items()}, run.output_dir / "frozen.safetensors")
-    finish(run, records, "A tiny Llama on made-up rows.")
+    return records
+
+
+def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+template = recipe.load(Path(__file__).resolve().parents[2] / "recipes/template.py")
+template.make_data, template.make_model = make_data, lambda args, labels: make_model(args)[0]
+template.loss, template.count, template.evaluate = next_token_loss, count_next_tokens, evaluate
+template.train = train_with_faults
+main = template.main
 
 
 if __name__ == "__main__":
     faults.arm()
-    run_recipe(main, Args, requirements)
+    recipe.run_recipe(main, Args, requirements)

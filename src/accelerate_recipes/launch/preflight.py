@@ -46,11 +46,13 @@ from accelerate_recipes.plan.search import prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import (
+    PARALLEL_SIZES,
     environment_problems,
     fp8_layers,
     lever_problems,
     lever_warnings,
     num_accelerators,
+    sharing_problems,
 )
 
 SECTIONS = {
@@ -132,6 +134,9 @@ def yaml_problems(path: Path) -> list[str]:
                 str(value).lower() if isinstance(value, bool) else str(value) for value in sorted(allowed)
             )
             found.append(f"{path}: {key} is {flat[key]!r}; it must be one of {choices}")
+    for key in (f"parallelism_config_{name.lower()}" for name in PARALLEL_SIZES):
+        if key in flat and type(flat[key]) is not int:
+            found.append(f"{path}: {key} is {flat[key]!r}; it must be a whole number")
     if flat.get("fsdp_version") == 2:
         for key, instead in FSDP1_ONLY.items():
             if key in flat:
@@ -214,6 +219,8 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
+    if size > 1 and sharing_problems(args, size):  # said already
+        return []
     if size > 1 and (problems := model_sharing_problems(model.config, size)):
         return problems
     try:
@@ -302,20 +309,26 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def launch_flags(config: Path, nodes: int, processes_per_node: int, size: int | None = None) -> list[str]:
+def launch_flags(
+    config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
+) -> list[str]:
     """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between.
 
-    Where `size` ranks share a row (default: as many as the config says), there are as many shards as are left, and replicas
-    only if the config has some.
+    Where `size` ranks share a row (default: as many as the config says), there are as many shards as are left, and unless
+    `replicas` says how many there are, replicas only if the config has some.
     """
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
     sizes = read_yaml(config).get("parallelism_config")
     if sizes is None:
         return flags
     sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
-    replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
+    if replicas is None:
+        replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
     flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
-    flags += ["--parallelism_config_dp_shard_size", str(max(1, nodes * processes_per_node // (replicas * sharing)))]
+    flags += [
+        "--parallelism_config_dp_shard_size",
+        str(max(1, nodes * processes_per_node // max(1, replicas * sharing))),
+    ]
     return flags
 
 
@@ -456,9 +469,11 @@ def read_request(argv: Sequence[str]) -> Request:
     if not problems and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
         parser = launch_command_parser()
-        parser.set_defaults(parallelism_config_cp_size=None)  # 1 by default, which would hide that of the YAML
-        size = parser.parse_args(launch).parallelism_config_cp_size
-        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size)
+        # 1 by default, which would hide those of the YAML
+        parser.set_defaults(parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
+        given = parser.parse_args(launch)
+        size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
+        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
     parsed = launch_command_parser().parse_args(launch)
     command = [parsed.training_script, *parsed.training_script_args]
     # A login node has no GPUs, or other GPUs than the job.
