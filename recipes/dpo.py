@@ -34,6 +34,7 @@ from accelerate_recipes.run import Result, before_and_after, finish, start
 @dataclass
 class Args(RowsArgs, DPOArgs, DPOConfig):
     output_dir: str = "outputs/dpo"
+    tokenizes_first = True
     min_score_margin: float = arg(0.0, "Leave out pairs whose scores differ by less than this.", min=0)
 
 

@@ -44,6 +44,7 @@ from accelerate_recipes.run import Result, before_and_after, finish, start
 @dataclass
 class Args(RowsArgs, GRPOArgs, GRPOConfig):
     output_dir: str = "outputs/grpo"
+    tokenizes_first = True
     rewards: list[str] = arg(
         [], "Rewards: my_rewards.py:function, whose code is run; accuracy_reward; think_format_reward.", fixed=False
     )

@@ -43,6 +43,7 @@ TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other 
 @dataclass
 class Args(RowsArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
+    tokenizes_first = True
     new_tokens: list[str] = arg(
         [], "Tokens to add to the vocabulary, such as a template's; they get rows in the embedding, which are trained."
     )

@@ -513,6 +513,29 @@ def test_what_trl_refuses_is_one_message(forks, arguments, chats, tmp_path):
     assert re.search(said, log_of(tmp_path / "out")), log_of(tmp_path / "out")[-3000:]
 
 
+def test_rows_that_take_too_long_to_tokenise(chats, arguments, monkeypatch, tmp_path):
+    """Other processes wait for them in a collective; a dataset's files count as those of --train_files do."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    with (folder / "large.jsonl").open("w") as file:
+        file.truncate(7_200_000_000)  # a hole, which takes no space
+    base = ["--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+
+    def said(recipe: str, *args: str) -> str:
+        return preflight(["accelerate_configs/fsdp_full.yaml", f"recipes/{recipe}.py", *base, *args])[0]
+
+    files = ("--train_files", str(folder / "large.jsonl"))
+    line = "7.2 GB of rows take about 120 minutes to tokenise (1 x 1 MB/s), but"
+    assert f"{line} processes that wait give up after --ddp_timeout 1800 s; if it was not done, first run" in said(
+        "sft", *files
+    )
+    assert line in said("dpo", *files) and line in said("sft", "--dataset_name", str(folder))
+    assert line not in said("sft", *files, "--ddp_timeout", "7201")
+    assert line not in said("sft", *files, "--dataset_num_proc", "8")
+    assert "to tokenise" not in said("sft", *map(str, arguments))
+
+
 def test_preflight_and_help(chats, arguments, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(ROOT)
     args = [*map(str, arguments), "--model_name_or_path", str(chats / "base"), "--output_dir", str(tmp_path / "out")]

@@ -216,6 +216,9 @@ class TrainArgs:
     # Whether the model gets a new output layer, which adapters would leave as it is.
     has_new_layer: ClassVar[bool] = False
 
+    # Whether all rows are tokenised before the first step, while other processes wait in a collective.
+    tokenizes_first: ClassVar[bool] = False
+
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 

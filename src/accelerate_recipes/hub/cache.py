@@ -218,6 +218,16 @@ def shards_of(index: Path) -> list[str]:
     return sorted(set(json.loads(index.read_text())["weight_map"].values()))
 
 
+def bytes_of(need: HubDataset) -> int:
+    """Add up the sizes of a dataset's files on this machine; 0 if it is not here."""
+    place = folder("dataset", need.name)
+    if place is None:
+        return 0
+    manifest = None if os.path.isdir(need.name) else read_manifest("dataset", need.name)
+    files = map(place.joinpath, files_of(manifest, need)) if manifest else place.glob(need.files or "**/*")
+    return sum(size_of(file) or 0 for file in files if not file.is_dir())
+
+
 def dataset_files(name: str, pattern: str) -> list[str]:
     """Return the paths of the matching files of a dataset or a folder, in the order of their names.
 

@@ -55,6 +55,8 @@ from accelerate_recipes.strategy import (
     sharing_problems,
 )
 
+TOKENIZED_PER_SECOND = 1e6  # bytes of files, in a worker: a low estimate (docs/plan.md)
+
 SECTIONS = {
     "fsdp_config": "fsdp_",
     "parallelism_config": "parallelism_config_",
@@ -562,6 +564,7 @@ def check_model_and_data(
         report.problems += recipe.lacking_problems(must_be, command)
         if found := recipe.lacking_problems(may_lack, command):
             report.warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
+        report.warnings += tokenizing_warnings(args, needed.datasets)
     models, found = models_on_meta(needed, make_new=not report.problems)
     report.problems += found
     report.warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
@@ -575,6 +578,24 @@ def check_model_and_data(
     except ConfigError as error:
         report.problems.append(str(error))
     return models
+
+
+def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> list[str]:
+    """Say if rows probably take longer to tokenise than the processes that wait for it allow."""
+    if not args.tokenizes_first:
+        return []
+    local = [*getattr(args, "train_files", []), *getattr(args, "eval_files", [])]
+    size = sum(cache.size_of(Path(file)) or 0 for file in local) + sum(map(cache.bytes_of, needed))
+    num_workers = getattr(args, "dataset_num_proc", None) or 1
+    seconds = size / (TOKENIZED_PER_SECOND * num_workers)
+    if seconds < args.ddp_timeout:
+        return []
+    return [
+        f"{size / 1e9:.1f} GB of rows take about {seconds / 60:.0f} minutes to tokenise "
+        f"({num_workers} x {TOKENIZED_PER_SECOND / 1e6:.0f} MB/s), but processes that wait give up "
+        f"after --ddp_timeout {args.ddp_timeout} s; if it was not done, first run `python -m accelerate_recipes prepare` "
+        "with this recipe and its arguments"
+    ]
 
 
 def check_memory(request: Request, env: dict[str, str], report: Report, *, is_here: bool) -> str:
