@@ -777,6 +777,23 @@ def test_new_tokens_of_adapters(tmp_path, capsys):
     assert "<b>|" in capsys.readouterr().out
 
 
+def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
+    """Its new tokens get rows, which adapters would neither train nor save."""
+    folder = save_base(tmp_path / "base", None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<b>"])
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["vocab_size"] = len(tokenizer) - 1
+    (folder / "config.json").write_text(json.dumps(settings))
+    rows = [{"text": f"{i} <b>"} for i in range(30)]
+    prepare(folder, rows)
+    with pytest.raises(
+        ConfigError, match=r"has (\d+) tokens, its embedding \d+ rows\. --use_peft neither trains nor saves"
+    ):
+        prepare(folder, rows, "--use_peft")
+
+
 @pytest.mark.slow
 def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
     """Their export is compared by that template, and its own may differ only as was accepted; their model stops elsewhere."""

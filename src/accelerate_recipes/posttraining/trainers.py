@@ -237,11 +237,18 @@ def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -
     Tokens that were added to the tokenizer get rows in the embedding.
 
     Raises:
-        ConfigError: for a tokenizer or a length that does not fit the new model.
+        ConfigError: for a tokenizer or a length that does not fit the new model, and tokens without a row under adapters.
     """
     if args.new_model is None:
         model = make_model(args)
-        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportIndexIssue]
+        num_embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
+        if len(tokenizer) > num_embeddings:
+            if args.use_peft:
+                raise ConfigError(
+                    f"the tokenizer of {args.model_name_or_path} has {len(tokenizer):,} tokens, its embedding "
+                    f"{num_embeddings:,} rows. --use_peft neither trains nor saves rows for the others; leave it out, or "
+                    "take the tokenizer of the model as it was published"
+                )
             model.resize_token_embeddings(len(tokenizer))
         return model
     model = args.new_model()
