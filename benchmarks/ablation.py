@@ -388,7 +388,7 @@ def figures(rows: dict[str, dict]) -> str:
                 name,
                 f"{row['batch']}" + (f" (not {row['too_large']})" if row["too_large"] < float("inf") else ""),
                 f"{row['tokens_per_second']:,.0f}",
-                f"{row['tflops_per_device']:.3g}",
+                "-" if row["tflops_per_device"] is None else f"{row['tflops_per_device']:.3g}",
                 f"{max(row['peak_memory_gib']):.3f}",
                 f"{share:.0%}" if share is not None else "",
                 row["communication_reason"],

@@ -118,7 +118,8 @@ class Trial:
             num_processes=accelerator.num_processes,
             device_type=accelerator.device.type,
             tokens_per_second=tokens_per_second,
-            tflops_per_device=run.flops.attended * tokens_per_second / accelerator.num_processes / 1e12,
+            # A recipe need not count FLOPs.
+            tflops_per_device=run.flops and run.flops.attended * tokens_per_second / accelerator.num_processes / 1e12,
             step_seconds=seconds,
             peak_memory_gib=peak_memory_gib(accelerator.device) - self.held_before,
             **sizes,

@@ -224,6 +224,7 @@ def test_full_shard_holds_its_share(like_a_user, tmp_path):
         held = [found[part][rank] for part in ablation.STATE]
         assert sum(held) == pytest.approx(8 * found["num_parameters"], rel=0.05)
         assert held[0] == held[1] == pytest.approx(2 * found["num_parameters"], rel=0.05)
+    assert found["tflops_per_device"] is None, "the recipe counts no FLOPs"
     assert len(found["step_seconds"]) == 2 and 0 < found["communication_share"] < 1
     assert 0 < max(found["peak_memory_gib"]) < 0.125
 

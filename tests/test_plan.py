@@ -224,8 +224,10 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "--per_device_train_batch_size",
         "1",
     ]
-    found = plan(["--gpu", "a100", "--no-search", "--json", str(tmp_path / "plan.json"), *laptop])
+    written = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
+    found = plan(["--gpu", "a100", "--no-search", *written, *laptop])
     assert "Memory of a GPU: " in found.text and "fits" in found.text
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     facts = json.loads((tmp_path / "plan.json").read_text())
     memory = facts["memory"]
     assert (

@@ -19,7 +19,7 @@ from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, SimulationError, Simulator
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
 
 SHOWN = 6  # proposals of each sort
@@ -88,7 +88,7 @@ def plan(argv: Sequence[str]) -> Plan:
         lines = [found.text]
         if asked.plot:
             (whole,) = simulator([replace(job, keeps_events=True)])
-            draw(whole.events, asked.plot)
+            draw(known(whole).events, asked.plot)
             lines.append(f"Memory over a step, by kind: {asked.plot}")
         lines.append(f"{simulator.number} simulations in {time.perf_counter() - began:.0f} s")
     if asked.json:
@@ -106,13 +106,18 @@ def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: boo
 def simulated(simulator: Simulator, job: Job) -> Prediction:
     """Predict a run; raises ConfigError if it is refused, or cannot be simulated."""
     (outcome,) = predict_outcomes(simulator, [job])
-    if isinstance(outcome, ConfigError):
-        raise outcome
+    return prediction_of(job, known(outcome), GPUS[job.gpu])
+
+
+def known(outcome: Outcome | Refusal) -> Outcome:
+    """Return the outcome of a simulation; raises ConfigError if there is none."""
     if isinstance(outcome, NotSimulatedError):
         raise ConfigError(f"plan does not simulate {outcome}")
     if isinstance(outcome, SimulationError):
         raise ConfigError(f"plan cannot tell: {outcome}")
-    return prediction_of(job, outcome, GPUS[job.gpu])
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
 
 
 def searched(

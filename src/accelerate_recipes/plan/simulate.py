@@ -291,6 +291,7 @@ def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) ->
     """
     size = 4 * outcome.trained
     outcome.peak += size
+    outcome.reserved += size
     outcome.at_peak[BUCKETS] = size
     outcome.phases = []
     sent = int(2 * size * (world_size - 1) / world_size)
