@@ -58,7 +58,7 @@ def test_demo_t5_reaches_what_it_says(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_demo_vit_reaches_what_it_says(tmp_path):
-    """Of the held-out images, more are right than by logistic regression, about 84.1 %."""
+    """Of the held-out images, more are right than by logistic regression, 84.1 to 84.9 %."""
     run_target("demo-vit", tmp_path)
     before, *_, after = (record["eval_accuracy"] for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
-    assert before < 0.3 and after > 0.845
+    assert before < 0.3 and after > 0.85
