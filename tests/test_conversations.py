@@ -789,7 +789,7 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
     rows = [{"text": f"{i} <b>"} for i in range(30)]
     prepare(folder, rows)
     with pytest.raises(
-        ConfigError, match=r"has (\d+) tokens, its embedding \d+ rows\. --use_peft neither trains nor saves"
+        ConfigError, match=r"has \d+ tokens, its embedding \d+ rows\. --use_peft neither trains nor saves"
     ):
         prepare(folder, rows, "--use_peft")
 

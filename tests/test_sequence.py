@@ -255,6 +255,10 @@ def test_sizes_and_kernels_that_cannot_be(tmp_path):
     alone = ["--num_processes", "1", "--parallelism_config_cp_size", "1"]
     with pytest.raises(ConfigError, match=r"if all are meant to be 1, take accelerate_configs/fsdp_full\.yaml"):
         preflight([LONG, *alone, *CHESS])
+    replicas = ["--nodes", "2", "--gpus-per-node", "4", "--parallelism_config_dp_replicate_size", "2"]
+    said, assignments = preflight([LONG, *replicas, *CHESS, "--per_device_train_batch_size", "1"])
+    assert "with 8 processes" in said and "4 groups of 2 processes that share rows" in said
+    assert "--parallelism_config_dp_shard_size 2" in assignments
 
 
 @pytest.mark.parametrize(

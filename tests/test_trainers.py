@@ -526,10 +526,8 @@ def test_rows_that_take_too_long_to_tokenise(chats, arguments, monkeypatch, tmp_
         return preflight(["accelerate_configs/fsdp_full.yaml", f"recipes/{recipe}.py", *base, *args])[0]
 
     files = ("--train_files", str(folder / "large.jsonl"))
-    line = "7.2 GB of rows take about 120 minutes to tokenise (1 x 1 MB/s), but"
-    assert f"{line} processes that wait give up after --ddp_timeout 1800 s; if it was not done, first run" in said(
-        "sft", *files
-    )
+    line = "7.2 GB of rows take about 120 minutes to tokenise, at 1 MB/s in 1 process(es)."
+    assert f"{line} The processes that wait for it give up after 1800 s (--ddp_timeout): run" in said("sft", *files)
     assert line in said("dpo", *files) and line in said("sft", "--dataset_name", str(folder))
     assert line not in said("sft", *files, "--ddp_timeout", "7201")
     assert line not in said("sft", *files, "--dataset_num_proc", "8")

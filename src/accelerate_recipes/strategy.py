@@ -286,12 +286,6 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
             "where activations do not fit fsdp_activation_checkpointing (then ..._offload) to true; "
             "recipes/chess.py and recipes/c4.py share rows, c4.py those of any text, such as conversations written out"
         ]
-    attention = getattr(args, "attn_implementation", "auto")
-    if attention not in ("auto", "documents", "sdpa"):
-        return [
-            f"--attn_implementation {attention}: rows that ranks share (parallelism_config_cp_size) need documents, or "
-            "sdpa with a mask; give auto"
-        ]
     length = getattr(args, "max_length", 0)
     if length % size:
         near = [n for n in (length // size * size, (length // size + 1) * size) if n]

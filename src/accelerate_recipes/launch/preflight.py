@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import psutil
 import torch
@@ -52,10 +53,9 @@ from accelerate_recipes.strategy import (
     lever_problems,
     lever_warnings,
     num_accelerators,
-    sharing_problems,
 )
 
-TOKENIZED_PER_SECOND = 1e6  # bytes of files, in a worker: a low estimate (docs/plan.md)
+TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
 SECTIONS = {
     "fsdp_config": "fsdp_",
@@ -221,8 +221,6 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
-    if size > 1 and sharing_problems(args, size):  # said already
-        return []
     if size > 1 and (problems := model_sharing_problems(model.config, size)):
         return problems
     try:
@@ -565,7 +563,8 @@ def check_model_and_data(
         if found := recipe.lacking_problems(may_lack, command):
             report.warnings += [*found, "without that, the run reads it from the Hub itself, and needs internet"]
         report.warnings += tokenizing_warnings(args, needed.datasets)
-    models, found = models_on_meta(needed, make_new=not report.problems)
+    with mock.patch.dict(os.environ, env):  # a new model's attention depends on it
+        models, found = models_on_meta(needed, make_new=not report.problems)
     report.problems += found
     report.warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     for model in models:
@@ -591,10 +590,10 @@ def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> 
     if seconds < args.ddp_timeout:
         return []
     return [
-        f"{size / 1e9:.1f} GB of rows take about {seconds / 60:.0f} minutes to tokenise "
-        f"({num_workers} x {TOKENIZED_PER_SECOND / 1e6:.0f} MB/s), but processes that wait give up "
-        f"after --ddp_timeout {args.ddp_timeout} s; if it was not done, first run `python -m accelerate_recipes prepare` "
-        "with this recipe and its arguments"
+        f"{size / 1e9:.1f} GB of rows take about {seconds / 60:.0f} minutes to tokenise, at "
+        f"{TOKENIZED_PER_SECOND / 1e6:.0f} MB/s in {num_workers} process(es). The processes that wait for it give up after "
+        f"{args.ddp_timeout} s (--ddp_timeout): run `python -m accelerate_recipes prepare` with this recipe and its "
+        "arguments first, if you have not yet"
     ]
 
 
