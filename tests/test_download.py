@@ -24,7 +24,16 @@ from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.text_pairs import PairSource, load_rows
 from accelerate_recipes.games.rules import all_uci_moves
 from accelerate_recipes.hub import download
-from accelerate_recipes.hub.cache import MANIFEST, HubDataset, HubModel, dataset_files, folder, lacking, pinned
+from accelerate_recipes.hub.cache import (
+    MANIFEST,
+    HubDataset,
+    HubModel,
+    bytes_of,
+    dataset_files,
+    folder,
+    lacking,
+    pinned,
+)
 from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
@@ -331,6 +340,8 @@ def test_fewer_shards_take_the_place_of_more(server, commands, cache, monkeypatc
     assert len(dataset_files("allenai/c4", need.files)) == 2
     commands.ok(cache, "download", *C4)
     assert len(dataset_files("allenai/c4", need.files)) == 4
+    assert bytes_of(need) == sum(Path(file).stat().st_size for file in dataset_files("allenai/c4", need.files)) > 0
+    assert bytes_of(HubDataset("nobody/nothing")) == 0
     Path(dataset_files("allenai/c4", need.files)[3]).unlink()
     assert lacking(need) == ["en/c4-train.00003-of-01024.json.gz"]
     assert lacking(HubDataset("allenai/c4", files="en/*.0000[12]-*")) == []

@@ -30,9 +30,9 @@ from accelerate_recipes.launch.preflight import preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Event
+from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event
 from accelerate_recipes.plan.search import Change, Search, prediction_of
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, SimulationError, Simulator
+from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, SimulationError, Simulator, add_ddp
 
 LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
@@ -165,6 +165,14 @@ def outcome(needed: int) -> Outcome:
         peak=needed - OUTSIDE, at_peak={}, host_peak=0, phases=[], collectives={}, inside_node={}, unit="images",
         is_uniform=True, **numbers,
     )  # fmt: skip
+
+
+def test_the_buckets_of_ddp_are_held_by_the_allocator_too():
+    found = replace(outcome(3 * GIB), trained=GIB // 4, reserved=GIB)
+    before = found.peak
+    add_ddp(found, 8, True, Clock(GPUS["h100"], 8))
+    assert found.at_peak == {"DDP's buckets": GIB}
+    assert (found.peak, found.reserved) == (before + GIB, 2 * GIB)
 
 
 def test_what_the_search_could_not_try_is_said():
