@@ -5,7 +5,7 @@
 
 For each seed: sft.py trains a new model on `sft.jsonl`, or the first --answers of it; grpo.py goes on with the prompts of
 `rl.jsonl`, dpo.py with the model's own answers to them, judged by the same reward, and sft.py with the answers that it had,
-for the CPU time that GRPO took, as far as other work on the machine lets that be known beforehand.
+for the CPU time that GRPO took: as many steps as should take it, and again with more or fewer if they did not.
 `run` goes on where it was interrupted, in outputs/arithmetic; results go to benchmarks/results/arithmetic.json.
 """
 
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data/arithmetic"
 RESULTS = ROOT / "benchmarks/results/arithmetic.json"
 STARTUP_STEPS = 1
+EQUAL = 0.1  # CPU times that differ by less are equal; other work on the machine changes them too
+TRIES = 4
 
 
 def read(part: str) -> list[dict]:
@@ -99,11 +101,16 @@ def run_seed(folder: Path, seed: int, steps: dict[str, int], num_answers: int | 
     base = folder / "sft/export"
     cpu["grpo"] = train("grpo", folder / "grpo", *given, "--model_name_or_path", base, "--max_steps", steps["grpo"])
     seconds_per_step = (cpu["sft"] - startup) / (steps["sft"] - STARTUP_STEPS)
-    more = max(1, round((cpu["grpo"] - startup) / seconds_per_step))
-    cpu["sft_continued"] = train(
-        "sft", folder / "sft_continued", *given, *rows, "--from_scratch", "false", "--tokenizer_name=",
-        "--model_name_or_path", base, "--max_steps", more, "--learning_rate", 1e-3,
-    )  # fmt: skip
+    for _ in range(TRIES):
+        more = max(1, round((cpu["grpo"] - startup) / seconds_per_step))
+        continued = folder / f"sft_continued_{more}"
+        cpu["sft_continued"] = train(
+            "sft", continued, *given, *rows, "--from_scratch", "false", "--tokenizer_name=",
+            "--model_name_or_path", base, "--max_steps", more, "--learning_rate", 1e-3,
+        )  # fmt: skip
+        if abs(cpu["sft_continued"] / cpu["grpo"] - 1) < EQUAL:
+            break
+        seconds_per_step = (cpu["sft_continued"] - startup) / more
     if not (judged := folder / "judged.jsonl").exists():
         judge(base, judged.with_suffix(".partial"))
         judged.with_suffix(".partial").rename(judged)
@@ -123,7 +130,9 @@ def run_seed(folder: Path, seed: int, steps: dict[str, int], num_answers: int | 
         "steps": steps | {"sft_continued": more},
         "startup_cpu_seconds": startup,
         "cpu_seconds": cpu,
-        "accuracy": {name: accuracy(folder / name / "export") for name in cpu},
+        "accuracy": {
+            name: accuracy((continued if name == "sft_continued" else folder / name) / "export") for name in cpu
+        },
         "reward_in_training": [
             record["reward"]
             for record in map(json.loads, (folder / "grpo/metrics.jsonl").read_text().splitlines())

@@ -117,6 +117,8 @@ LEVERS = {
     "recomputation": ("fsdp_full", RECOMPUTE, ""),
     "... of every 2nd layer": ("fsdp_full", RECOMPUTE, "--checkpoint_every_n_layers 2"),
     "... with inputs on the CPU": ("fsdp_full", f"{RECOMPUTE} --fsdp_activation_checkpointing_offload true", ""),
+    "parameters on the CPU": ("fsdp_offload", "", ""),
+    "prefetching 2 layers": ("fsdp_full", "", "--prefetch_layers 2"),
     "attention by `sdpa`, with a mask": ("fsdp_full", "", "--attn_implementation sdpa"),
     "whole logits": ("fsdp_full", "", "--whole_logits true"),
 }  # fmt: skip

@@ -68,6 +68,10 @@ def bases(tmp_path_factory):
             vocab_size=203, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64,
         ),
+        "WIDE": LlamaConfig(
+            vocab_size=203, hidden_size=64, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=72,
+        ),
         "TIED": LlamaConfig(
             vocab_size=203, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
@@ -150,8 +154,8 @@ CASES = [
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [[*T5, "T5"]], marks=pytest.mark.slow),
     pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [ADAFACTOR, ["--no_document_mask"]], marks=pytest.mark.slow),
     pytest.param("fsdp_hybrid", [*FP32, *HYBRID], 4, [[]], marks=pytest.mark.slow),
-    pytest.param("single", FP32, 1, [[], KAHAN], marks=pytest.mark.slow),
-    pytest.param("single", BF16, 1, [[]], marks=pytest.mark.slow),
+    pytest.param("single", FP32, 1, [[], KAHAN, LORA], marks=pytest.mark.slow),
+    pytest.param("single", BF16, 1, [[], LORA], marks=pytest.mark.slow),
 ]
 
 

@@ -9,7 +9,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
 from accelerate_recipes import distributed
@@ -37,14 +39,51 @@ _truth: list[None] = []  # not empty: who asks for a fake tensor's device learns
 
 
 class Answers(TorchDispatchMode):
-    """Dispatch mode that answers what fake tensors cannot: their values, and their device."""
+    """Dispatch mode that answers what fake tensors cannot: their values, and their device.
 
-    def __init__(self, on_gpu: bool):
+    Two ask for a device, and do not say who they are. Autograd looks for a stream, and must not find a GPU. Autocast asks
+    what it may cast, and must: it asks while it is off itself, and autograd then is whoever asks first for a result.
+
+    Args:
+        on_gpu: whether tensors say that they lie on a GPU.
+        cast: parameters of a model under autocast, else none.
+    """
+
+    def __init__(self, on_gpu: bool, cast: Sequence[nn.Parameter] = ()):
         super().__init__()
-        self.on_gpu = on_gpu
+        self.on_gpu, self.cast = on_gpu, cast
+        self.is_asked = WeakIdKeyDictionary()  # of tensors with a gradient
+        self.leaves: list[Any] = []
+
+    def __enter__(self):
+        super().__enter__()
+        for parameter in self.cast:
+            if parameter.requires_grad:  # autograd asks for it at its first use only, which is this one
+                self.is_asked[parameter] = False
+                self.leaves.append(parameter.view_as(parameter).grad_fn)
+        return self
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Tell a tensor's device to autocast and everybody else, but not to autograd."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        asks = not _truth and (torch.is_grad_enabled() or in_backward)
+        if asks and self.cast and not in_backward:
+            is_asked = self.is_asked.get(tensor)
+            if is_asked is not None:
+                self.is_asked[tensor] = True
+            # Until autograd has asked, a result that is no view does not know that it has a gradient.
+            known = is_asked is None or (is_asked and tensor.requires_grad)
+            asks = torch.is_autocast_enabled("cuda") or not known
+        return META if asks and tensor.device.type == "cuda" else tensor.device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        out = self.answer(func, args, kwargs)
+        if self.cast and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))):
+            self.is_asked.update((t, False) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        return out
+
+    def answer(self, func, args, kwargs) -> Any:
         if func is aten._local_scalar_dense.default:
             return True  # is it finite?
         if not self.on_gpu:
@@ -52,9 +91,8 @@ class Answers(TorchDispatchMode):
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
             values, mask = args[0], args[1][0]  # which has no values: take all, the most that there can be
             return values.new_empty(mask.numel(), *values.shape[mask.ndim :])
-        if func is torch.ops.prim.device.default:  # autograd looks for a stream, and must not find a GPU
-            asks = not _truth and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1)
-            return META if asks and args[0].device.type == "cuda" else args[0].device
+        if func is torch.ops.prim.device.default:
+            return self.device_of(args[0])
         if kwargs.get("device") == META:  # made by C++ beside a tensor that it was told to be meta
             kwargs = kwargs | {"device": CUDA}
         return func(*args, **kwargs)
@@ -206,6 +244,9 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
             with in_one_place(model):
                 model.to_empty(device=storage or device)
             model.tie_weights()
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(device)
         mode.allow_non_fake_inputs = False
         return model
 

@@ -97,16 +97,12 @@ def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     found = {
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
-        # There, fakes lie on a CPU, where trl's loss takes more.
-        "trl's loss in bf16 without FSDP": not use_fsdp
-        and computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION"))
-        and "trl.kernels.chunked_logprob" in sys.modules,
         "--load_in_4bit": args.load_in_4bit,
         "--optim adamw_8bit": args.optim == "adamw_8bit",
         "mixed_precision: fp8": env.get("ACCELERATE_MIXED_PRECISION") == "fp8",
         "dynamo_backend: memory of compiled layers": env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO",
-        "a mixture of experts in fp32": args.param_dtype == torch.float32
-        and not computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION"))
+        "a mixture of experts in fp32, or with weights in fp32 without FSDP": args.param_dtype == torch.float32
+        and not (use_fsdp and computes_in_bf16(env.get("ACCELERATE_MIXED_PRECISION")))
         and bool(getattr(trial.config.get_text_config(), "num_local_experts", 0)),
     }
     return [what for what, is_so in found.items() if is_so]
@@ -238,18 +234,18 @@ def simulate_here(job: Job) -> Outcome:
         args.merge_adapter = False  # it would look at files
         config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
         model = trial.make_model(config)
+    adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
-    is_autocast = not use_fsdp and computes_in_bf16()
-    device = "cpu" if is_autocast else job.device  # autocast does not see fakes on a GPU
-    with pretend(world_size, device, use_fsdp, trial.is_packed) as mode:
+    with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
         run = Run(args, distributed.make_accelerator(args))
-        run.adapter = add_adapters(model, args)  # here, for fakes refuse to be moved
-        with mode if device == "cuda" else contextlib.nullcontext():
+        run.adapter = adapter
+        with mode if job.device == "cuda" else contextlib.nullcontext():
             run.shard(model)
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
-        with mode, Answers(on_gpu=device == "cuda"), Ledger(device, num_logits(config), clock) as ledger:
+        cast = list(run.model.parameters()) if not use_fsdp and computes_in_bf16() else []
+        with mode, Answers(job.device == "cuda", cast), Ledger(job.device, num_logits(config), clock) as ledger:
             accumulation = args.accumulation_steps(data_world_size(job.env))
             batches = [
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
