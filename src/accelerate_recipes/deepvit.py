@@ -80,7 +80,8 @@ class ReAttention(nn.Module):
         # Theta whose mean is taken away give mixtures whose mean over the heads is zero.
         centred = self.theta - self.theta.mean(1, keepdim=True)
         mixed = centred.T @ attention.flatten(2)
-        with torch.autocast("cuda", enabled=False):  # which squares in fp32, and keeps a copy for that; on a CPU it does not
+        # On a GPU, not on a CPU, autocast would square in fp32, and keep a copy for that.
+        with torch.autocast("cuda", enabled=False):
             variance = mixed.square().mean(1, keepdim=True, dtype=torch.float32)
         mixed = mixed * (variance + self.norm.eps).rsqrt().to(mixed.dtype)
         mixed = mixed * self.norm.weight[:, None] + self.norm.bias[:, None]
