@@ -13,7 +13,8 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers import ROOT
+from helpers import ROOT, log_of, losses
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -754,7 +755,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         check_export(tmp_path, None, 3)
 
 
-def test_new_tokens_of_adapters(tmp_path, capsys):
+def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
     """Rows to spare in the embedding do not make a token known: adapters train no row of it. Without them, they are used."""
     template = "{% for m in messages %}<a>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     save_base(tmp_path / "other", template)
@@ -826,30 +827,60 @@ def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
 def test_new_tokens(forks, tmp_path, tied):
     """Two added tokens get rows in the embedding, are trained sharded, exported, and written by the model."""
     folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied)
-    file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
     out = tmp_path / "out"
-    arguments = (
-        "--model_name_or_path",
-        folder,
-        "--train_files",
-        file,
-        "--new_tokens",
-        "<yes>",
-        "<no>",
-        "--heldout_share",
-        0.1,
-    )
+    assert forks.run(out, *new_tokens(folder, tmp_path)) == 0, log_of(out)[-3000:]
+    assert answer_of(out / "export", tied).endswith("<yes><no></s>")
+
+
+def new_tokens(folder: Path, tmp_path: Path, *tokens: str) -> tuple:
+    """Return arguments of a run that learns to answer with two new tokens."""
+    file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
+    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.1)
     size = ("--max_steps", 40, "--total_batch_size", 8, "--learning_rate", 0.03, "--save_steps", 0)
-    assert forks.run(out, *arguments, *size) == 0, out.with_suffix(".log").read_text()[-3000:]
-    tokenizer, model = (kind.from_pretrained(out / "export") for kind in (AutoTokenizer, AutoModelForCausalLM))
-    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == len(tokenizer)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    return (*arguments, *size, "--new_tokens", *(tokens or ("<yes>", "<no>")))
+
+
+def answer_of(export: Path, tied: bool, kind: type = AutoModelForCausalLM) -> str:
+    """Return three tokens that an export writes, as transformers alone (or PEFT) loads it."""
+    tokenizer, model = AutoTokenizer.from_pretrained(export), kind.from_pretrained(export)
+    assert model.config.vocab_size == len(tokenizer) == model.get_input_embeddings().weight.shape[0]
+    assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight) == tied
     ids = tokenizer("Question 77", return_tensors="pt")
-    assert tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0]).endswith("<yes><no></s>")
-    with pytest.raises(
-        ConfigError, match="--new_tokens needs rows of the embedding, which --use_peft neither trains nor"
-    ):
-        recipe.prepare_data([str(SCRIPT), *map(str, arguments), "--use_peft"])
+    return tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0])
+
+
+# Forty steps: the model is ready after fewer, and killed after step 19 it goes on from step 10.
+IN_STEP_20 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 25, "rank": 0, "everyone": True})
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_tokens_of_adapters(forks, tmp_path, tied):
+    """Under FSDP adapters train the rows of new tokens alone; both exports answer with them, and a killed run resumes."""
+    folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied, initializer_range=0.3)
+    lora = ("--use_peft", "--merge_adapter", "--lora_dropout", 0, "--async_save", "false", "--save_steps", 10)
+    arguments = (*new_tokens(folder, tmp_path), *lora, "--logging_steps", 1)
+    out, killed = tmp_path / "whole/out", tmp_path / "killed/out"
+    for place in (out, killed):
+        place.parent.mkdir()
+    assert forks.run(out, *arguments) == 0, log_of(out)[-3000:]
+    assert "77<yes><no>" in answer_of(out / "export", tied)
+
+    before = load_file(folder / "model.safetensors")
+    after, adapter = load_file(out / "export/model.safetensors"), load_file(out / "export/adapter/adapter_model.safetensors")
+    layers = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
+    for layer in layers:
+        old, new = before[f"{layer}.weight"], after[f"{layer}.weight"]
+        assert len(new) == len(old) + 2 and torch.equal(new[:-2], old)
+        assert torch.equal(new[-2:], adapter.pop(f"base_model.model.{layer}.token_adapter.trainable_tokens_delta"))
+    assert all(".lora_" in name for name in adapter)
+
+    assert forks.run(killed, *arguments, **IN_STEP_20) == -9, log_of(killed)[-3000:]
+    assert forks.run(killed, *arguments) == 0 and "Resumed " in log_of(killed), log_of(killed)[-3000:]
+    for name, tensor in load_file(killed / "export/model.safetensors").items():
+        assert torch.equal(tensor, after[name]), name
+    assert losses(killed) == losses(out)
 
 
 def test_a_model_that_reads_images(base, tmp_path):

@@ -266,6 +266,9 @@ def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size
     base = adapters.base_tensors(config)
     model, tied = model_on_meta(checkpoint)
     tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
+    new_rows = adapters.names_in_files(model, base, adapters.layers_with_new_rows(config))
+    for weight, (name,) in new_rows.items():
+        tensors[name] = torch.empty_like(model.get_parameter(weight), dtype=tensors[name].dtype)
     weight_named = adapters.merged(model, base, adapter, config)
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
