@@ -45,7 +45,8 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(
-        [], "Tokens to add to the vocabulary, such as a template's; they get rows in the embedding, which are trained."
+        [],
+        "Tokens to add to the vocabulary, such as a template's; their rows of the embedding are trained, with adapters too.",
     )
     accept_training_template: bool = arg(
         False, "Train with trl's template for --assistant_only_loss although the exported one renders otherwise."
@@ -152,7 +153,8 @@ def main(args: Args) -> None:
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
     model, added = make_or_load_model(args, tokenizer)
-    new_tokens = sorted({*added, *tokenizer.convert_tokens_to_ids(args.new_tokens)})
+    vocabulary = tokenizer.get_vocab()
+    new_tokens = sorted({*added, *(vocabulary[token] for token in args.new_tokens)})
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
     resumed_from = run.resumed_from

@@ -118,10 +118,10 @@ def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 class NewRows:
-    """Mixin for the class of an embedding or output layer: while the model computes, trained rows replace those of its weight.
+    """Mixin for the class of an embedding or output layer: while the model computes, trained rows replace some of its own.
 
-    The weight stays a frozen parameter, tied or not. PEFT's own wrappers replace modules, so that Accelerate 1.15 would not
-    see that two are tied, and trl's loss not find the bias of the output layer; the results are the same.
+    The weight stays a frozen parameter under its name, tied or not. PEFT 0.21 wraps both layers instead, with the same
+    result; then Accelerate 1.15 would not see that they are tied, and trl 1.16 not find the `bias` of the output layer.
     """
 
     rows_of: tuple[nn.Module]  # the module that has the rows, in a tuple: it is no child of this one
@@ -156,20 +156,18 @@ def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, lis
             f"--use_peft: the output layer of {type(model).__name__} has a bias, which PEFT leaves out where it trains rows "
             "of new tokens; leave out --use_peft, or --new_tokens"
         )
-    layers = [layer for layer in (embedding, head) if isinstance(layer, nn.Module)]
-    is_tied = len(layers) == 2 and layers[0].weight is layers[1].weight
-    owners = layers[:1] if is_tied else layers
+    layers: list[Any] = [embedding, head]
+    owners = layers[:1] if embedding.weight is head.weight else layers
     for layer in owners:
-        rows = layer.weight.data[list(tokens)]  # pyright: ignore[reportIndexIssue]
-        layer.register_parameter(NEW_ROWS, nn.Parameter(rows.float()))
+        layer.register_parameter(NEW_ROWS, nn.Parameter(layer.weight.data[list(tokens)].float()))
         layer.register_buffer("new_tokens", torch.tensor(tokens, device="cpu"), persistent=False)
     for layer in layers:
         layer.__class__ = type(type(layer).__name__, (NewRows, type(layer)), {})
-        layer.rows_of = (layer if layer in owners else owners[0],)  # pyright: ignore[reportArgumentType]
+        layer.rows_of = (layer if layer in owners else embedding,)
 
     def switch(computes: bool) -> None:
         for layer in layers:
-            layer.computes = computes  # pyright: ignore[reportArgumentType]
+            layer.computes = computes
 
     # Else `weight` is the parameter: whoever shards, ties or saves it must find that.
     model.register_forward_pre_hook(lambda *_: switch(True))

@@ -285,8 +285,8 @@ class RecipeTrainer:
     ):
         """Make trl's trainer with its other `settings`, and show the first rows.
 
-        With adapters, the rows of `new_tokens` are trained too. `heldout` shows the rows of an evaluation that is not of trl's `eval_dataset`; `counts` are numbers of the recipe for
-        the printed line.
+        With adapters, the rows of `new_tokens` are trained too. `heldout` shows the rows of an evaluation that is not of
+        trl's `eval_dataset`; `counts` are numbers of the recipe for the printed line.
         """
         self.counts = {"left out": 0} | (counts or {})
         self.run = run
