@@ -152,9 +152,7 @@ def main(args: Args) -> None:
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
-    model, added = make_or_load_model(args, tokenizer)
-    vocabulary = tokenizer.get_vocab()
-    new_tokens = sorted({*added, *(vocabulary[token] for token in args.new_tokens)})
+    model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
     resumed_from = run.resumed_from

@@ -794,8 +794,8 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
     prepare(folder, rows)
     prepare(folder, rows, "--use_peft")
     args = recipe.load(str(SCRIPT)).Args(model_name_or_path=str(folder), data_only=True)
-    model, added = make_or_load_model(args, tokenizer)
-    assert added == range(len(tokenizer) - 1, len(tokenizer)) and model.config.vocab_size == len(tokenizer)
+    model, trained = make_or_load_model(args, tokenizer, ["</s>"])
+    assert trained == sorted([tokenizer.eos_token_id, len(tokenizer) - 1]) and model.config.vocab_size == len(tokenizer)
 
 
 @pytest.mark.slow

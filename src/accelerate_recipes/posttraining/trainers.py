@@ -231,13 +231,15 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
         )
 
 
-def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedModel, range]:
+def make_or_load_model(
+    args: NewModelArgs, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str]
+) -> tuple[PreTrainedModel, list[int]]:
     """Load the model to begin with, or make a new one: whole on each rank, since trl's trainer takes no meta device.
 
     Tokens that were added to the tokenizer get rows in the embedding; what these begin with depends only on the seed.
 
     Returns:
-        The model, and the rows that its embedding got.
+        The model, and the numbers of `new_tokens`, and of all that got rows in its embedding.
 
     Raises:
         ConfigError: for a tokenizer or a length that does not fit the new model.
@@ -250,10 +252,11 @@ def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed_of("new rows", args.seed))
                 model.resize_token_embeddings(len(tokenizer))
-        return model, added
+        vocabulary = tokenizer.get_vocab()
+        return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
     model = args.new_model()
     check_belong_together(model.config, tokenizer, args.max_length or 0)
-    return model if args.data_only else initialize(model, args.seed, "cpu"), range(0)
+    return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
 class FirstRows(NamedTuple):
