@@ -654,6 +654,8 @@ def test_new_rows(base, tmp_path, tied):
     save_file(tensors, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
     loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
     torch.testing.assert_close(model(ids).logits, loaded(ids).logits)
+    head = loaded.get_output_embeddings()  # why PEFT's own wrappers are not used for training
+    assert head.weight is not loaded.get_input_embeddings().weight and not hasattr(head, "bias")
     for one in (model, loaded):
         one(ids).logits.log_softmax(-1)[..., tokens].sum().backward()
     wanted = {name: p.grad for name, p in loaded.named_parameters()}
