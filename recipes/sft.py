@@ -45,7 +45,8 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(
-        [], "Tokens to add to the vocabulary, such as a template's; they get rows in the embedding, which are trained."
+        [],
+        "Tokens to add to the vocabulary, such as a template's; their rows of the embedding are trained, with adapters too.",
     )
     accept_training_template: bool = arg(
         False, "Train with trl's template for --assistant_only_loss although the exported one renders otherwise."
@@ -63,9 +64,10 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.new_tokens and self.use_peft:
+        if self.new_tokens and self.use_peft and self.template_model:
             found.append(
-                "--new_tokens needs rows of the embedding, which --use_peft neither trains nor saves; give one"
+                f"--chat_template_path {self.chat_template_path} is a model, for whose tokens trl changes the embedding in "
+                "which --use_peft trains rows for --new_tokens; give the template as a .jinja file"
             )
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)
@@ -150,9 +152,9 @@ def main(args: Args) -> None:
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
     config = trl_config(run, SFTConfig, chat_template_path=template)
-    model = make_or_load_model(args, tokenizer)
+    model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
-    trainer = SupervisedTrainer(run, config, model, tokenizer, **sides)
+    trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
     resumed_from = run.resumed_from
     if resumed_from and load_tokenizer(str(resumed_from)).chat_template not in (None, tokenizer.chat_template):
         raise ConfigError(

@@ -23,11 +23,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
     MixtralConfig,
+    PhiConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
-from accelerate_recipes.adapters import add_adapters, base_tensors, merged, peft_name, targets
+from accelerate_recipes.adapters import NAME, add_adapters, base_tensors, merged, peft_name, targets
 from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
@@ -628,6 +629,52 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
         ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
     ):
         add_adapters(AutoModelForCausalLM.from_config(config), toy.Args(**args, lora_dropout=0.0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_rows(base, tmp_path, tied):
+    """Rows of new tokens begin as those of the model, are trained alone, and compute what PEFT's wrappers compute."""
+    tokens, ids = [3, 50], torch.arange(60).unsqueeze(0)
+    make_base(tmp_path / "base", seed=1, tie_word_embeddings=tied)
+    model, plain = (load_model(str(tmp_path / "base"), "sdpa") for _ in range(2))
+    args = toy.Args(model_name_or_path=str(tmp_path / "base"), use_peft=True, lora_dropout=0.0)
+    adapter = add_adapters(model, args, tokens)
+    owners = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
+    assert adapter.config.trainable_token_indices == dict.fromkeys(owners, tokens)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert [name for name in trained if ".lora_" not in name] == [f"{owner}.new_rows" for owner in owners]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    adapter.config.save_pretrained(tmp_path / "adapter")
+    tensors = {peft_name(name): tensor.detach() for name, tensor in trained.items()}
+    save_file(tensors, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
+    torch.testing.assert_close(model(ids).logits, loaded(ids).logits)
+    head = loaded.get_output_embeddings()  # why PEFT's own wrappers are not used for training
+    assert head.weight is not loaded.get_input_embeddings().weight and not hasattr(head, "bias")
+    for one in (model, loaded):
+        one(ids).logits.log_softmax(-1)[..., tokens].sum().backward()
+    wanted = {name: p.grad for name, p in loaded.named_parameters()}
+    for name, parameter in trained.items():
+        name = peft_name(name).replace("_delta", f"_delta.{NAME}").replace(".weight", f".{NAME}.weight")
+        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+    # Outside of a forward pass, also of one that failed, the weight is the parameter, tied or not.
+    with pytest.raises(IndexError):
+        model(ids + 10**6)
+    assert isinstance(model.lm_head.weight, torch.nn.Parameter)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_new_rows_and_a_bias(monkeypatch):
+    """PEFT would leave the bias of an output layer out."""
+    model = AutoModelForCausalLM.from_config(PhiConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32))
+    monkeypatch.setattr("accelerate_recipes.adapters.base_of", lambda config: {})
+    with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
+        add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from helpers import ROOT
+from helpers import ROOT, log_of, losses
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,6 +33,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
+from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.data import conversations
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
@@ -39,6 +42,7 @@ from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, new_bpe_tokenizer
 from accelerate_recipes.posttraining import supervised
+from accelerate_recipes.posttraining.trainers import make_or_load_model
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.
@@ -89,7 +93,7 @@ def conversation(number: int, *, tools: bool, system: bool) -> dict:
     return {"messages": messages, "tools": json.dumps([TOOL]) if number % 2 else json.dumps([OTHER_TOOL])}
 
 
-def save_base(folder: Path, template: str | None, end: str = "</s>", **config) -> Path:
+def save_base(folder: Path, template: str | None, end: str = "</s>", spare_rows: int = 0, **config) -> Path:
     """Save a small Llama with a tokenizer that knows the template's special tokens."""
     marks = sorted(set(re.findall("<[|\uff5c]?[A-Za-z_\u2581|\uff5c]+[|\uff5c]?>", template or "")) - {"</s>", "<s>"})
     tokenizer = new_bpe_tokenizer(["Be brief. Question 12? Yes. And? No. It is."] * 9, 300)
@@ -98,7 +102,7 @@ def save_base(folder: Path, template: str | None, end: str = "</s>", **config) -
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **config)
+        LlamaConfig(vocab_size=len(tokenizer) + spare_rows, eos_token_id=tokenizer.eos_token_id, **sizes, **config)
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -754,7 +758,7 @@ def test_a_run_is_compared_with_its_export(forks, base, tmp_path, monkeypatch, c
         check_export(tmp_path, None, 3)
 
 
-def test_new_tokens_of_adapters(tmp_path, capsys):
+def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
     """Rows to spare in the embedding do not make a token known: adapters train no row of it. Without them, they are used."""
     template = "{% for m in messages %}<a>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     save_base(tmp_path / "other", template)
@@ -778,7 +782,7 @@ def test_new_tokens_of_adapters(tmp_path, capsys):
 
 
 def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
-    """Its new tokens get rows, which adapters would neither train nor save."""
+    """Its new tokens get rows, which are trained, also beside adapters."""
     folder = save_base(tmp_path / "base", None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<b>"])
@@ -788,10 +792,10 @@ def test_a_base_whose_tokenizer_has_more_tokens_than_its_embedding(tmp_path):
     (folder / "config.json").write_text(json.dumps(settings))
     rows = [{"text": f"{i} <b>"} for i in range(30)]
     prepare(folder, rows)
-    with pytest.raises(
-        ConfigError, match=r"has \d+ tokens, its embedding \d+ rows\. --use_peft neither trains nor saves"
-    ):
-        prepare(folder, rows, "--use_peft")
+    prepare(folder, rows, "--use_peft")
+    args = recipe.load(str(SCRIPT)).Args(model_name_or_path=str(folder), data_only=True)
+    model, trained = make_or_load_model(args, tokenizer, ["</s>"])
+    assert trained == sorted([tokenizer.eos_token_id, len(tokenizer) - 1]) and model.config.vocab_size == len(tokenizer)
 
 
 @pytest.mark.slow
@@ -826,30 +830,110 @@ def test_adapters_trained_with_a_template_of_trl(forks, tmp_path):
 def test_new_tokens(forks, tmp_path, tied):
     """Two added tokens get rows in the embedding, are trained sharded, exported, and written by the model."""
     folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied)
-    file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
     out = tmp_path / "out"
-    arguments = (
-        "--model_name_or_path",
-        folder,
-        "--train_files",
-        file,
-        "--new_tokens",
-        "<yes>",
-        "<no>",
-        "--heldout_share",
-        0.1,
-    )
+    assert forks.run(out, *new_tokens(folder, tmp_path)) == 0, log_of(out)[-3000:]
+    assert answer_of(out / "export", tied).endswith("<yes><no></s>")
+
+
+def new_tokens(folder: Path, tmp_path: Path, *tokens: str) -> tuple:
+    """Return arguments of a run that learns to answer with two new tokens."""
+    file = write(tmp_path / "rows.jsonl", [{"prompt": f"Question {i}", "completion": "<yes><no>"} for i in range(32)])
+    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.1)
     size = ("--max_steps", 40, "--total_batch_size", 8, "--learning_rate", 0.03, "--save_steps", 0)
-    assert forks.run(out, *arguments, *size) == 0, out.with_suffix(".log").read_text()[-3000:]
-    tokenizer, model = (kind.from_pretrained(out / "export") for kind in (AutoTokenizer, AutoModelForCausalLM))
-    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == len(tokenizer)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    return (*arguments, *size, "--new_tokens", *(tokens or ("<yes>", "<no>")))
+
+
+def answer_of(export: Path, tied: bool, kind: type = AutoModelForCausalLM) -> str:
+    """Return three tokens that an export writes, as transformers alone (or PEFT) loads it."""
+    tokenizer, model = AutoTokenizer.from_pretrained(export), kind.from_pretrained(export)
+    assert model.config.vocab_size == len(tokenizer) == model.get_input_embeddings().weight.shape[0]
+    assert torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight) == tied
     ids = tokenizer("Question 77", return_tensors="pt")
-    assert tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0]).endswith("<yes><no></s>")
-    with pytest.raises(
-        ConfigError, match="--new_tokens needs rows of the embedding, which --use_peft neither trains nor"
-    ):
-        recipe.prepare_data([str(SCRIPT), *map(str, arguments), "--use_peft"])
+    return tokenizer.decode(model.generate(**ids, max_new_tokens=3, do_sample=False)[0])
+
+
+@torch.no_grad()
+def check_adapters_alone(out: Path, base: Path, tied: bool, alone: Path) -> None:
+    """Check that adapters which are not merged give the merged model's logits: loaded by PEFT's class, and as the card says."""
+    export(max(out.glob("checkpoint-*")), alone)
+    assert "77<yes><no>" in answer_of(alone, tied, AutoPeftModelForCausalLM)
+    assert "288 tokens, 288 rows" in check_export(alone, "Question 77", 2)
+    ids = torch.arange(288).unsqueeze(0)
+    wanted = AutoModelForCausalLM.from_pretrained(out / "export")(ids).logits
+    (lines,) = re.findall("```python\n(.*?)```", (alone / "README.md").read_text(), re.DOTALL)
+    found = {"folder": str(alone)}
+    exec(lines, found)
+    for model in (found["model"], AutoPeftModelForCausalLM.from_pretrained(alone)):
+        torch.testing.assert_close(model.eval()(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+# Forty steps: the model is ready after fewer, and killed after step 19 it goes on from step 10.
+IN_STEP_20 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 25, "rank": 0, "everyone": True})
+}
+
+
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_new_tokens_of_adapters(forks, tmp_path, tied):
+    """Under FSDP adapters train the rows of new tokens alone; both exports answer with them, and a killed run resumes."""
+    folder = save_base(tmp_path / "base", None, tie_word_embeddings=tied, initializer_range=0.3)
+    lora = ("--use_peft", "--merge_adapter", "--lora_dropout", 0, "--async_save", "false", "--save_steps", 10)
+    arguments = (*new_tokens(folder, tmp_path), *lora, "--logging_steps", 1)
+    out, killed = tmp_path / "whole/out", tmp_path / "killed/out"
+    for place in (out, killed):
+        place.parent.mkdir()
+    assert forks.run(out, *arguments) == 0, log_of(out)[-3000:]
+    assert "77<yes><no>" in answer_of(out / "export", tied)
+
+    before = load_file(folder / "model.safetensors")
+    after, adapter = (
+        load_file(out / "export/model.safetensors"),
+        load_file(out / "export/adapter/adapter_model.safetensors"),
+    )
+    layers = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
+    for layer in layers:
+        old, new = before[f"{layer}.weight"], after[f"{layer}.weight"]
+        assert len(new) == len(old) + 2 and torch.equal(new[:-2], old)
+        assert torch.equal(new[-2:], adapter.pop(f"base_model.model.{layer}.token_adapter.trainable_tokens_delta"))
+    assert all(".lora_" in name for name in adapter)
+    check_adapters_alone(out, folder, tied, tmp_path / "alone")
+
+    assert forks.run(killed, *arguments, **IN_STEP_20) == -9, log_of(killed)[-3000:]
+    assert forks.run(killed, *arguments) == 0 and "Resumed " in log_of(killed), log_of(killed)[-3000:]
+    for name, tensor in load_file(killed / "export/model.safetensors").items():
+        assert torch.equal(tensor, after[name]), name
+    assert losses(killed) == losses(out)
+
+
+@pytest.mark.slow
+def test_new_tokens_that_have_rows(forks, tmp_path):
+    """Adapters train the row of a token that the tokenizer has, and rows to spare; DPO and GRPO go on from the export."""
+    folder = save_base(tmp_path / "base", None, spare_rows=64)
+    arguments = (*new_tokens(folder, tmp_path, "<yes>", "</s>", "<no>", "<yes>"), "--use_peft", "--merge_adapter")
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--max_steps", 2) == 0, log_of(out)[-3000:]
+    before, after = (load_file(place / "model.safetensors") for place in (folder, out / "export"))
+    tokenizer = AutoTokenizer.from_pretrained(out / "export")
+    trained = sorted(tokenizer.convert_tokens_to_ids(["<yes>", "</s>", "<no>"]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert before[name].shape == after[name].shape
+        assert (before[name] != after[name]).any(1).nonzero().flatten().tolist() == trained
+    pairs = [{"prompt": f"Question {i}", "chosen": "<yes>", "rejected": "<no>"} for i in range(16)]
+    rows = {"dpo": pairs, "grpo": [{"prompt": f"<yes> {i}"} for i in range(16)]}
+    for name, found in rows.items():
+        file = write(tmp_path / f"{name}.jsonl", found)
+        flags = ("--model_name_or_path", out / "export", "--train_files", file, "--heldout_share", 0.3, *LENGTHS[name])
+        flags += ("--max_steps", 1, "--total_batch_size", 4, "--per_device_train_batch_size", 2)
+        flags += ("--num_generations", 2) if name == "grpo" else ()
+        done = forks.run(tmp_path / name, *flags, script=ROOT / f"recipes/{name}.py")
+        assert done == 0, log_of(tmp_path / name)[-3000:]
+
+
+def test_new_tokens_beside_the_template_of_a_model(base):
+    """trl would change the embedding in which adapters train rows."""
+    flags = ("--model_name_or_path", str(base), "--train_files", str(base / "tokenizer.json"), "--use_peft")
+    with pytest.raises(ConfigError, match="is a model, for whose tokens trl changes the embedding"):
+        recipe.prepare_data([str(SCRIPT), *flags, "--new_tokens", "<a>", "--chat_template_path", str(base)])
 
 
 def test_a_model_that_reads_images(base, tmp_path):

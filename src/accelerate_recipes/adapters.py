@@ -7,15 +7,17 @@ Under FSDP2 frozen weights in bf16 and adapters in fp32 share a layer's group: t
 trained parameters of a group, not among all, and gathers them in the precision of the YAML. Only the adapters' gradients
 are kept and reduced.
 
+Of the embedding, and of the output layer, the rows of new tokens can be trained too; see `NewRows`.
+
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu et al., DoRA: Weight-Decomposed
 Low-Rank Adaptation, 2024.
 """
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,6 +27,8 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 NAME = "default"  # PEFT's name for the only adapter of a model
+NEW_ROWS = "new_rows"  # the trained rows of an embedding or output layer, beside its frozen weight
 
 
 @dataclass
@@ -112,8 +117,68 @@ def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
-def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
+class NewRows:
+    """Mixin for the class of an embedding or output layer: while the model computes, trained rows replace some of its own.
+
+    The weight stays a frozen parameter under its name, tied or not. PEFT 0.21 wraps both layers instead, with the same
+    result; then Accelerate 1.15 would not see that they are tied, and trl 1.16 not find the `bias` of the output layer.
+    """
+
+    rows_of: tuple[nn.Module]  # the module that has the rows, in a tuple: it is no child of this one
+    computes = False
+
+    @property
+    def weight(self) -> torch.Tensor:
+        weight = self._parameters["weight"]  # pyright: ignore[reportAttributeAccessIssue]
+        if not self.computes:
+            return weight
+        (owner,) = self.rows_of
+        weight, rows = (
+            # trl's loss reads the weight of an output layer that FSDP2 may not have gathered.
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for tensor in (weight, owner._parameters[NEW_ROWS])
+        )
+        return weight.index_copy(0, owner.new_tokens, rows.to(weight.dtype))  # pyright: ignore[reportArgumentType]
+
+
+def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Train the rows of `tokens` in the embedding and the output layer of a frozen model, in fp32; in place.
+
+    Returns:
+        The tokens by the name of each layer that has such rows, as PEFT's `trainable_token_indices`.
+
+    Raises:
+        ConfigError: for an output layer with a bias.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ConfigError(
+            f"--use_peft: the output layer of {type(model).__name__} has a bias, which PEFT leaves out where it trains rows "
+            "of new tokens; leave out --use_peft, or --new_tokens"
+        )
+    layers: list[Any] = [embedding, head]
+    owners = layers[:1] if embedding.weight is head.weight else layers
+    for layer in owners:
+        layer.register_parameter(NEW_ROWS, nn.Parameter(layer.weight.data[list(tokens)].float()))
+        layer.register_buffer("new_tokens", torch.tensor(tokens, device="cpu"), persistent=False)
+    for layer in layers:
+        layer.__class__ = type(type(layer).__name__, (NewRows, type(layer)), {})
+        layer.rows_of = (layer if layer in owners else embedding,)
+
+    def switch(computes: bool) -> None:
+        for layer in layers:
+            layer.computes = computes
+
+    # Else `weight` is the parameter: whoever shards, ties or saves it must find that.
+    model.register_forward_pre_hook(lambda *_: switch(True))
+    model.register_forward_hook(lambda *_: switch(False), always_call=True)
+    return {name: list(tokens) for name, module in model.named_modules() if module in owners}
+
+
+def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[int] = ()) -> Adapter | None:
     """With --use_peft, freeze a model and put an adapter, in fp32, beside each layer that `args` name; in place.
+
+    The rows of `new_tokens` in the embedding and the output layer are trained too.
 
     An adapter's first weights depend only on the seed and the layer's name: they are the same on any number of
     processes. A process that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets the first one's.
@@ -122,7 +187,8 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
         What a checkpoint records about the adapters; None without --use_peft.
 
     Raises:
-        ConfigError: for layers that do not exist, and if --merge_adapter would not find them in the model's files.
+        ConfigError: for layers that do not exist, if --merge_adapter would not find them in the model's files, and for new
+            tokens in a model whose output layer has a bias.
     """
     if not args.use_peft:
         return None
@@ -165,11 +231,19 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs) -> Adapter | None:
             if args.use_dora:
                 length = layer.get_base_layer().weight.data.float().norm(dim=1)  # pyright: ignore[reportCallIssue]
                 layer.lora_magnitude_vector[NAME].weight.data = length
+    if new_tokens:
+        config.trainable_token_indices = add_new_rows(model, new_tokens)
     if args.merge_adapter:
         with torch.device("meta"):
             plain = type(model)(model.config)
-        names_in_files(plain, base_tensors(config), [weight_of(name, layer) for name, layer in layers.items()])
+        weights = [weight_of(name, layer) for name, layer in layers.items()]
+        names_in_files(plain, base_tensors(config), weights + layers_with_new_rows(config))
     return Adapter(config, base)
+
+
+def layers_with_new_rows(config: "LoraConfig") -> list[str]:
+    """List the names of the weights with rows of new tokens."""
+    return [f"{layer}.weight" for layer in config.trainable_token_indices or ()]
 
 
 def read_config(checkpoint: Path) -> "LoraConfig":
@@ -263,6 +337,8 @@ def merged(
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that gives a weight by its name in the files of `base`, plus what its adapter adds, if any, in fp32.
 
+    An embedding or output layer with new tokens gets their rows, and as many rows as that of `model`.
+
     `model` is on the meta device, and gets adapters without values. The function caches the results for two weights of the
     model: the parts of one layer's experts lie side by side in the files.
     """
@@ -270,10 +346,11 @@ def merged(
     from peft.tuners.lora import LoraLayer
 
     plain = copy.deepcopy(model)
-    inject_adapter_in_model(config, model, NAME)
+    inject_adapter_in_model(replace(config, trainable_token_indices=None), model, NAME)
     layers = {weight_of(path, m): (path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)}
     names = names_in_files(plain, base, layers)
     weight_in = {name: weight for weight, parts in names.items() for name in parts}
+    extended = {name: weight for weight, (name,) in names_in_files(plain, base, layers_with_new_rows(config)).items()}
 
     @lru_cache(2)
     def deltas(weight: str) -> dict[str, torch.Tensor]:
@@ -282,6 +359,12 @@ def merged(
         return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
 
     def weight_named(name: str) -> torch.Tensor:
+        if name in extended:
+            layer = extended[name].removesuffix(".weight")
+            whole = torch.zeros(plain.get_parameter(extended[name]).shape)
+            whole[: len(base[name])] = base[name]
+            whole[config.trainable_token_indices[layer]] = adapter[f"{layer}.{NEW_ROWS}"]  # pyright: ignore
+            return whole
         if name not in weight_in:
             return base[name]
         whole = base[name].float() + deltas(weight_in[name])[name]
@@ -311,4 +394,5 @@ def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor])
 def peft_name(name: str) -> str:
     """Return PEFT's name of a tensor in adapter_model.safetensors."""
     name = name.replace(f"lora_magnitude_vector.{NAME}.weight", "lora_magnitude_vector")
+    name = name.replace(f".{NEW_ROWS}", ".token_adapter.trainable_tokens_delta")
     return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"

@@ -120,8 +120,8 @@ class Run(Generic[Args]):
         """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
 
         Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
-        for, such as "Training"; `num_targets` and `counts` are for the printed line, as `shown.count_line` takes them. A
-        resumed run keeps the rows that it wrote before.
+        for, such as "Training"; `num_targets` and `counts` are for a line above the rows, as `shown.count_line` takes them.
+        A resumed run keeps the rows that it wrote before.
 
         Raises:
             ConfigError: if no row has a target.
@@ -130,12 +130,14 @@ class Run(Generic[Args]):
 
         def show() -> str:
             parts = [(name, shown.rows_of(loader.first_batch(), tokenizer)) for name, loader in loaders.items()]
+            counted = ""
+            if num_targets is not None:
+                counted = f"Rows to train on: {shown.count_line(num_targets, counts or {})}"
             if self.writes_rows:
-                shown.write_rows(self.output_dir, parts)
-            line = "" if num_targets is None else shown.count_line(num_targets, counts or {})
-            if line:
-                place = f"; the first are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""
-                self.print(f"Rows to train on: {line}{place}")
+                shown.write_rows(self.output_dir, parts, counted)
+            if num_targets is not None:
+                shown.check_targets(num_targets)
+                self.print(counted + (f"; the first are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""))
             return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
 
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):

@@ -232,7 +232,7 @@ def model_card(checkpoint: Path, description: str) -> str:
     return f"""# {Path(yaml.safe_load(arguments)["output_dir"]).name}
 
 {description} Trained with accelerate-recipes {marker["versions"]["accelerate_recipes"]}.
-
+{how_to_load(checkpoint, base) if base else ""}
 ## Result on held-out data
 
 | after {result.get("step", "no")} steps | |
@@ -242,6 +242,26 @@ def model_card(checkpoint: Path, description: str) -> str:
 
 ```yaml
 {arguments}```
+"""
+
+
+def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
+    """Write how adapters with rows of new tokens are loaded; an empty text for others, which need nothing special."""
+    if not adapters.read_config(checkpoint).trainable_token_indices:
+        return ""
+    number = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
+    revision = f', revision="{base["revision"]}"' if base["revision"] else ""
+    return f"""
+The adapters hold the rows of new tokens, for which their model needs room before they are loaded:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{base["name"]}"{revision})
+model.resize_token_embeddings({number})
+model = PeftModel.from_pretrained(model, folder)  # that of adapter_config.json
+```
 """
 
 
@@ -266,6 +286,9 @@ def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size
     base = adapters.base_tensors(config)
     model, tied = model_on_meta(checkpoint)
     tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
+    new_rows = adapters.names_in_files(model, base, adapters.layers_with_new_rows(config))
+    for weight, (name,) in new_rows.items():
+        tensors[name] = torch.empty_like(model.get_parameter(weight), dtype=tensors[name].dtype)
     weight_named = adapters.merged(model, base, adapter, config)
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -92,7 +92,10 @@ class RowsArgs:
         """
         whole = rows["train"]
         if "test" not in rows:
-            heldout = whole.map(lambda row: {"heldout": self.is_heldout(row, asked)}, remove_columns=whole.column_names)
+            share = self.heldout_share  # `datasets` finds its result again by all that the function holds: not `self`
+            heldout = whole.map(
+                lambda row: {"heldout": falls_under(beginning(row, asked), share)}, remove_columns=whole.column_names
+            )
             is_heldout = np.array(heldout["heldout"][:], dtype=bool)
             numbers = {"train": np.flatnonzero(~is_heldout), "test": np.flatnonzero(is_heldout)}
             rows = {name: whole.select(chosen) for name, chosen in numbers.items()}

@@ -146,9 +146,9 @@ def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) 
     return "\n".join(lines) + "\n"
 
 
-def as_html(parts: Iterable[tuple[str, list[ShownRow]]]) -> str:
+def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> str:
     """Write rows as a page that needs no other file; a token's number is shown where the pointer is."""
-    body = []
+    body = [f"<p>{html.escape(counted)}</p>"] if counted else []
     for heading, rows in parts:
         body.append(f"<h1>{html.escape(heading)}</h1>")
         for row in rows:
@@ -181,25 +181,27 @@ def count_line(num_targets: np.ndarray | int, counts: dict[str, int]) -> str:
     """Say in one line how many rows there are, how many targets they have, and the other `counts`.
 
     `num_targets` counts the targets of each row, or only the rows, where answers are drawn in training.
-
-    Raises:
-        ConfigError: if no row has a target.
     """
     others = [f"{name} {number:,}" for name, number in counts.items()]
     if isinstance(num_targets, int):
         return "; ".join([f"{num_targets:,} rows", *others])
-    if not num_targets.any():
-        raise ConfigError(
-            f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
-            "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
-        )
     parts = [f"{len(num_targets):,} rows", f"{(num_targets == 0).sum():,} without a target"]
     mean = f"targets a row: mean {num_targets.mean():,.1f}, most {num_targets.max():,}"
     return "; ".join([*parts, *others, mean])
 
 
-def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]]) -> None:
-    """Write `rows.txt` and `rows.html` into a folder; `parts` are headings, each with its rows."""
+def check_targets(num_targets: np.ndarray | int) -> None:
+    """Raise ConfigError if no row has a target."""
+    if not isinstance(num_targets, int) and not num_targets.any():
+        raise ConfigError(
+            f"none of the {len(num_targets):,} rows to train on has a target of the loss; see rows.txt, and check the "
+            "chat template, --assistant_only_loss, --completion_only_loss and --max_length"
+        )
+
+
+def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> None:
+    """Write `rows.txt` and `rows.html` into a folder: a line of counts, if any, and `parts`, headings with their rows."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "rows.txt", "\n".join(as_text(*part) for part in parts))
-    write_atomically(folder / "rows.html", as_html(parts))
+    begin = f"{counted}\n\n" if counted else ""
+    write_atomically(folder / "rows.txt", begin + "\n".join(as_text(*part) for part in parts))
+    write_atomically(folder / "rows.html", as_html(parts, counted))

@@ -571,7 +571,8 @@ def check_model_and_data(
         report.problems += wrap_problems(model, env) + attention_problems(args, model, env)
     try:
         for model in models:
-            add_adapters(model, args)
+            # The numbers of the new tokens' rows, which the tokenizer decides, do not matter here.
+            add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
             if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
                 fp8_layers(model)
     except ConfigError as error:

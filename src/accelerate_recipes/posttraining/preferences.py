@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -14,7 +15,8 @@ import pyarrow as pa
 import torch
 from torch import nn
 from torch.nn import functional
-from trl import DPOTrainer
+from transformers import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 
 from accelerate_recipes.args import ConfigError, Range, arg
@@ -163,6 +165,14 @@ class PairTrainer(RecipeTrainer, DPOTrainer):
 
 class PreferenceTrainer(PairTrainer):
     """Trainer that also checks before it trains that the export will render the pairs as they are trained."""
+
+    def _prepare_dataset(
+        self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig, name: str
+    ) -> datasets.Dataset:
+        # `datasets` finds a result again by all that a function holds. trl 1.16 hands its filter all arguments, also those
+        # that a run has otherwise than `prepare`, or than the next run.
+        needed = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
+        return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         exported = as_exported(self.model, self.processing_class)

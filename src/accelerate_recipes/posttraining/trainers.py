@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
-from accelerate_recipes.weights import initialize
+from accelerate_recipes.weights import initialize, seed_of
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -231,29 +231,32 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
         )
 
 
-def make_or_load_model(args: NewModelArgs, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def make_or_load_model(
+    args: NewModelArgs, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str]
+) -> tuple[PreTrainedModel, list[int]]:
     """Load the model to begin with, or make a new one: whole on each rank, since trl's trainer takes no meta device.
 
-    Tokens that were added to the tokenizer get rows in the embedding.
+    Tokens that were added to the tokenizer get rows in the embedding; what these begin with depends only on the seed.
+
+    Returns:
+        The model, and the numbers of `new_tokens`, and of all that got rows in its embedding.
 
     Raises:
-        ConfigError: for a tokenizer or a length that does not fit the new model, and tokens without a row under adapters.
+        ConfigError: for a tokenizer or a length that does not fit the new model.
     """
     if args.new_model is None:
         model = make_model(args)
         num_embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
-        if len(tokenizer) > num_embeddings:
-            if args.use_peft:
-                raise ConfigError(
-                    f"the tokenizer of {args.model_name_or_path} has {len(tokenizer):,} tokens, its embedding "
-                    f"{num_embeddings:,} rows. --use_peft neither trains nor saves rows for the others; leave it out, or "
-                    "take the tokenizer of the model as it was published"
-                )
-            model.resize_token_embeddings(len(tokenizer))
-        return model
+        added = range(num_embeddings, len(tokenizer))
+        if added:
+            with torch.random.fork_rng([]):
+                torch.manual_seed(seed_of("new rows", args.seed))
+                model.resize_token_embeddings(len(tokenizer))
+        vocabulary = tokenizer.get_vocab()
+        return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
     model = args.new_model()
     check_belong_together(model.config, tokenizer, args.max_length or 0)
-    return model if args.data_only else initialize(model, args.seed, "cpu")
+    return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
 class FirstRows(NamedTuple):
@@ -278,20 +281,21 @@ class RecipeTrainer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        new_tokens: Sequence[int] = (),
         heldout: HasRows | None = None,
         counts: dict[str, int] | None = None,
         **settings: Any,
     ):
         """Make trl's trainer with its other `settings`, and show the first rows.
 
-        `heldout` shows the rows of an evaluation that is not of trl's `eval_dataset`; `counts` are numbers of the recipe for
-        the printed line.
+        With adapters, the rows of `new_tokens` are trained too. `heldout` shows the rows of an evaluation that is not of
+        trl's `eval_dataset`; `counts` are numbers of the recipe for the printed line.
         """
         self.counts = {"left out": 0} | (counts or {})
         self.run = run
         self.accelerator = run.accelerator
         check_trl_packing(config, model)
-        run.adapter = add_adapters(model, run.args)
+        run.adapter = add_adapters(model, run.args, new_tokens)
         self.use_cache = model.config.use_cache  # transformers' Trainer switches it off in the model's config
         self.num_targets = torch.zeros((), dtype=torch.int64, device=run.accelerator.device)
         if not sys.stderr.isatty():  # a job's log: plain lines

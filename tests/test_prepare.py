@@ -1,0 +1,82 @@
+"""Test of `prepare`: the rows that it tokenises are those that the run reads; none is tokenised again."""
+
+import inspect
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import ROOT, SMALL_CHESS, log_of
+from test_conversations import save_base, template_of
+from trl import DPOTrainer
+
+# What `python -m accelerate_recipes` does, in a process that is no rank.
+PREPARE = """import os
+
+from accelerate_recipes.__main__ import main
+
+del os.environ["RANK"], os.environ["LOCAL_RANK"]
+main()
+"""
+SIZE = ("--max_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 2)
+SMALL_T5 = ("--vocab_size", 400, "--d_model", 32, "--d_kv", 8, "--d_ff", 64, "--num_layers", 2, "--num_heads", 4)
+
+
+@pytest.fixture
+def arguments(tmp_path, games_file) -> dict[str, tuple]:
+    """Return arguments of each recipe that tokenises its rows into files before it trains."""
+
+    def write(name: str, rows: list[dict]) -> Path:
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    base = save_base(tmp_path / "base", template_of("qwen2_5"), "<|im_end|>")
+    messages = [[{"role": "user", "content": f"Question {i}?"}] for i in range(40)]
+    answer = {"role": "assistant", "content": "Yes."}
+    chats = write("chats", [{"messages": [*asked, answer]} for asked in messages])
+    pairs = [{"prompt": a, "chosen": [answer], "rejected": [answer | {"content": "No."}]} for a in messages]
+    with (ROOT / "data/en_fr/libreoffice.jsonl").open() as lines:
+        texts = write("texts", [json.loads(line) for line in islice(lines, 100)])
+    loaded = ("--model_name_or_path", base, "--heldout_share", 0.2, "--max_length", 400)
+    kept = ("--data_cache_dir", tmp_path / "rows")
+    return {
+        "sft": (*loaded, "--train_files", chats),
+        # Log-probabilities of the reference, which the run keeps with the pairs, need its weights.
+        "dpo": (*loaded, "--train_files", write("pairs", pairs), "--precompute_ref_log_probs", "false"),
+        "chess": ("--from_scratch", "--train_files", games_file, "--max_length", 64, *kept, *SMALL_CHESS),
+        "t5": ("--from_scratch", "--train_files", texts, "--heldout_share", 0.2, *kept, *SMALL_T5),
+    }
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "chess", "t5"])
+def test_the_run_reads_what_was_prepared(fork_server, forks, arguments, tmp_path, name):
+    """Two ranks find all tokenised rows of `prepare`: no file of rows is new, and none is written again."""
+    home = Path(psutil.Process(fork_server.process.pid).environ()["HF_HOME"], "datasets")
+    script, out, temporary = ROOT / f"recipes/{name}.py", tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    args = (*arguments[name], *SIZE, "--output_dir", out)
+
+    def files() -> dict[Path, tuple[int, int, int]]:
+        places = (home, tmp_path / "rows", temporary)
+        # `datasets` locks its caches by empty files.
+        found = [file for place in places for file in place.rglob("*") if file.is_file() and file.suffix != ".lock"]
+        stats = [file.stat() for file in found]
+        return {file: (s.st_ino, s.st_mtime_ns, s.st_size) for file, s in zip(found, stats, strict=True)}
+
+    before = files()
+    printed = fork_server.run_python(tmp_path, PREPARE, "prepare", script, *args, TMPDIR=temporary)
+    assert "target |" in printed
+    prepared = files()
+    assert [file for file in prepared.keys() - before.keys() if file.suffix == ".arrow"], "rows were tokenised"
+    assert forks.run(out, *args, script=script, TMPDIR=temporary) == 0, log_of(out)[-3000:]
+    assert files() == prepared
+
+
+def test_upstream_needs_it():
+    """trl's filter of pairs holds all arguments; its preparation reads no others than those that it gets here."""
+    source = inspect.getsource(DPOTrainer._prepare_dataset)
+    assert 'lambda example: len(example["prompt_ids"]) < args.max_length' in source
+    assert {*re.findall(r"\bargs\.(\w+)", source)} == {"dataset_num_proc", "max_length", "truncation_mode"}
