@@ -19,8 +19,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # Files that take long come first, so that the processes of `make test` and `make test-slow` end at about the same time.
 LONGEST = (
-    "faults", "kubernetes_runs", "trainers", "adapters", "levers", "chess", "equivalence", "readme", "t5", "benchmarks", "grpo",
-    "models_table", "c4", "dpo", "attention", "streams", "kubernetes", "template", "losses", "download", "distributed",
+    "faults", "kubernetes_runs", "trainers", "adapters", "levers", "chess", "equivalence", "readme", "t5", "benchmarks", "epochs",
+    "grpo", "models_table", "c4", "dpo", "attention", "streams", "kubernetes", "template", "losses", "download", "distributed",
     "causal_models", "checkpoint", "push",
 )  # fmt: skip
 

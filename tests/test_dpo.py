@@ -158,6 +158,14 @@ def test_pairs_of_a_prompt_lie_on_one_side(base, tmp_path):
     assert num_rows == 120 and not train & test and 4 < len(test) < 25 and len(sides["test"]) == 3 * len(test)
 
 
+def test_an_order_by_length_is_refused(base, arguments):
+    argv = [*map(str, arguments), "--train_sampling_strategy", "group_by_length"]
+    with pytest.raises(
+        ConfigError, match="--train_sampling_strategy group_by_length needs rows of one length, which pairs"
+    ):
+        parse(recipe.load(SCRIPT).Args, argv, world_size=1)
+
+
 def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):
     """A run says what to do, although the reference has nothing to compute."""
     out = tmp_path / "out"

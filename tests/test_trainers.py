@@ -499,11 +499,16 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
 
 
-def test_too_few_rows(forks, arguments, chats, tmp_path):
+@pytest.mark.parametrize(
+    "length", [("--max_steps", STEPS), ("--max_steps", -1, "--num_train_epochs", 1)], ids=["steps", "epochs"]
+)
+def test_too_few_rows(forks, arguments, chats, tmp_path, length):
     out = tmp_path / "out"
-    size = ("--total_batch_size", 200, "--per_device_train_batch_size", 100)
+    size = ("--total_batch_size", 200, "--per_device_train_batch_size", 50, *length)
     assert forks.run(out, *arguments, *size, "--model_name_or_path", chats / "base") == 2
-    assert re.search("error: the training data have 1[01][0-9] rows, which fill no batch on 2 processes", log_of(out))
+    assert re.search(
+        "error: the training data have 1[01][0-9] rows, which do not fill a step of --total_batch_size 200", log_of(out)
+    )
 
 
 def test_what_trl_refuses_is_one_message(forks, arguments, chats, tmp_path):

@@ -64,6 +64,15 @@ class DPOArgs(TrainerArgs):
     )
     owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
 
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            found.append(
+                f"--train_sampling_strategy {self.train_sampling_strategy} needs rows of one length, which pairs do not "
+                "have; give random or sequential"
+            )
+        return found
+
 
 def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets.Dataset:
     """Make pairs with `prompt`, `chosen` and `rejected` of rows that hold

@@ -18,9 +18,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +31,7 @@ import torch
 from accelerate.utils import DataLoaderConfiguration, DistributedType
 from jinja2 import TemplateError
 from torch import nn
+from torch.utils.data import Sampler
 from transformers import (
     AutoConfig,
     GenerationConfig,
@@ -38,6 +40,7 @@ from transformers import (
     PrinterCallback,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import align_special_tokens
 
 from accelerate_recipes.adapters import add_adapters, load_settings
@@ -259,6 +262,32 @@ def make_or_load_model(
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
+class WholeSteps(Sampler[int]):
+    """Rows of an epoch in the order of another sampler, which follows from (seed, epoch) alone, in whole steps.
+
+    Rows that fill no step are left out of the epoch; in the next one they are others. Set `epoch` before iterating.
+    """
+
+    # transformers 5.23 counts an epoch in micro-batches of a process. By their size and the number of processes, those that
+    # are left over make a step with fewer rows, or none, and then each later step has other rows.
+    # RepeatSampler (trl 1.16) draws an epoch from where the last one left its generator, which a resumed run has as it was
+    # at the beginning. LengthGroupedSampler (transformers) draws from the process's generator, as dropout does.
+
+    def __init__(self, sampler: Any, rows_per_step: int, seed: int):
+        self.sampler, self.rows_per_step, self.seed = sampler, rows_per_step, seed
+        self.epoch = 0
+        self.generator = torch.Generator()
+        if hasattr(sampler, "generator"):  # one that goes through the rows in their order has none
+            sampler.generator = self.generator
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.rows_per_step * self.rows_per_step
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        return islice(iter(self.sampler), len(self))
+
+
 class FirstRows(NamedTuple):
     """First rows of a trainer's dataset, as a batch."""
 
@@ -383,14 +412,35 @@ class RecipeTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Do nothing: the run has its Accelerator already."""
-        self.accelerator.dataloader_config = DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=self.run.args.seed
-        )
+        # Else Accelerate would take over the generator of WholeSteps.
+        self.accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True)
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = False
         self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
         # Keeping whole gradients until the last micro-batch would cost every rank the memory of all of them.
         self.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = self.is_fsdp_enabled
+
+    def _get_train_sampler(self, *others: Any) -> WholeSteps | BatchRebalanceSampler:
+        args = self.run.args
+        sampler = super()._get_train_sampler(*others)
+        if isinstance(sampler, BatchRebalanceSampler):  # it deals out whole steps to the processes
+            sampler.seed = args.seed
+            self.order = sampler
+        else:
+            if isinstance(sampler, LengthGroupedSampler):
+                sampler.batch_size = args.total_batch_size  # not a process's share
+            self.order = WholeSteps(sampler, args.total_batch_size, args.seed)
+        if len(self.order) == 0:
+            raise ConfigError(
+                f"the training data have {len(self.train_dataset):,} rows, which do not fill a step of --total_batch_size "
+                f"{args.total_batch_size}; lower it, or give more data"
+            )
+        return self.order
+
+    def _run_epoch(self, *, epoch: int, **settings: Any) -> None:
+        # Accelerate 1.15 does not reach a sampler behind a batch sampler of which it skips the first batches.
+        self.order.epoch = epoch
+        super()._run_epoch(epoch=epoch, **settings)
 
     def _get_dataloader(self, *args: Any, **settings: Any):
         loader = super()._get_dataloader(*args, **settings)
@@ -424,17 +474,14 @@ class RecipeTrainer:
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *others: Any) -> tuple[int, int]:
         super()._init_training_state(max_steps, steps_per_epoch, *others)
         self.state.global_step = step_of(self.run.resumed_from) if self.run.resumed_from else 0
+        # GRPOTrainer draws answers in each --num_iterations-th step, by its own count, which begins with 0 on a resume.
+        self._step = self.state.global_step * self.args.gradient_accumulation_steps
         epoch, steps = divmod(self.state.global_step, steps_per_epoch)
         return epoch, steps * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any):
         """Shard the model, make optimizer and schedule, restore the checkpoint, evaluate what is due before step 1."""
         run = self.run
-        if len(train_dataloader) == 0:
-            raise ConfigError(
-                f"the training data have {len(self.train_dataset)} rows, which fill no batch on {run.world_size} "
-                "processes; lower --per_device_train_batch_size and --total_batch_size, or give more data"
-            )
         # Do this only now: trl and transformers' Trainer change model, settings and tokenizer until here.
         run.prepare(self.model, self.processing_class, max_steps)
         run.artifacts[0].use_cache = self.use_cache

@@ -1,0 +1,132 @@
+"""Tests that the order of the rows in every epoch of trl's trainers follows from (seed, epoch) alone.
+
+The total batch does not divide the rows, nor do the micro-batches of a rank make whole steps of what is left over.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, TIMES, log_of, losses, read_metrics
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelerate_recipes.models import new_character_tokenizer
+
+SCRIPT = ROOT / "recipes/sft.py"
+DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"
+NUM_ROWS, BATCH, STEPS = 41, 12, 8  # 3 steps in an epoch, and 5 rows left over; the third epoch begins with step 7
+# Strategy, processes and micro-batch: a step has 6, 3 and 1 micro-batches on a process.
+RUNS = {"one": ("single", 1, 2), "two": ("fsdp_full", 2, 2), "three": ("ddp", 3, 4)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with a base, and with files of rows for each recipe, of which no two have the same length and content."""
+    folder = tmp_path_factory.mktemp("epochs")
+    tokenizer = new_character_tokenizer("0123456789+=")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=64, **sizes, **ids)
+    ).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    chance = random.Random(0)
+
+    def digits() -> str:
+        return "".join(chance.choices("0123456789", k=chance.randint(1, 20)))
+
+    for name, number in (("train", NUM_ROWS), ("test", 8)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for i in range(number):
+                row = {
+                    "text": digits(),
+                    "prompt": f"{i}+{digits()}=",
+                    "chosen": digits() + "1",
+                    "rejected": digits() + "2",
+                }
+                file.write(json.dumps(row) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(folder) -> tuple:
+    return (
+        "--model_name_or_path", folder / "base", "--train_files", folder / "train.jsonl", "--eval_files",
+        folder / "test.jsonl", "--max_steps", STEPS, "--save_steps", 1, "--save_total_limit", 0, "--logging_steps", 1,
+        "--learning_rate", 1e-2, "--total_batch_size", BATCH, "--per_device_eval_batch_size", 4, "--async_save", "false",
+    )  # fmt: skip
+
+
+def train(forks, out: Path, name: str, *args: object, begin: Path | None = None, **options: object) -> dict[int, float]:
+    """Train as RUNS says, from a copy of the checkpoint `begin` if it is given; returns the losses of all steps."""
+    config, num_processes, batch = RUNS[name]
+    if begin:
+        out.mkdir(parents=True)
+        shutil.copytree(begin, out / begin.name)
+    args = ("--per_device_train_batch_size", batch, *args)
+    assert forks.run(out, *args, config=config, num_processes=num_processes, **options) == 0, log_of(out)[-3000:]
+    assert begin is None or f"{begin.name} (step " in log_of(out)
+    assert [*losses(out)] == [*range(1, STEPS + 1)]
+    return losses(out)
+
+
+@pytest.mark.parametrize(
+    "script, more",
+    [
+        pytest.param(SCRIPT, (), id="sft"),
+        pytest.param(DPO, (), marks=pytest.mark.slow, id="dpo"),
+        pytest.param(SCRIPT, ("--packing", "true", "--max_length", 24), marks=pytest.mark.slow, id="packing"),
+        pytest.param(SCRIPT, ("--train_sampling_strategy", "group_by_length"), marks=pytest.mark.slow, id="by-length"),
+        pytest.param(SCRIPT, ("--train_sampling_strategy", "batch_rebalance"), marks=pytest.mark.slow, id="rebalanced"),
+    ],
+)
+def test_one_order_of_rows(forks, arguments, tmp_path, script, more):
+    """Each step has the same rows on any number of processes, past the ends of two epochs, and after any resume."""
+    args = (*arguments, *more)
+    found = {name: train(forks, tmp_path / name, name, *args, script=script) for name in RUNS}
+    # In the middle of the first epoch, at its end, and in the middle of the second.
+    for step, name in ((2, "three"), (3, "one"), (5, "two")):
+        out, begin = tmp_path / f"{name}-{step}", tmp_path / "two" / f"checkpoint-{step}"
+        found[out.name] = train(forks, out, name, *args, begin=begin, script=script)
+        assert name != "two" or found[out.name] == found["two"]
+    for name, values in found.items():
+        assert values == pytest.approx(found["one"], rel=1e-5), name
+
+
+def test_one_order_of_prompts(forks, arguments, tmp_path):
+    """Each step of GRPO has the same prompts; on the same number of processes the answers are the same, too."""
+    (tmp_path / "rewards.py").write_text(
+        "def ones(completions, **columns):\n    return [a.count('1') for a in completions]\n"
+    )
+    sizes = (
+        "--num_generations",
+        2,
+        "--total_batch_size",
+        2 * BATCH,
+        "--num_samples",
+        2 * BATCH,
+        "--max_completion_length",
+        6,
+    )
+    args = (*arguments, *sizes, "--rewards", tmp_path / "rewards.py:ones", "--num_eval_prompts", 4)
+
+    def prompts(out: Path) -> dict[int, list[str]]:
+        rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+        drawn = [row for row in rows if row["source"] == "drawn in training"]
+        return {step: sorted(row["prompt"] for row in drawn if row["step"] == step) for step in range(1, STEPS + 1)}
+
+    whole, again, three = (tmp_path / name for name in ("whole", "again", "three"))
+    train(forks, whole, "two", *args, script=GRPO)
+    wanted = prompts(whole)
+    assert all(len({*asked}) == BATCH for asked in wanted.values())
+    assert len({tuple(asked) for asked in wanted.values()}) == STEPS
+    for out, name, step in ((again, "two", 5), (three, "three", 4)):
+        train(forks, out, name, *args, begin=whole / f"checkpoint-{step}", script=GRPO)
+        resumed = {number: wanted[number] for number in range(step + 1, STEPS + 1)}
+        assert prompts(out) == {number: [] for number in range(1, step + 1)} | resumed
+    for record, other in zip(read_metrics(whole), read_metrics(again), strict=True):
+        assert {name for name in record if record[name] != other[name]} <= TIMES, record["step"]
