@@ -4,6 +4,7 @@ The total batch does not divide the rows, nor do the micro-batches of a rank mak
 """
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -64,10 +65,11 @@ def arguments(folder) -> tuple:
 def train(forks, out: Path, name: str, *args: object, begin: Path | None = None, **options: object) -> dict[int, float]:
     """Train as RUNS says, from a copy of the checkpoint `begin` if it is given; returns the losses of all steps."""
     config, num_processes, batch = RUNS[name]
+    os.utime(args[args.index("--train_files") + 1])  # so that a run finds nothing in a cache that another one computed
     if begin:
         out.mkdir(parents=True)
         shutil.copytree(begin, out / begin.name)
-    args = ("--per_device_train_batch_size", batch, *args)
+    args = (*args, "--per_device_train_batch_size", batch)
     assert forks.run(out, *args, config=config, num_processes=num_processes, **options) == 0, log_of(out)[-3000:]
     assert begin is None or f"{begin.name} (step " in log_of(out)
     assert [*losses(out)] == [*range(1, STEPS + 1)]
@@ -97,11 +99,22 @@ def test_one_order_of_rows(forks, arguments, tmp_path, script, more):
         assert values == pytest.approx(found["one"], rel=1e-5), name
 
 
-def test_one_order_of_prompts(forks, arguments, tmp_path):
-    """Each step of GRPO has the same prompts; on the same number of processes the answers are the same, too."""
-    (tmp_path / "rewards.py").write_text(
-        "def ones(completions, **columns):\n    return [a.count('1') for a in completions]\n"
-    )
+def test_dropout_goes_on(forks, arguments, folder, tmp_path):
+    """A resumed run draws the same dropout in the next epoch, though its workers start once more."""
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (base / "config.json").write_text(json.dumps(settings))
+    args = (*arguments, "--model_name_or_path", base, "--dataloader_num_workers", 1)
+    args = (*args, "--dataloader_persistent_workers", "true")
+    whole = train(forks, tmp_path / "whole", "two", *args)
+    assert train(forks, tmp_path / "again", "two", *args, begin=tmp_path / "whole/checkpoint-2") == whole
+
+
+@pytest.fixture(scope="module")
+def grpo_arguments(arguments, folder) -> tuple:
+    """Arguments of GRPO, with as many prompts in a step as other recipes have rows."""
+    rewards = folder / "rewards.py"
+    rewards.write_text("def ones(completions, **columns):\n    return [text.count('1') for text in completions]\n")
     sizes = (
         "--num_generations",
         2,
@@ -109,24 +122,48 @@ def test_one_order_of_prompts(forks, arguments, tmp_path):
         2 * BATCH,
         "--num_samples",
         2 * BATCH,
-        "--max_completion_length",
-        6,
+        "--num_eval_prompts",
+        4,
     )
-    args = (*arguments, *sizes, "--rewards", tmp_path / "rewards.py:ones", "--num_eval_prompts", 4)
+    return (*arguments, *sizes, "--max_completion_length", 6, "--rewards", f"{rewards}:ones")
 
-    def prompts(out: Path) -> dict[int, list[str]]:
-        rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-        drawn = [row for row in rows if row["source"] == "drawn in training"]
-        return {step: sorted(row["prompt"] for row in drawn if row["step"] == step) for step in range(1, STEPS + 1)}
 
+def prompts(out: Path) -> dict[int, list[str]]:
+    """Return the prompts of each step in which answers were drawn."""
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    drawn = [row for row in rows if row["source"] == "drawn in training"]
+    steps = sorted({row["step"] for row in drawn})
+    return {step: sorted(row["prompt"] for row in drawn if row["step"] == step) for step in steps}
+
+
+def test_one_order_of_prompts(forks, grpo_arguments, tmp_path):
+    """Each step of GRPO has the same prompts; on the same number of processes the answers are the same, too."""
     whole, again, three = (tmp_path / name for name in ("whole", "again", "three"))
-    train(forks, whole, "two", *args, script=GRPO)
+    train(forks, whole, "two", *grpo_arguments, script=GRPO)
     wanted = prompts(whole)
     assert all(len({*asked}) == BATCH for asked in wanted.values())
     assert len({tuple(asked) for asked in wanted.values()}) == STEPS
     for out, name, step in ((again, "two", 5), (three, "three", 4)):
-        train(forks, out, name, *args, begin=whole / f"checkpoint-{step}", script=GRPO)
-        resumed = {number: wanted[number] for number in range(step + 1, STEPS + 1)}
-        assert prompts(out) == {number: [] for number in range(1, step + 1)} | resumed
+        train(forks, out, name, *grpo_arguments, begin=whole / f"checkpoint-{step}", script=GRPO)
+        assert prompts(out) == {number: wanted[number] for number in range(step + 1, STEPS + 1)}
     for record, other in zip(read_metrics(whole), read_metrics(again), strict=True):
         assert {name for name in record if record[name] != other[name]} <= TIMES, record["step"]
+
+
+@pytest.mark.slow
+def test_a_stop_between_two_draws(forks, grpo_arguments, tmp_path):
+    """After a stop between two draws of answers, the prompts are asked in the same steps as without it."""
+    args = (*grpo_arguments, "--num_iterations", 2, "--save_steps", 0)
+    whole, out = tmp_path / "whole" / "out", tmp_path / "stopped" / "out"
+    for folder in (whole, out):
+        folder.parent.mkdir()
+    # The run ends after step 5, the first of two on the same answers.
+    stop = {"event": "open", "path": "/out/metrics.jsonl", "count": 7, "rank": 0, "command": "kill -TERM $PPID"}
+    train(forks, whole, "two", *args, script=GRPO)
+    config, num_processes, batch = RUNS["two"]
+    size = ("--per_device_train_batch_size", batch)
+    options = {"script": GRPO, "config": config, "num_processes": num_processes, "TOY_FAULT": json.dumps(stop)}
+    assert forks.run(out, *args, *size, **options) == 0, log_of(out)[-3000:]
+    assert json.loads((out / "status.json").read_text())["step"] == 5
+    train(forks, out, "two", *args, script=GRPO)
+    assert prompts(out) == prompts(whole)
