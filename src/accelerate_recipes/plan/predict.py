@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.optim import CHECKPOINT_BYTES
+from accelerate_recipes.optim import checkpoint_bytes
 from accelerate_recipes.plan.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
 from accelerate_recipes.plan.simulate import Outcome
 
@@ -21,6 +21,7 @@ class Prediction:
     gpu: Gpu
     world_size: int
     gpus_per_node: int
+    state_dict_type: str | None
 
     @property
     def allocator(self) -> int:
@@ -53,7 +54,7 @@ class Prediction:
 
     @property
     def checkpoint(self) -> int:
-        return CHECKPOINT_BYTES[self.args.optim] * self.outcome.trained
+        return checkpoint_bytes(self.args, self.outcome.trained, self.state_dict_type)
 
     @property
     def host(self) -> dict[str, int]:
@@ -63,7 +64,7 @@ class Prediction:
             "processes": self.gpus_per_node * PROCESS,
             "offloaded": self.gpus_per_node * self.outcome.host_peak,
             # Pinned blocks are rounded up to powers of two: up to twice as much.
-            "copy of a checkpoint": 2 * self.checkpoint // nodes,
+            "copy of a checkpoint": 2 * checkpoint_bytes(self.args, self.outcome.trained, None) // nodes,
         }
         if self.args.base_model:
             found["weights while loading"] = self.args.param_dtype.itemsize * self.outcome.parameters
