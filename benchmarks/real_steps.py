@@ -54,6 +54,12 @@ def status(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
+def peak_begins() -> int:
+    """Let the resident peak begin anew; return what is resident, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
 @torch.no_grad()
 def fill(
     model: torch.nn.Module, seed: int, device: torch.device, storage: torch.device | None = None
@@ -98,8 +104,7 @@ def resident(job: Job) -> dict[str, Any]:
     tensors = [*run.model.parameters(), *run.model.buffers(), *states]
     held = sum(distributed.local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
     held += sum(value.nbytes for batch in batches for value in batch.values() if torch.is_tensor(value))
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_begins()
     train_step(run, batches, trial.loss_fn, trial.count_fn)
     return {"resident": held + status("VmHWM") - before}
 
