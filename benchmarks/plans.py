@@ -219,7 +219,6 @@ def facts_of(job: Job, outcome: Outcome) -> dict[str, Any]:
         "allocator": found.allocator,
         "needed": found.needed,
         "offloaded": outcome.host_peak,
-        "host": sum(found.host.values()),
         "seconds": round(outcome.seconds, 3),
         "communication": round(outcome.communication, 3),
         "targets_per_second": round(found.targets_per_second),

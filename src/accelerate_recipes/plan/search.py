@@ -171,8 +171,7 @@ def larger_batches(args: TrainArgs) -> list[Change]:
 
 def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
     args, _ = load_trial(job)
-    world, local = int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"])
-    return Prediction(outcome, args, gpu, world, local, job.env.get("FSDP_STATE_DICT_TYPE"))
+    return Prediction(outcome, args, gpu, job.env)
 
 
 @dataclass
