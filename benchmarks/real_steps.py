@@ -27,6 +27,7 @@ from accelerate_recipes.plan.search import Change
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import part_of_rows, row_group
 from accelerate_recipes.weights import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +86,7 @@ def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
     run.model.train()
     number = args.accumulation_steps(data_world_size())
     batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
-    return run, trial, batches
+    return run, trial, [part_of_rows(batch, row_group(run.accelerator)) for batch in batches]
 
 
 def counted(job: Job) -> dict[str, Any]:

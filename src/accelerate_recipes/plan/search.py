@@ -96,8 +96,8 @@ def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
 
     if replicas > 1:
         found.append(Change("shard", sizes(replicas // 2 if replicas % 2 == 0 else 1, row)))
-    length = getattr(args, "max_length", 0)
-    if args.shares_rows and length % (2 * row) == 0 and int(env["LOCAL_WORLD_SIZE"]) % (2 * row * replicas) == 0:
+    divided = [getattr(args, "max_length", 0), int(env["LOCAL_WORLD_SIZE"]), world // replicas]
+    if args.shares_rows and all(number % (2 * row) == 0 for number in divided):
         found.append(
             in_config("fsdp_long.yaml", env, *sizes(replicas, 2))
             if row == 1
