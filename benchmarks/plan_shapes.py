@@ -2,8 +2,8 @@
 
     python benchmarks/plan_shapes.py --out benchmarks/results/plan_shapes.json
 
-Each shape is simulated, and takes two real steps on two ranks over gloo, in fp32 under fsdp_full.yaml. The resident peak has
-besides what gloo and kernels of a CPU copy, such as the whole gradients of a layer.
+Each shape is simulated, and takes two real steps on two ranks over gloo, in fp32 under fsdp_full.yaml. First the copies are
+measured that gloo makes of what it exchanges: the ledger counts them.
 """
 
 import argparse
@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from machine import machine
-from real_steps import MIB, ROOT, counted, on_cpu, on_ranks, request_of, resident
+from real_steps import MIB, ROOT, counted, on_cpu, on_ranks, peak_begins, request_of, resident, status
 
-from accelerate_recipes.plan.simulate import Outcome, Simulator
+from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 
 
 def shapes(number: int, seed: int) -> list[dict[str, Any]]:
@@ -38,6 +39,22 @@ def shapes(number: int, seed: int) -> list[dict[str, Any]]:
                 "per_device_train_batch_size": draw.randrange(1, 5),
             }
         )
+    return found
+
+
+def copied_by_gloo(job: Job) -> dict[str, Any]:
+    """Measure the memory that gloo takes for a collective beside its tensors, as a share of the whole one."""
+    dist.init_process_group("gloo")
+    whole, part, found = torch.ones(2**26), torch.ones(2**25), {}
+    for name, exchange in {
+        "allgather_base": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter_base": lambda: dist.reduce_scatter_tensor(part, whole),
+        "allreduce": lambda: dist.all_reduce(whole),
+    }.items():
+        exchange()
+        before = peak_begins()
+        exchange()
+        found[name] = round((status("VmHWM") - before) / whole.nbytes, 3)
     return found
 
 
@@ -72,6 +89,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     args = parser.parse_args()
     found = []
+    job = on_cpu(request_of("fsdp_full", [str(ROOT / "recipes/c4.py")]))
+    copies = on_ranks(job, copied_by_gloo)[0]
+    print(f"Copies by gloo, as shares of the whole tensor: {copies}", flush=True)
     with Simulator() as simulator:
         for shape in shapes(args.number, args.seed):
             row = compare(simulator, shape)
@@ -82,7 +102,9 @@ def main() -> None:
                 f"one: {shape}",
                 flush=True,
             )
-    args.out.write_text(json.dumps(machine(torch.device("cpu")) | {"shapes": found}, indent=1) + "\n")
+    args.out.write_text(
+        json.dumps(machine(torch.device("cpu")) | {"copied_by_gloo": copies, "shapes": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.launch.planning import job_of
-from accelerate_recipes.launch.preflight import read_request
+from accelerate_recipes.launch.preflight import job_of, read_request
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import in_gib
@@ -181,15 +180,18 @@ def of_lever(lever: str) -> str:
     return " ".join(filter(None, words))
 
 
-def job_for(command: str, folder: Path) -> Job:
-    """Make the simulation of a command; a model of the Hub becomes a folder with its config.json."""
+def words_of(command: str, folder: Path) -> list[str]:
+    """Split a command; a model of the Hub becomes a folder with its config.json."""
     argv = shlex.split(command)
-    request = read_request(argv)
     named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text()).get("model_name_or_path")
     if "--model_name_or_path" in argv:
         named = argv[argv.index("--model_name_or_path") + 1]
-    if named:
-        request.command.extend(["--model_name_or_path", str(published(named, folder))])
+    return [*argv, "--model_name_or_path", str(published(named, folder))] if named else argv
+
+
+def job_for(command: str, folder: Path) -> Job:
+    """Make the simulation of a command."""
+    request = read_request(words_of(command, folder))
     return job_of(request, request.gpu)
 
 
@@ -217,7 +219,6 @@ def facts_of(job: Job, outcome: Outcome) -> dict[str, Any]:
         "allocator": found.allocator,
         "needed": found.needed,
         "offloaded": outcome.host_peak,
-        "host": sum(found.host.values()),
         "seconds": round(outcome.seconds, 3),
         "communication": round(outcome.communication, 3),
         "targets_per_second": round(found.targets_per_second),

@@ -21,13 +21,13 @@ import torch
 from accelerate_recipes import distributed
 from accelerate_recipes.args import first_line
 from accelerate_recipes.engine import train_step
-from accelerate_recipes.launch.planning import job_of
-from accelerate_recipes.launch.preflight import Request, read_request
+from accelerate_recipes.launch.preflight import Request, job_of, read_request
 from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.plan.search import Change
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import part_of_rows, row_group
 from accelerate_recipes.weights import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +55,12 @@ def status(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
+def peak_begins() -> int:
+    """Let the resident peak begin anew; return what is resident, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
 @torch.no_grad()
 def fill(
     model: torch.nn.Module, seed: int, device: torch.device, storage: torch.device | None = None
@@ -80,7 +86,7 @@ def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
     run.model.train()
     number = args.accumulation_steps(data_world_size())
     batches = [{n: v.clone() if torch.is_tensor(v) else v for n, v in trial.batch.items()} for _ in range(number)]
-    return run, trial, batches
+    return run, trial, [part_of_rows(batch, row_group(run.accelerator)) for batch in batches]
 
 
 def counted(job: Job) -> dict[str, Any]:
@@ -99,8 +105,7 @@ def resident(job: Job) -> dict[str, Any]:
     tensors = [*run.model.parameters(), *run.model.buffers(), *states]
     held = sum(distributed.local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
     held += sum(value.nbytes for batch in batches for value in batch.values() if torch.is_tensor(value))
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_begins()
     train_step(run, batches, trial.loss_fn, trial.count_fn)
     return {"resident": held + status("VmHWM") - before}
 

@@ -458,9 +458,9 @@ def test_preflight_knows_the_layers_and_the_space(base, monkeypatch, tmp_path):
         preflight([*argv, "--lora_target_modules", "lm_head"])
     full, adapter = 100_000_000, 1_000_000
     whole, few = TrainArgs(max_steps=10), TrainArgs(max_steps=10, use_peft=True)
-    assert space_needed(whole, full, full, False)[0] == 1600_000_000
-    assert space_needed(few, full, adapter, False)[0] == 16_000_000
-    assert space_needed(replace(few, merge_adapter=True), full, adapter, False)[0] == 12_000_000 + 400_000_000
+    assert space_needed(whole, full, full, None)[0] == 1600_000_000
+    assert space_needed(few, full, adapter, None)[0] == 16_000_000
+    assert space_needed(replace(few, merge_adapter=True), full, adapter, None)[0] == 12_000_000 + 400_000_000
 
 
 @pytest.mark.slow

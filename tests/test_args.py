@@ -261,7 +261,7 @@ def use(args: TrainArgs, folder) -> None:
     set_seed(args.seed + 10**6 + 1000)  # plus a step and a rank
     assert sorted(permutation(3, args.seed, epoch=1)) == [0, 1, 2]
     datetime.timedelta(seconds=max(args.ddp_timeout, args.step_timeout))
-    space_needed(replace(args, output_dir=str(folder)), 10, 10, False)
+    space_needed(replace(args, output_dir=str(folder)), 10, 10, None)
     torch.utils.data.DataLoader([0], num_workers=args.dataloader_num_workers)
     for optim in ("adamw_torch_fused", "adafactor"):
         model = torch.nn.Linear(3, 2)

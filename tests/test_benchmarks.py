@@ -35,6 +35,7 @@ COMMANDS = {
     "image_throughput": "--images 64 --rounds 1 --workers 0",
     "export_memory": f"--rounds 1 {TINY_LLAMA} {TINY_HEADS} --vocab_size 500",
     "long_rows": "--length 256 --slice_length 512",
+    "plan_time": "--large 2 --presets c4/llama3_2_1b.yaml",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
     "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }

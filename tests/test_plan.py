@@ -24,16 +24,25 @@ from test_simulate import (  # noqa: F401  with fixtures
     simulator,
 )
 
+from accelerate_recipes.__main__ import main
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.launch import planning
-from accelerate_recipes.launch.planning import job_of, plan, plan_with
-from accelerate_recipes.launch.preflight import preflight, read_request
+from accelerate_recipes.launch.planning import plan, plan_with
+from accelerate_recipes.launch.preflight import job_of, preflight, read_request
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event
-from accelerate_recipes.plan.search import Change, Search, prediction_of
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, SimulationError, Simulator, add_ddp
+from accelerate_recipes.plan.search import Change, Search, prediction_of, savings, speedups
+from accelerate_recipes.plan.simulate import (
+    Job,
+    NotSimulatedError,
+    Outcome,
+    SimulationError,
+    Simulator,
+    add_ddp,
+    load_trial,
+)
 
 LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
@@ -250,8 +259,10 @@ def test_what_the_search_could_not_try_is_said():
     search = Search(simulate, before, first, make_job)
     found = search.fitting()
     assert [str(p.changes[0]) for p in found] == [
-        "--fsdp_activation_checkpointing true", "--per_device_train_batch_size 1", "2 x as many nodes",
-        "--mixed_precision no --optim adamw_bf16_kahan",
+        "--fsdp_activation_checkpointing true", "--fsdp_activation_checkpointing true --checkpoint_every_n_layers 4",
+        "fsdp_long.yaml --num_machines 1 --num_processes 2 --mixed_precision bf16 --parallelism_config_dp_replicate_size 1"
+        " --parallelism_config_dp_shard_size 1 --parallelism_config_cp_size 2",
+        "--per_device_train_batch_size 1", "2 x as many nodes", "--mixed_precision no --optim adamw_bf16_kahan",
     ]  # fmt: skip
     assert planning.failed(search) == {
         "--fsdp_offload_params true": "accelerate launch refuses: no CPU",
@@ -265,11 +276,128 @@ def test_what_the_search_could_not_try_is_said():
     )
 
 
+@pytest.mark.parametrize(
+    "config, command, refused",
+    [
+        ("fsdp_grad_op", CUDA_C4, []),
+        ("fsdp_hybrid", CUDA_C4, []),
+        ("fsdp_long", CUDA_C4, []),
+        ("ddp", CUDA_C4, ["--optim adamw_8bit"]),
+        ("single", [*SFT, "LLAMA"], ["--optim adamw_8bit"]),
+    ],
+)
+@pytest.mark.slow
+def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, command, refused):  # noqa: F811
+    """Each change is one that the launcher, the recipe and the strategy accept; the 8-bit optimizer is not simulated."""
+    number = 1 if config == "single" else 4
+    more = {"fsdp_hybrid": HYBRID, "fsdp_long": HYBRID[2:]}.get(config, [])
+    argv = [str(CONFIGS / f"{config}.yaml"), *BF16, *more, "--num_processes", str(number), *command_of(bases, command)]
+    request = read_request(argv)
+    first = job_of(request, "h100")
+    before = planning.simulated(simulator, first)
+    search = Search(simulator, before, first, lambda changes: job_of(request, "h100", changes))
+    found = search.simulate(
+        [(change,) for change in [*savings(before.args, first.env), *speedups(before.args, first.env)]]
+    )
+    assert list(planning.failed(search)) == refused
+    assert {p.prediction.world_size for p in found} <= {number, 2 * number}
+    needs = {str(p.changes[0]): p.prediction.outcome.peak for p in found if p.keeps_trajectory}
+    whole = [change for change in needs if change.startswith("fsdp_full.yaml")]
+    assert len(whole) == {"ddp": 3, "single": 2}.get(config, 0)
+    assert all(needs[change] < before.outcome.peak for change in whole)
+
+
+@pytest.mark.parametrize(
+    "config, flags, expected",
+    [
+        (
+            "fsdp_hybrid",
+            ["--parallelism_config_dp_replicate_size", "4", "--parallelism_config_dp_shard_size", "1"],
+            (2, 2),
+        ),
+        ("fsdp_hybrid", HYBRID, (1, 4)),
+    ],
+)
+def test_fewer_replicas_have_more_shards(config, flags, expected):
+    first = job(config, C4, *flags, num_processes=4)
+    args, _ = load_trial(first)
+    (fewer,) = [change for change in savings(args, first.env) if change.kind == "shard"]
+    replicas, shards = expected
+    assert fewer.launch == (
+        "--parallelism_config_dp_replicate_size", str(replicas), "--parallelism_config_dp_shard_size", str(shards),
+        "--parallelism_config_cp_size", "1",
+    )  # fmt: skip
+
+
+def test_what_is_faster_and_the_largest_batch():
+    """Of a run that fits: changes are proposed that fit and take less time, the fastest first; batches grow until one does not fit."""
+    needs = {f"--per_device_train_batch_size {n}": gib for n, gib in ((4, 3.5), (8, 3.9), (16, 5))}
+    times = {"--checkpoint_every_n_layers 2": 0.8, "--checkpoint_every_n_layers 4": 0.7, "false": 0.6}
+
+    def simulate(jobs: list[Job]) -> list:
+        return [
+            replace(
+                outcome(
+                    int(
+                        GIB
+                        * next(
+                            (n for flag, n in needs.items() if flag in " ".join(j.command)), 5 if of(j) == 0.6 else 3
+                        )
+                    )
+                ),
+                seconds=of(j),
+            )
+            for j in jobs
+        ]
+
+    def of(one: Job) -> float:
+        """Return the seconds of a step; without recomputation the run does not fit."""
+        recomputes = one.env["FSDP_ACTIVATION_CHECKPOINTING"]
+        words = " ".join([*one.command, recomputes])
+        return next((seconds for flag, seconds in times.items() if flag in words), 1.0)
+
+    argv = [str(CONFIGS / "fsdp_full.yaml"), *RECOMPUTE, "--num_processes", "2", *C4, "--total_batch_size", "32"]
+    request = read_request(argv)
+    first = job_of(request, "l4")
+    before = prediction_of(first, replace(outcome(3 * GIB), seconds=1.0), replace(GPUS["l4"], memory=int(3.95 * GIB)))
+    search = Search(simulate, before, first, lambda changes: job_of(request, "l4", changes))
+    assert [str(p.changes[0])[-1] for p in search.faster()] == ["4", "2"]
+    assert search.largest_batch() == 8
+    before = replace(before, gpu=replace(GPUS["l4"], memory=int(3.6 * GIB)))
+    assert Search(simulate, before, first, search.make_job).largest_batch() == 4
+
+
 def test_targets_have_a_unit():
     """The JSON counts targets, and says whether they are tokens or images."""
     facts = prediction_of(job("fsdp_full", C4), outcome(3 * GIB), GPUS["l4"]).facts()
     assert facts["unit"] == "images" and facts["targets_per_second"] == facts["step"]["targets"] == 2
     assert not [name for name in (*facts, *facts["step"]) if "token" in name]
+
+
+def test_the_size_of_a_checkpoint():
+    """Weights in fp32 and two moments; under FULL_STATE_DICT the weights once more."""
+    found = replace(outcome(3 * GIB), trained=1000)
+    for config, size in (("fsdp_full", 12_000), ("fsdp_full_state_dict", 16_000)):
+        assert prediction_of(job(config, C4), found, GPUS["l4"]).checkpoint == size
+
+
+def test_memory_of_a_node(bases):  # noqa: F811
+    """One process of a node reads the weights, or each; they are gone when a checkpoint is copied."""
+    command, found = command_of(bases, [*SFT, "LLAMA"]), replace(outcome(3 * GIB), parameters=GIB, trained=GIB)
+    for config, readers in (("fsdp_full", 1), ("ddp", 4)):
+        prediction = prediction_of(job(config, command, num_processes=4), found, GPUS["l4"])
+        host = {"processes": 8 * GIB, "copy of a checkpoint": 24 * GIB, "weights while loading": readers * 4 * GIB}
+        assert prediction.host == host and prediction.host_peak == 32 * GIB
+    alone = prediction_of(job("ddp", [*command, "--use_peft"], num_processes=4), replace(found, trained=1), GPUS["l4"])
+    assert alone.host_peak == (8 + 4 * 4) * GIB
+
+
+@pytest.mark.parametrize("flags", [["--gpu", "tpu", "--no-search"], ["--no-search", "--gpu", "tpu"]])
+def test_flags_may_stand_before_the_config(monkeypatch, capsys, flags):
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "plan", *flags, str(CONFIGS / "fsdp_full.yaml"), *C4])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--gpu tpu: not known; known are a10g" in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
@@ -312,6 +440,12 @@ def test_the_page_shows_what_the_command_prints(monkeypatch):
     assert plan(shlex.split(command)).text.splitlines()[:-1] == shown[:-1]
 
 
+def simulated_need(argv: list[str]) -> int:
+    """Return the bytes that a run needs of a GPU."""
+    with Simulator() as one:
+        return planning.simulated(one, job_of(read_request(argv), "h100")).needed
+
+
 @pytest.mark.slow
 def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     """With --gpu, preflight says what a GPU needs, and refuses a run that needs more."""
@@ -322,8 +456,25 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
-    with pytest.raises(ConfigError, match=r"Memory of a GPU: .* does not fit; `python -m accelerate_recipes plan`"):
+    nothing = "no single change that keeps the losses is enough"
+    with pytest.raises(
+        ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}\. `python -m accelerate_recipes plan"
+    ):
         preflight(["--gpu", "l4", *argv])
+    monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=int((OUTSIDE + 9 * 2**20) / 0.95)))
+    said, _ = preflight(["--gpu", "l4", *argv])
+    assert "fits, but only just; what lies outside of tensors is not known exactly" in said.splitlines()[-1]
+    large = [*argv, "--hidden_size", "512", "--intermediate_size", "4096", "--per_device_train_batch_size", "4"]
+    needed = simulated_need(large)
+    monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=needed - 1))
+    with pytest.raises(ConfigError, match="does not fit; it fits with --fsdp_activation_checkpointing true: "):
+        preflight(["--gpu", "l4", *large])
+    # On a machine with a GPU, that is the one.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA L4")
+    assert read_request(argv).gpu == "" and read_request([argv[0], *argv[5:]]).gpu == "l4"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]
     with pytest.raises(ConfigError, match="--gpu tesla: not known; known are a10g"):
         preflight(["--gpu", "tesla", *argv])

@@ -55,6 +55,8 @@ def command_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = command_parser()
     args, rest = parser.parse_known_args()
+    if args.command in ("preflight", "plan"):  # flags may stand before CONFIG
+        args.argv, rest = [*rest, *args.argv], []
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 

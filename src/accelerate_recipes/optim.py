@@ -14,7 +14,13 @@ from accelerate_recipes.ranks import is_first
 from accelerate_recipes.weights import WRAPPERS
 
 # Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's means hardly count.
-CHECKPOINT_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
+_STATE_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
+
+
+def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None) -> int:
+    """Compute the size of a checkpoint of `trained` parameters. Under FULL_STATE_DICT it holds the weights twice."""
+    again = args.param_dtype.itemsize if state_dict_type == "FULL_STATE_DICT" else 0
+    return trained * (_STATE_BYTES[args.optim] + again)
 
 
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:

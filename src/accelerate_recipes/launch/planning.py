@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.args import ConfigError, error_list
-from accelerate_recipes.launch.preflight import Request, launch_environment, read_request
+from accelerate_recipes.launch.preflight import Request, job_of, read_request
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
@@ -41,32 +41,6 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--no-search", action="store_true")
     return parser.parse_known_args(argv)
-
-
-def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
-    """Make the simulation of a request under changes.
-
-    Raises:
-        ConfigError: if the launcher would start nothing.
-    """
-    flags = [*request.launch, "--main_process_ip", "head"]  # any address will do
-    more = 1
-    for change in changes:
-        flags += change.launch
-        more *= change.more_nodes
-    command = [*request.command, *(word for change in changes for word in change.recipe)]
-    try:
-        env = launch_environment([*flags, *command])
-        if more > 1:
-            replicas = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
-            flags += ["--num_machines", str(more * (int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])))]
-            flags += ["--num_processes", str(more * int(env["WORLD_SIZE"]))]
-            if replicas > 1:
-                flags += ["--parallelism_config_dp_replicate_size", str(more * replicas)]
-            env = launch_environment([*flags, *command])
-    except ValueError as error:
-        raise ConfigError(f"accelerate launch refuses: {error}") from error
-    return Job(env, command, gpu)
 
 
 def plan(argv: Sequence[str]) -> Plan:
@@ -168,6 +142,7 @@ def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
     """Describe proposals for --json."""
     return [
         {
+            "config": next((change.config for change in proposal.changes if change.config), None),
             "launch": [word for change in proposal.changes for word in change.launch],
             "recipe": [word for change in proposal.changes for word in change.recipe],
             "nodes": [change.more_nodes for change in proposal.changes if change.more_nodes > 1],

@@ -40,10 +40,10 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
 from accelerate_recipes.models import check_reads_text, model_class
-from accelerate_recipes.optim import CHECKPOINT_BYTES, warmup_warnings
-from accelerate_recipes.plan.gpus import GPUS
+from accelerate_recipes.optim import checkpoint_bytes, warmup_warnings
+from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.search import prediction_of
+from accelerate_recipes.plan.search import Change, Search, prediction_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import (
@@ -279,7 +279,7 @@ def resume_candidate(args: TrainArgs, read: bool) -> tuple[Path | None, list[str
     return chosen, [], []
 
 
-def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_dict: bool) -> tuple[int, str]:
+def space_needed(args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None) -> tuple[int, str]:
     """Compute the bytes that future checkpoints and the export add to the output directory, and say how they are counted.
 
     A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged.
@@ -290,7 +290,7 @@ def space_needed(args: TrainArgs, num_parameters: int, trained: int, full_state_
     if present:  # the size of a real checkpoint is better than a computed one
         size = sum(entry["size"] for entry in files.read_marker(present[-1])["files"].values())
     else:
-        size = trained * (CHECKPOINT_BYTES[args.optim] + (args.param_dtype.itemsize if full_state_dict else 0))
+        size = checkpoint_bytes(args, trained, state_dict_type)
     saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
     at_once = saves
     if args.save_total_limit:
@@ -391,7 +391,7 @@ class Request(NamedTuple):
     command: list[str]  # the recipe with its arguments
     num_devices: int  # accelerators of a machine of the job
     reads_checksums: bool
-    gpu: str  # name of the GPU on which the run must fit, if one is given
+    gpu: str  # name of the GPU on which the run must fit, if it is known
     plans: bool  # whether to simulate a step, to check the memory
 
 
@@ -486,9 +486,14 @@ def read_request(argv: Sequence[str]) -> Request:
         command,
         num_devices,
         not asked.no_checksums,
-        asked.gpu,
+        asked.gpu or (gpu_here() if asked.gpus_per_node is None and not asked.cpus_per_node else ""),
         not asked.no_plan,
     )
+
+
+def gpu_here() -> str:
+    """Return the name in GPUS of this machine's first GPU; empty if it has none, or one that is not known."""
+    return known_as(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""
 
 
 def check_launch(request: Request, report: Report) -> dict[str, str]:
@@ -598,6 +603,38 @@ def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> 
     ]
 
 
+def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
+    """Make the simulation of a request under changes.
+
+    Raises:
+        ConfigError: if the launcher would start nothing.
+    """
+    flags = [*request.launch, "--main_process_ip", "head"]  # any address will do
+    more = 1
+    for change in changes:
+        if change.config:
+            flags[1] = str(request.config.parent / change.config)
+            if problems := yaml_problems(Path(flags[1])):
+                raise ConfigError(", ".join(problems))
+        flags += change.launch
+        more *= change.more_nodes
+    command = [*request.command, *(word for change in changes for word in change.recipe)]
+    try:
+        env = launch_environment([*flags, *command])
+        if more > 1:
+            replicas, shards = (int(env.get(f"PARALLELISM_CONFIG_DP_{of}_SIZE", 1)) for of in ("REPLICATE", "SHARD"))
+            flags += ["--num_machines", str(more * (int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])))]
+            flags += ["--num_processes", str(more * int(env["WORLD_SIZE"]))]
+            if replicas > 1:
+                flags += ["--parallelism_config_dp_replicate_size", str(more * replicas)]
+            elif "PARALLELISM_CONFIG_DP_SHARD_SIZE" in env:
+                flags += ["--parallelism_config_dp_shard_size", str(more * shards)]
+            env = launch_environment([*flags, *command])
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    return Job(env, command, gpu)
+
+
 def check_memory(request: Request, env: dict[str, str], report: Report, *, is_here: bool) -> str:
     """Simulate a step, and check that the run fits on its GPU; returns a line that says what it needs, if that is known.
 
@@ -606,25 +643,28 @@ def check_memory(request: Request, env: dict[str, str], report: Report, *, is_he
     job = Job(env, request.command, request.gpu)
     with Simulator() as simulator:
         (outcome,) = predict_outcomes(simulator, [job])
+        if isinstance(outcome, Outcome):
+            prediction = prediction_of(job, outcome, GPUS[request.gpu])
+            line = f"Memory of a GPU: {prediction.memory_line()}"
+            if prediction.is_near:
+                report.warnings.append(f"{line}; what lies outside of tensors is not known exactly")
+                return ""
+            if not prediction.fits:
+                search = Search(simulator, prediction, job, lambda changes: job_of(request, request.gpu, changes))
+                fitting = search.first_fitting()
+                remedy = f"it fits with {fitting}" if fitting else "no single change that keeps the losses is enough"
+                report.problems.append(
+                    f"{line}; {remedy}. `python -m accelerate_recipes plan` in place of preflight finds more, and "
+                    "--no_plan leaves this check out"
+                )
+            return line
     if isinstance(outcome, ConfigError) and is_here:
         report.problems.append(str(outcome))
-        return ""
-    if not isinstance(outcome, Outcome):
+    else:
         said = str(outcome).partition("\n")[0]
         what = f"plan does not simulate {said}" if isinstance(outcome, NotSimulatedError) else said
         report.warnings.append(f"memory was not checked: {what}")
-        return ""
-    prediction = prediction_of(job, outcome, GPUS[request.gpu])
-    line = f"Memory of a GPU: {prediction.memory_line()}"
-    if not prediction.fits:
-        report.problems.append(
-            f"{line}; `python -m accelerate_recipes plan` in place of preflight finds changes with which it does, and "
-            "--no_plan leaves this check out"
-        )
-    elif prediction.is_near:
-        report.warnings.append(f"{line}; what lies outside of tensors is not known exactly")
-        return ""
-    return line
+    return ""
 
 
 def check_space(
@@ -635,8 +675,7 @@ def check_space(
     num_parameters, trained = (
         sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
     )
-    has_whole_weights = env.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
-    needs, counted = space_needed(args, num_parameters, trained, has_whole_weights)
+    needs, counted = space_needed(args, num_parameters, trained, env.get("FSDP_STATE_DICT_TYPE"))
     needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
     of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
     line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"

@@ -40,6 +40,8 @@ HOST = "host"  # tensors on the CPU of a run on GPUs; they do not count in the p
 COLLECTIVES = {
     "_allgather_base_": (2, 0), "_reduce_scatter_base_": (2, 1), "allreduce_": (1, 0), "alltoall_base_": (2, 0),
 }  # fmt: skip
+# On a CPU gloo (torch 2.13) exchanges a copy of the whole tensor; benchmarks/plan_shapes.py measures it.
+COPIED_BY_GLOO = {"allgather_base", "reduce_scatter_base"}
 
 
 class Event(NamedTuple):
@@ -312,6 +314,8 @@ class Ledger(TorchDispatchMode):
         key = name, len(ranks)
         self.collectives[key].update({"calls": 1, "bytes": size, "sent": int(sent)})
         self.groups[key] = ranks
+        if self.device == "cpu" and name in COPIED_BY_GLOO:
+            self.needs(size)
         if self.clock:
             self.clock.send(name, sent, ranks, size < 1e6 or name == "alltoall_base")
         if name == "allgather_base":

@@ -1,14 +1,16 @@
 """Prediction for a run on a GPU: memory, communication, FLOPs, and a lower bound of the time; as a report and as JSON."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.optim import CHECKPOINT_BYTES
+from accelerate_recipes.optim import checkpoint_bytes
 from accelerate_recipes.plan.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
 from accelerate_recipes.plan.simulate import Outcome
 
 NEAR = 0.93  # share of a GPU's memory above which the estimate of the allocator decides
+LOADING, COPY = "weights while loading", "copy of a checkpoint"  # kinds of host memory
 PROCESS = 2 * GIB  # host memory of a process with Python, torch and a CUDA context; an assumption, not measured on GPUs
 
 
@@ -19,8 +21,15 @@ class Prediction:
     outcome: Outcome
     args: TrainArgs
     gpu: Gpu
-    world_size: int
-    gpus_per_node: int
+    env: Mapping[str, str]  # what `accelerate launch` gives the first process
+
+    @property
+    def world_size(self) -> int:
+        return int(self.env["WORLD_SIZE"])
+
+    @property
+    def gpus_per_node(self) -> int:
+        return int(self.env["LOCAL_WORLD_SIZE"])
 
     @property
     def allocator(self) -> int:
@@ -53,7 +62,7 @@ class Prediction:
 
     @property
     def checkpoint(self) -> int:
-        return CHECKPOINT_BYTES[self.args.optim] * self.outcome.trained
+        return checkpoint_bytes(self.args, self.outcome.trained, self.env.get("FSDP_STATE_DICT_TYPE"))
 
     @property
     def host(self) -> dict[str, int]:
@@ -63,11 +72,18 @@ class Prediction:
             "processes": self.gpus_per_node * PROCESS,
             "offloaded": self.gpus_per_node * self.outcome.host_peak,
             # Pinned blocks are rounded up to powers of two: up to twice as much.
-            "copy of a checkpoint": 2 * self.checkpoint // nodes,
+            COPY: 2 * checkpoint_bytes(self.args, self.outcome.trained, None) // nodes,
         }
         if self.args.base_model:
-            found["weights while loading"] = self.args.param_dtype.itemsize * self.outcome.parameters
+            readers = 1 if self.env.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true" else self.gpus_per_node
+            found[LOADING] = readers * self.args.param_dtype.itemsize * self.outcome.parameters
         return {what: size for what, size in found.items() if size > 2**20}
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of host memory of a node at most: what is loaded is gone when a checkpoint is copied."""
+        host = self.host
+        return sum(host.values()) - min(host.get(LOADING, 0), host.get(COPY, 0))
 
     def facts(self) -> dict[str, Any]:
         """Return everything for --json; sizes in bytes, times in seconds."""
@@ -89,7 +105,7 @@ class Prediction:
                 "fits": self.fits,
                 "near": self.is_near,
             },
-            "host": self.host,
+            "host": {"peak": self.host_peak, "by_kind": self.host},
             "step": {
                 "micro_batches": outcome.micro_batches,
                 "targets": outcome.tokens * outcome.micro_batches * self.world_size,
@@ -129,7 +145,8 @@ class Prediction:
             f"step is {outcome.micro_batches} micro-batches of {outcome.tokens:,} targets on each of {self.world_size} GPUs",
             f"Memory of a GPU: {self.memory_line()}",
             f"  in use at the peak, GiB: {', '.join(parts)}",
-            f"Memory of a node, GiB: {', '.join(f'{in_gib(size)} {what}' for what, size in self.host.items())}",
+            f"Memory of a node: {in_gib(self.host_peak)} GiB at most: "
+            + ", ".join(f"{in_gib(size)} {what}" for what, size in self.host.items()),
             f"FLOPs of a GPU in a step: {outcome.flops:.3e}, {outcome.recomputed / outcome.flops:.0%} of them recomputed",
         ]
         for key, counts in outcome.collectives.items():

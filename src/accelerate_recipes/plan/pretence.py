@@ -107,7 +107,13 @@ class Stream(torch.cpu.Stream):
 
 def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Stand in for torch's: flash attention, or with a mask the memory-efficient kernel, which keeps the mask as a bias."""
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     if attn_mask is None:
+        if query.dtype == torch.float32 and enable_gqa:  # which no other kernel takes
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
+            )[0]
         if query.dtype == torch.float32:  # which flash attention does not take
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, None, True, dropout_p, is_causal, scale=scale

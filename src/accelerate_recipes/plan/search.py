@@ -7,20 +7,23 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accelerate_recipes.args import ConfigError, TrainArgs, first_line
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.plan.gpus import Gpu
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, load_trial
+from accelerate_recipes.ranks import ranks_a_row
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
+OFFLOAD = ("--fsdp_offload_params", "true")
 
 
 @dataclass(frozen=True)
 class Change:
     """Flags that change a run: of `accelerate launch`, of the recipe, and the number of nodes.
 
-    Of two changes with the same `kind` only one can be made.
+    `config` is the name of an accelerate YAML that takes the place of the run's, from the same folder. Of two changes with
+    the same `kind` only one can be made.
     """
 
     kind: str
@@ -28,10 +31,11 @@ class Change:
     recipe: tuple[str, ...] = ()
     more_nodes: int = 1
     keeps_trajectory: bool = True
+    config: str = ""
 
     def __str__(self) -> str:
         nodes = f"{self.more_nodes} x as many nodes" if self.more_nodes > 1 else ""
-        return " ".join(filter(None, [*self.launch, *self.recipe, nodes]))
+        return " ".join(filter(None, [self.config, *self.launch, *self.recipe, nodes]))
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,52 @@ def in_words(changes: Iterable[Change]) -> str:
     return " and ".join(map(str, changes))
 
 
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error, or of the list under it."""
+    title, *lines = str(error).splitlines()
+    return lines[0].strip(" -") if title.endswith(":") and lines else title
+
+
 MakeJob = Callable[[Sequence[Change]], Job]
+
+
+def in_config(name: str, env: Mapping[str, str], *flags: str) -> Change:
+    """Make a change of the accelerate YAML; processes and precision stay."""
+    nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+    kept = ("--num_machines", str(nodes), "--num_processes", env["WORLD_SIZE"])
+    kept += ("--mixed_precision", env.get("ACCELERATE_MIXED_PRECISION", "no"))
+    return Change("config", (*kept, *flags), config=name)
+
+
+def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
+    """List changes that divide among more ranks: parameters of DDP and of replicas, and rows."""
+    world, row = int(env["WORLD_SIZE"]), ranks_a_row(env)
+    replicas = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    found = []
+    if env.get("ACCELERATE_USE_FSDP") != "true":
+        if world > 1:
+            found.append(in_config("fsdp_full.yaml", env))
+        # Of one GPU too FSDP recomputes layers, and keeps parameters on the CPU.
+        found.append(in_config("fsdp_full.yaml", env, *RECOMPUTE))
+        return [*found, in_config("fsdp_full.yaml", env, *RECOMPUTE, *OFFLOAD)]
+
+    def sizes(replicas: int, row: int) -> tuple[str, ...]:
+        shards = world // (replicas * row)
+        if shards == 1:  # Accelerate 1.15 refuses replicas of weights that only the ranks of a row share
+            replicas, shards = 1, replicas
+        found = {"dp_replicate": replicas, "dp_shard": shards, "cp": row}
+        return tuple(word for name, size in found.items() for word in (f"--parallelism_config_{name}_size", str(size)))
+
+    if replicas > 1:
+        found.append(Change("shard", sizes(replicas // 2 if replicas % 2 == 0 else 1, row)))
+    divided = [getattr(args, "max_length", 0), int(env["LOCAL_WORLD_SIZE"]), world // replicas]
+    if args.shares_rows and all(number % (2 * row) == 0 for number in divided):
+        found.append(
+            in_config("fsdp_long.yaml", env, *sizes(replicas, 2))
+            if row == 1
+            else Change("row", sizes(replicas, 2 * row))
+        )
+    return found
 
 
 def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
@@ -65,13 +114,14 @@ def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
     if use_fsdp and "FSDP_ACTIVATION_CHECKPOINTING" not in on:
         found.append(Change("recompute", RECOMPUTE))
         if args.checkpoint_every_n_layers == 1:
-            found.append(Change("recompute", RECOMPUTE, ("--checkpoint_every_n_layers", "2")))
+            found += [Change("recompute", RECOMPUTE, ("--checkpoint_every_n_layers", n)) for n in ("2", "4")]
     elif use_fsdp and args.checkpoint_every_n_layers > 1:
         found.append(Change("recompute", (), ("--checkpoint_every_n_layers", "1")))
     if use_fsdp and "FSDP_RESHARD_AFTER_FORWARD" not in on:
         found.append(Change("shard", ("--fsdp_reshard_after_forward", "true")))
     if use_fsdp and "FSDP_OFFLOAD_PARAMS" not in on:
-        found.append(Change("offload", ("--fsdp_offload_params", "true")))
+        found.append(Change("offload", OFFLOAD))
+    found += sharing_changes(args, env)
     if rows > 1:
         found.append(Change("rows", (), ("--per_device_train_batch_size", str(rows // 2 if rows % 2 == 0 else 1))))
     if rows > 2:
@@ -86,6 +136,8 @@ def savings(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
         kahan = ("--mixed_precision", "no"), ("--optim", "adamw_bf16_kahan")
         found.append(Change("optimizer", *kahan, keeps_trajectory=False))
         found.append(Change("optimizer", (), ("--optim", "adafactor"), keeps_trajectory=False))
+        if not use_fsdp:
+            found.append(Change("optimizer", (), ("--optim", "adamw_8bit"), keeps_trajectory=False))
     if args.base_model and not args.use_peft and args.optim != "adamw_bf16_kahan":
         found.append(Change("optimizer", (), ("--use_peft", "true"), keeps_trajectory=False))
     return found
@@ -119,7 +171,7 @@ def larger_batches(args: TrainArgs) -> list[Change]:
 
 def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
     args, _ = load_trial(job)
-    return Prediction(outcome, args, gpu, int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"]))
+    return Prediction(outcome, args, gpu, job.env)
 
 
 @dataclass
@@ -139,7 +191,7 @@ class Search:
             try:
                 jobs[choice] = self.make_job(choice)
             except ConfigError as error:
-                self.failed[choice] = first_line(error)
+                self.failed[choice] = reason_of(error)
         found = []
         for (choice, job), outcome in zip(
             jobs.items(), predict_outcomes(self.simulator, list(jobs.values())), strict=True
@@ -147,7 +199,7 @@ class Search:
             if isinstance(outcome, Outcome):
                 found.append(Proposal(choice, prediction_of(job, outcome, self.before.gpu)))
             else:
-                reason = first_line(outcome)
+                reason = reason_of(outcome)
                 is_named = isinstance(outcome, NotSimulatedError)
                 self.failed[choice] = f"plan does not simulate {reason}" if is_named else reason
         return found
@@ -164,6 +216,15 @@ class Search:
             pairs = [pair for pair in itertools.combinations(saving, 2) if pair[0].kind != pair[1].kind]
             fitting += [proposal for proposal in self.simulate(pairs) if proposal.prediction.fits]
         return sorted(fitting, key=lambda p: (not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds))
+
+    def first_fitting(self) -> Proposal | None:
+        """Find a change that keeps the loss trajectory and with which the run fits, trying one after the other."""
+        for change in savings(self.before.args, self.job.env):
+            if change.keeps_trajectory:
+                for proposal in self.simulate([(change,)]):
+                    if proposal.prediction.fits:
+                        return proposal
+        return None
 
     def faster(self) -> list[Proposal]:
         """Find changes with which a run that fits is faster and still fits; the best first."""
