@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 ALL = 2**10  # more micro-batches than a step has
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
-# Thread stacks, blocks of malloc below the threshold, and copies that gloo and kernels of a CPU make; stated, not derived.
+# Thread stacks, blocks of malloc below the threshold, and copies that kernels of a CPU make; stated, not derived.
 ALLOWANCE = 48 * MIB
 
 
