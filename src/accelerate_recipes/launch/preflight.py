@@ -479,6 +479,7 @@ def read_request(argv: Sequence[str]) -> Request:
     # A login node has no GPUs, or other GPUs than the job.
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
+    is_elsewhere = asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
     return Request(
         config,
         problems,
@@ -486,7 +487,7 @@ def read_request(argv: Sequence[str]) -> Request:
         command,
         num_devices,
         not asked.no_checksums,
-        asked.gpu or (gpu_here() if asked.gpus_per_node is None and not asked.cpus_per_node else ""),
+        asked.gpu or ("" if is_elsewhere else gpu_here()),
         not asked.no_plan,
     )
 
