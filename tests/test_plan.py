@@ -473,7 +473,8 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA L4")
     assert read_request([argv[0], *argv[5:]]).gpu == "l4"
-    assert read_request([argv[0], "--nodes", "2", *argv[5:]]).gpu == read_request(argv).gpu == ""  # the job's may differ
+    elsewhere = [argv[0], "--nodes", "2", *argv[5:]]  # that of the job may be another
+    assert read_request(elsewhere).gpu == read_request(argv).gpu == ""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]
