@@ -64,7 +64,9 @@ def plan(argv: Sequence[str]) -> Plan:
             (whole,) = simulator([replace(job, keeps_events=True)])
             draw(known(whole).events, asked.plot)
             lines.append(f"Memory over a step, by kind: {asked.plot}")
-        lines.append(f"{simulator.number} simulations in {time.perf_counter() - began:.0f} s")
+        lines.append(
+            f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s"
+        )
     if asked.json:
         asked.json.write_text(json.dumps(found.facts, indent=1) + "\n")
     return replace(found, text="\n".join(lines))

@@ -142,7 +142,8 @@ class Prediction:
         parts = [f"{in_gib(size)} {kind}" for kind, size in kinds if size >= GIB / 100]
         lines = [
             f"Model: {outcome.parameters:,} parameters, {outcome.trained:,} trained, in {outcome.num_layers} layers; a "
-            f"step is {outcome.micro_batches} micro-batches of {outcome.tokens:,} targets on each of {self.world_size} GPUs",
+            f"step is {outcome.micro_batches} micro-batches of {outcome.tokens:,} targets on "
+            f"{'the GPU' if self.world_size == 1 else f'each of {self.world_size} GPUs'}",
             f"Memory of a GPU: {self.memory_line()}",
             f"  in use at the peak, GiB: {', '.join(parts)}",
             f"Memory of a node: {in_gib(self.host_peak)} GiB at most: "
