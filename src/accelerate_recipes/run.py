@@ -133,10 +133,14 @@ class Run(Generic[Args]):
             counted = ""
             if num_targets is not None:
                 counted = f"Rows to train on: {shown.count_line(num_targets, counts or {})}"
+            elif "Training" in loaders:  # a stream: nobody has counted its rows
+                first = np.array([row.num_targets for row in dict(parts)["Training"]])
+                counted = f"The first rows to train on: {shown.count_line(first, {})}"
             if self.writes_rows:
                 shown.write_rows(self.output_dir, parts, counted)
             if num_targets is not None:
                 shown.check_targets(num_targets)
+            if counted:
                 self.print(counted + (f"; the first are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""))
             return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
 

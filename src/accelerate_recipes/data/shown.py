@@ -44,10 +44,13 @@ class ShownRow(NamedTuple):
     num_padding: int
 
     @property
+    def num_targets(self) -> int:
+        return sum(token.is_target for token in self.tokens)
+
+    @property
     def summary(self) -> str:
-        num_targets = sum(token.is_target for token in self.tokens)
         num_documents = sum(token.begins_document for token in self.tokens)
-        parts = [f"{len(self.tokens):,} tokens", f"{num_targets:,} targets"]
+        parts = [f"{len(self.tokens):,} tokens", f"{self.num_targets:,} targets"]
         parts += [f"{num_documents} documents"] if num_documents > 1 else []
         parts += [f"{self.num_padding:,} of padding left out"] if self.num_padding else []
         return f"{self.title}: {', '.join(parts)}"
