@@ -14,6 +14,8 @@ import pytest
 import yaml
 from helpers import CHILDREN, ROOT, environment, launch, launch_ok, losses, read_metrics
 
+from accelerate_recipes.checkpoint.files import complete_checkpoints
+
 CHESS = SCRIPT = ROOT / "recipes" / "chess.py"
 STEPS = 30
 LOG_LINE = re.compile(
@@ -45,18 +47,20 @@ def undisturbed(tiny, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     return tmp_path / "out", done
 
 
-# SIGKILL all ranks when rank 0 would log step 13: it has opened the file for the evaluation, 12 steps and a copy.
-AFTER_STEP_12 = {
-    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 17, "rank": 0, "everyone": True})
+# SIGKILL all ranks when rank 0 would log step 19: it has opened the file for the evaluation, 18 steps and a copy. The
+# checkpoint of step 10 is written beside these steps, and must be whole by then.
+AFTER_STEP_18 = {
+    "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 23, "rank": 0, "everyone": True})
 }
 
 
 @pytest.fixture(scope="module")
 def killed(forks, tiny, tmp_path_factory) -> Path:
-    """Output of a run whose ranks were all killed by SIGKILL after step 12."""
+    """Output of a run whose ranks were all killed by SIGKILL after step 18."""
     out = tmp_path_factory.mktemp("killed") / "out"
-    assert forks.run(out, *tiny, **AFTER_STEP_12) == -9, out.with_suffix(".log").read_text()[-3000:]
-    assert max(losses(out)) == 12
+    assert forks.run(out, *tiny, **AFTER_STEP_18) == -9, out.with_suffix(".log").read_text()[-3000:]
+    assert max(losses(out)) == 18
+    assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-10"]
     return out
 
 
