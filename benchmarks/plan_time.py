@@ -2,8 +2,8 @@
 
     python benchmarks/plan_time.py --out benchmarks/results/plan_time.json
 
-First Llama 2 70B on 64 GPUs, without a search, as the command is typed; then the check of memory for every preset for
-GPUs, as `preflight --gpu` does it, in a process of its own.
+First Llama 2 70B on 64 GPUs, then every preset for GPUs, each as the command is typed, with `--no-search`: that simulates as
+much as the check of `preflight --gpu`.
 """
 
 import argparse

@@ -66,8 +66,8 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
         found = super().problems(world_size)
         if self.new_tokens and self.use_peft and self.template_model:
             found.append(
-                f"--chat_template_path {self.chat_template_path} is a model, for whose tokens trl changes the embedding in "
-                "which --use_peft trains rows for --new_tokens; give the template as a .jinja file"
+                f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding "
+                "after --use_peft has chosen the rows of --new_tokens; give the template as a .jinja file"
             )
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)

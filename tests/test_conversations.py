@@ -932,7 +932,7 @@ def test_new_tokens_that_have_rows(forks, tmp_path):
 def test_new_tokens_beside_the_template_of_a_model(base):
     """trl would change the embedding in which adapters train rows."""
     flags = ("--model_name_or_path", str(base), "--train_files", str(base / "tokenizer.json"), "--use_peft")
-    with pytest.raises(ConfigError, match="is a model, for whose tokens trl changes the embedding"):
+    with pytest.raises(ConfigError, match="is a model, whose tokens trl would add to the embedding"):
         recipe.prepare_data([str(SCRIPT), *flags, "--new_tokens", "<a>", "--chat_template_path", str(base)])
 
 

@@ -33,7 +33,7 @@ from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event
-from accelerate_recipes.plan.search import Change, Search, prediction_of, savings, speedups
+from accelerate_recipes.plan.search import Change, Search, prediction_of, reason_of, savings, speedups
 from accelerate_recipes.plan.simulate import (
     Job,
     NotSimulatedError,
@@ -60,8 +60,11 @@ FSDP2 = ["fsdp_full", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_no_wr
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
 
 
+ON_FOUR = {"fsdp_hybrid": HYBRID, "fsdp_long": HYBRID[2:]}  # flags that divide four processes
+
+
 def on_four(config: str, command: list[str], *flags: str, **changes) -> Job:
-    more = {"fsdp_hybrid": HYBRID, "fsdp_long": HYBRID[2:]}.get(config, [])
+    more = ON_FOUR.get(config, [])
     return job(config, command, *BF16, *more, *flags, num_processes=4, **changes)
 
 
@@ -237,6 +240,16 @@ def test_the_buckets_of_ddp_are_held_by_the_allocator_too():
     assert (found.peak, found.reserved) == (before + GIB, 2 * GIB)
 
 
+def test_the_reason_of_an_error():
+    """Of a list the first item, else the first line."""
+    assert reason_of(ConfigError("This launch cannot work:\n  - no GPU\n  - no CPU")) == "no GPU"
+    assert reason_of(SimulationError("it failed: KeyError: 'a'\nTraceback:\n  File")) == "it failed: KeyError: 'a'"
+    assert (
+        reason_of(ConfigError("no: such file")) == "no: such file"
+        and reason_of(SimulationError("")) == "SimulationError"
+    )
+
+
 def test_what_the_search_could_not_try_is_said():
     """A change that is refused, not simulated, or fails in simulation is named with the reason; the others are proposed."""
     answers = {
@@ -260,7 +273,7 @@ def test_what_the_search_could_not_try_is_said():
     found = search.fitting()
     assert [str(p.changes[0]) for p in found] == [
         "--fsdp_activation_checkpointing true", "--fsdp_activation_checkpointing true --checkpoint_every_n_layers 4",
-        "fsdp_long.yaml --num_machines 1 --num_processes 2 --mixed_precision bf16 --parallelism_config_dp_replicate_size 1"
+        "config fsdp_long.yaml --num_machines 1 --num_processes 2 --mixed_precision bf16 --parallelism_config_dp_replicate_size 1"
         " --parallelism_config_dp_shard_size 1 --parallelism_config_cp_size 2",
         "--per_device_train_batch_size 1", "2 x as many nodes", "--mixed_precision no --optim adamw_bf16_kahan",
     ]  # fmt: skip
@@ -290,7 +303,7 @@ def test_what_the_search_could_not_try_is_said():
 def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, command, refused):  # noqa: F811
     """Each change is one that the launcher, the recipe and the strategy accept; the 8-bit optimizer is not simulated."""
     number = 1 if config == "single" else 4
-    more = {"fsdp_hybrid": HYBRID, "fsdp_long": HYBRID[2:]}.get(config, [])
+    more = ON_FOUR.get(config, [])
     argv = [str(CONFIGS / f"{config}.yaml"), *BF16, *more, "--num_processes", str(number), *command_of(bases, command)]
     request = read_request(argv)
     first = job_of(request, "h100")
@@ -302,7 +315,7 @@ def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, 
     assert list(planning.failed(search)) == refused
     assert {p.prediction.world_size for p in found} <= {number, 2 * number}
     needs = {str(p.changes[0]): p.prediction.outcome.peak for p in found if p.keeps_trajectory}
-    whole = [change for change in needs if change.startswith("fsdp_full.yaml")]
+    whole = [change for change in needs if change.startswith("config fsdp_full.yaml")]
     assert len(whole) == {"ddp": 3, "single": 2}.get(config, 0)
     assert all(needs[change] < before.outcome.peak for change in whole)
 
@@ -331,30 +344,18 @@ def test_fewer_replicas_have_more_shards(config, flags, expected):
 
 def test_what_is_faster_and_the_largest_batch():
     """Of a run that fits: changes are proposed that fit and take less time, the fastest first; batches grow until one does not fit."""
-    needs = {f"--per_device_train_batch_size {n}": gib for n, gib in ((4, 3.5), (8, 3.9), (16, 5))}
-    times = {"--checkpoint_every_n_layers 2": 0.8, "--checkpoint_every_n_layers 4": 0.7, "false": 0.6}
+    batches = {2: 3, 4: 3.5, 8: 3.9, 16: 5}  # GiB, by rows
+    seconds = {1: 1.0, 2: 0.8, 4: 0.7}  # by --checkpoint_every_n_layers
 
-    def simulate(jobs: list[Job]) -> list:
-        return [
-            replace(
-                outcome(
-                    int(
-                        GIB
-                        * next(
-                            (n for flag, n in needs.items() if flag in " ".join(j.command)), 5 if of(j) == 0.6 else 3
-                        )
-                    )
-                ),
-                seconds=of(j),
-            )
-            for j in jobs
-        ]
+    def simulated(one: Job) -> Outcome:
+        args, _ = load_trial(one)
+        if one.env["FSDP_ACTIVATION_CHECKPOINTING"] != "true":  # the fastest, which does not fit
+            return replace(outcome(5 * GIB), seconds=0.6)
+        found = outcome(int(batches[args.per_device_train_batch_size] * GIB))
+        return replace(found, seconds=seconds[args.checkpoint_every_n_layers])
 
-    def of(one: Job) -> float:
-        """Return the seconds of a step; without recomputation the run does not fit."""
-        recomputes = one.env["FSDP_ACTIVATION_CHECKPOINTING"]
-        words = " ".join([*one.command, recomputes])
-        return next((seconds for flag, seconds in times.items() if flag in words), 1.0)
+    def simulate(jobs: list[Job]) -> list[Outcome]:
+        return [simulated(one) for one in jobs]
 
     argv = [str(CONFIGS / "fsdp_full.yaml"), *RECOMPUTE, "--num_processes", "2", *C4, "--total_batch_size", "32"]
     request = read_request(argv)
@@ -456,7 +457,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "Memory of a GPU: " in said and ": fits" in said
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=OUTSIDE))
-    nothing = "no single change that keeps the losses is enough"
+    nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
     with pytest.raises(
         ConfigError, match=rf"Memory of a GPU: .* does not fit; {nothing}\. `python -m accelerate_recipes plan"
     ):
@@ -475,6 +476,7 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     assert read_request([argv[0], *argv[5:]]).gpu == "l4"
     elsewhere = [argv[0], "--nodes", "2", *argv[5:]]  # that of the job may be another
     assert read_request(elsewhere).gpu == read_request(argv).gpu == ""
+    assert read_request([argv[0], "--cpu", *argv[5:]]).gpu == ""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]

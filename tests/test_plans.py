@@ -99,9 +99,11 @@ def test_the_page_says_what_shapes_have_shown():
 
 
 @pytest.mark.slow
-def test_a_shape_has_its_simulated_peak(tmp_path):
-    (shape,) = run_benchmark("plan_shapes", "--number", "1", tmp_path=tmp_path)["shapes"]
-    assert shape["simulated"] == shape["real"] and shape["resident"] == pytest.approx(shape["real"], rel=0.02)
+def test_shapes_have_their_simulated_peak(tmp_path):
+    """Of four shapes the last two have their peak where gloo copies what it exchanges."""
+    for shape in run_benchmark("plan_shapes", "--number", "4", tmp_path=tmp_path)["shapes"]:
+        assert shape["simulated"] == shape["real"]
+        assert shape["resident"] == pytest.approx(shape["real"], rel=0.015), shape
 
 
 def test_the_page_says_what_plan_takes():

@@ -130,18 +130,18 @@ class Run(Generic[Args]):
 
         def show() -> str:
             parts = [(name, shown.rows_of(loader.first_batch(), tokenizer)) for name, loader in loaders.items()]
-            counted = ""
+            counted, which = "", "the first"
             if num_targets is not None:
                 counted = f"Rows to train on: {shown.count_line(num_targets, counts or {})}"
             elif "Training" in loaders:  # a stream: nobody has counted its rows
                 first = np.array([row.num_targets for row in dict(parts)["Training"]])
-                counted = f"The first rows to train on: {shown.count_line(first, {})}"
+                counted, which = f"The first rows to train on: {shown.count_line(first, {})}", "they"
             if self.writes_rows:
                 shown.write_rows(self.output_dir, parts, counted)
             if num_targets is not None:
                 shown.check_targets(num_targets)
             if counted:
-                self.print(counted + (f"; the first are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""))
+                self.print(counted + (f"; {which} are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""))
             return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
 
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):

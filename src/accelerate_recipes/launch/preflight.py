@@ -43,7 +43,7 @@ from accelerate_recipes.models import check_reads_text, model_class
 from accelerate_recipes.optim import checkpoint_bytes, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.plan.layers import predict_outcomes
-from accelerate_recipes.plan.search import Change, Search, prediction_of
+from accelerate_recipes.plan.search import Change, Search, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import (
@@ -479,7 +479,7 @@ def read_request(argv: Sequence[str]) -> Request:
     # A login node has no GPUs, or other GPUs than the job.
     here = 0 if asked.cpus_per_node else num_accelerators()
     num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
-    is_elsewhere = asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
+    is_elsewhere = parsed.cpu or asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
     return Request(
         config,
         problems,
@@ -653,7 +653,11 @@ def check_memory(request: Request, env: dict[str, str], report: Report, *, is_he
             if not prediction.fits:
                 search = Search(simulator, prediction, job, lambda changes: job_of(request, request.gpu, changes))
                 fitting = search.first_fitting()
-                remedy = f"it fits with {fitting}" if fitting else "no single change that keeps the losses is enough"
+                remedy = (
+                    f"it fits with {fitting}"
+                    if fitting
+                    else ("none of the single changes that keep the loss trajectory, and could be simulated, is enough")
+                )
                 report.problems.append(
                     f"{line}; {remedy}. `python -m accelerate_recipes plan` in place of preflight finds more, and "
                     "--no_plan leaves this check out"
@@ -662,7 +666,7 @@ def check_memory(request: Request, env: dict[str, str], report: Report, *, is_he
     if isinstance(outcome, ConfigError) and is_here:
         report.problems.append(str(outcome))
     else:
-        said = str(outcome).partition("\n")[0]
+        said = reason_of(outcome)
         what = f"plan does not simulate {said}" if isinstance(outcome, NotSimulatedError) else said
         report.warnings.append(f"memory was not checked: {what}")
     return ""

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs, first_line
 from accelerate_recipes.plan.gpus import Gpu
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
@@ -35,7 +35,8 @@ class Change:
 
     def __str__(self) -> str:
         nodes = f"{self.more_nodes} x as many nodes" if self.more_nodes > 1 else ""
-        return " ".join(filter(None, [self.config, *self.launch, *self.recipe, nodes]))
+        config = f"config {self.config}" if self.config else ""
+        return " ".join(filter(None, [config, *self.launch, *self.recipe, nodes]))
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def in_words(changes: Iterable[Change]) -> str:
 
 def reason_of(error: Exception) -> str:
     """Return the first line of an error, or of the list under it."""
-    title, *lines = str(error).splitlines()
-    return lines[0].strip(" -") if title.endswith(":") and lines else title
+    title, _, listed = str(error).strip().partition(":\n")
+    return first_line(error) if "\n" in title or not listed else listed.splitlines()[0].strip(" -")
 
 
 MakeJob = Callable[[Sequence[Change]], Job]

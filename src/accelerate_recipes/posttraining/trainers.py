@@ -501,6 +501,7 @@ class RecipeTrainer:
         )
         step = self.agenda.begin()
         states = run.checkpointer.data_states
+        # Checkpoints of earlier versions have the checksum of all columns.
         is_older = with_reference in [state.get("content") for state in states]
         check_content(with_reference if is_older else self.content, states)
         self._load_rng_state(run.resumed_from)
