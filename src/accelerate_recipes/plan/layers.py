@@ -6,7 +6,7 @@ phase. Within a phase memory rises or falls by the same number from layer to lay
 ends. Three simulations show whether all this holds for a run; where it does not, the model is simulated whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,26 +46,40 @@ def on_line(values: Sequence[int], steps: int) -> int | None:
 
 
 def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]] | None:
-    """Extrapolate the largest segment of three outcomes, with its kinds; None where it is not on a line."""
+    """Extrapolate the largest segment of three outcomes, with its kinds; None where a place on no line could be larger."""
     names = [[name for name, _ in outcome] for outcome in phases]
     if names[0] != names[1] or names[1] != names[2]:
         return None
     best, unsure = (0, {}), 0
     for parts in zip(*phases, strict=True):
         segments = [part[1] for part in parts]
-        half = len(segments[0]) // 2
-        for at in (*range(len(segments[0]) - half), *range(-half, 0)):
-            places = [part[at] for part in segments]
-            total = on_line([total for total, _ in places], steps)
-            if total is None:  # a place in the middle: no layer need be as high as the ends say
-                unsure = max(unsure, places[2][0] + round((places[2][0] - places[0][0]) / 2 * (steps - 2)))
-            elif total > best[0]:
-                kinds = {kind: [of.get(kind, 0) for _, of in places] for kind in places[2][1]}
-                best = (
-                    total,
-                    {kind: round(values[0] + (values[1] - values[0]) * steps) for kind, values in kinds.items()},
-                )
+        for places in places_of(segments):
+            totals = [on_line([total for total, _ in place], steps) for place in places]
+            known = [(total, place) for total, place in zip(totals, places, strict=True) if total is not None]
+            if not known:  # no layer need be as high as the ends say
+                first, _, third = (total for total, _ in places[0])
+                unsure = max(unsure, third + round((third - first) / 2 * (steps - 2)))
+            for total, place in known:
+                if total > best[0]:
+                    kinds = {kind: [of.get(kind, 0) for _, of in place] for kind in place[2][1]}
+                    best = (
+                        total,
+                        {kind: round(values[0] + (values[1] - values[0]) * steps) for kind, values in kinds.items()},
+                    )
     return None if unsure > best[0] else best
+
+
+def places_of(segments: Sequence[Sequence]) -> Iterator[list[list]]:
+    """Find each segment of the smallest of three outcomes in the others; yields all the ways to count to it.
+
+    The nearer end is one; the middle, where an encoder's layers meet a decoder's, is the other.
+    """
+    added = len(segments[1]) - len(segments[0])
+    for at in range(len(segments[0])):
+        slopes = [0 if at < (len(segments[0]) + 1) // 2 else added]
+        if added and added % 2 == 0:
+            slopes.append(added // 2)
+        yield [[segments[i][at + slope * i] for i in range(3)] for slope in slopes]
 
 
 def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
