@@ -72,9 +72,13 @@ def main(args: Args) -> None:
     def collate(rows: list[dict]) -> dict[str, Any]:
         return trainer.data_collator(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
 
-    heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
-    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
-    records = trainer.train(lambda step: evaluate_pairs(trainer, heldout_loader))
+    def evaluate_fn(step: int) -> dict[str, float]:
+        # When it begins to train, the trainer adds to the pairs what the reference says of them.
+        heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
+        loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
+        return evaluate_pairs(trainer, loader)
+
+    records = trainer.train(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -15,10 +15,11 @@ import pyarrow as pa
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 
+from accelerate_recipes.adapters import without_adapters
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import (
@@ -37,6 +38,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
+from accelerate_recipes.run import Run
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
@@ -50,7 +52,9 @@ class DPOArgs(TrainerArgs):
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     precompute_ref_log_probs: bool = arg(
-        True, "Run the reference model only once, before training, and then free it.", fixed=False
+        True,
+        "Compute the reference's values once, before training, by the model itself; else a second one stays in memory.",
+        fixed=False,
     )
 
     fixed = TrainerArgs.fixed | {"max_length", "truncation_mode"}
@@ -160,7 +164,53 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
 
 
 class PairTrainer(RecipeTrainer, DPOTrainer):
-    """trl's DPOTrainer, which counts its pairs before it trains."""
+    """trl's DPOTrainer, which counts its pairs before it trains, and whose reference is the sharded model itself.
+
+    trl computes the reference's log-probabilities when it is made, before the model is sharded: under FSDP by a second
+    model, of which each forward pass would gather everything at once. Here the model that is trained computes them before
+    its first step, without its adapters: it needs no more memory than the step.
+    """
+
+    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
+        if not run.is_first:
+            # trl finds the reference's values again by a hash of the weights: that of the first process, on all of them.
+            model.state_dict = dict
+        super().__init__(run, config, model, *args, **settings)
+        vars(model).pop("state_dict", None)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.run.args.precompute_ref_log_probs:
+            self.is_fsdp_enabled = False  # else trl loads that second model
+
+    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
+        """Do nothing yet: trl calls this when it is made; see `complete_rows`."""
+        return rows
+
+    def complete_rows(self) -> None:
+        """Add the log-probabilities of the reference to all pairs, if that is to be done before training.
+
+        Raises:
+            Stopped: between two batches.
+        """
+        if not self.precompute_ref_logps:
+            return
+        args, compute = self.args, super()._precompute_ref_logps
+        sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+        size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
+        # trl would take what it finds of another precision, or of answers that were cut or weighed otherwise.
+        decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
+        self._precompute_model_hash = f"{self._precompute_model_hash} {decided}"
+        self.model.eval()
+        # The loader draws a seed for its workers, which must not change what is drawn in training.
+        with torch.random.fork_rng([]), without_adapters(self.model):
+            self.train_dataset = compute(self.train_dataset, "train", size)
+            if self.eval_dataset is not None:
+                self.eval_dataset = compute(self.eval_dataset, "eval", eval_size)
+
+    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
+        stop.raise_if_requested(self.accelerator)
+        return super().compute_ref_log_probs(model, batch)
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         prompts, *answers = (lengths_of(self.train_dataset, f"{name}_ids") for name in ("prompt", *PAIR))

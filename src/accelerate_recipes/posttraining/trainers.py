@@ -399,14 +399,11 @@ class RecipeTrainer:
             return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
         return self.data_collator(rows)
 
-    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
-        if self.run.args.data_only or not len(rows):  # trl fails at none; `__init__` says why none is left
-            return rows
-        return super()._precompute_ref_logps(rows, *others)  # pyright: ignore[reportAttributeAccessIssue]
+    def complete_rows(self) -> None:
+        """Add to the rows what the model itself must compute. It is sharded, and has its first weights, on a resume too."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self.run.args.data_only:  # else there are no weights to move
-            super()._move_model_to_device(model, device)
+        """Do nothing: `run.prepare` moves the model, under FSDP only this process's part of it."""
 
     def _send_telemetry(self) -> None:
         """Do nothing: a run sends no telemetry."""
@@ -491,9 +488,13 @@ class RecipeTrainer:
         run.prepare(self.model, self.processing_class, max_steps)
         run.artifacts[0].use_cache = self.use_cache
         self.model_wrapped, self.optimizer, self.lr_scheduler = run.model, run.optimizer, run.scheduler
-        if self.is_fsdp_enabled:
+        if self.accelerator.distributed_type == DistributedType.FSDP:
             self.model = run.model
+        before = self.train_dataset
+        self.complete_rows()
         rows = self.train_dataset
+        if rows is not before:  # the loader goes through rows that lack something
+            train_dataloader = self.get_train_dataloader()
         # What the reference says of a row differs in the last bits by the number of processes and the micro-batch.
         own = [name for name in rows.column_names if name not in REFERENCE]
         self.content, with_reference = on_first_rank(
