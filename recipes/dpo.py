@@ -24,11 +24,18 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.posttraining.preferences import DPOArgs, PreferenceTrainer, evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.preferences import (
+    DPOArgs,
+    PreferenceTrainer,
+    evaluate_pairs,
+    preference_trial,
+    to_pairs,
+)
 from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.trial import Trial
 
 
 @dataclass
@@ -52,6 +59,10 @@ def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
     rows = args.read_rows()
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
+
+
+def trial(args: Args) -> Trial:
+    return preference_trial(args)
 
 
 def main(args: Args) -> None:

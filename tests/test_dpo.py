@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 from helpers import CHILDREN, ROOT, STEPS, log_of, losses, read_metrics
+from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOTrainer
 
@@ -134,6 +135,42 @@ def test_the_reference_of_adapters(forks, arguments, base, tmp_path):
     assert [len(found[side]) for side in ("train", "test")] == [3, 1]
     before, _ = (record for record in read_metrics(out) if "eval_loss" in record)
     assert abs(before["eval_margin"]) > 1e-3, "the adapters say the same, so that they could be in the reference"
+
+    # Values that were computed otherwise are not found.
+    other = tmp_path / "other"
+    assert forks.run(other, *args, "--ld_alpha", 0.5, script=REFERENCE, config="single") == 0, log_of(other)[-3000:]
+    weighed = json.loads((other / "reference.json").read_text())["train"]
+    assert all(a["ref_chosen_logps"] < b["ref_chosen_logps"] for a, b in zip(found["train"], weighed, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, more", [(FP32, []), (BF16, ["--use_peft", "--lora_r", "4"])], ids=["fp32", "adapters"])
+def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, flags, more):  # noqa: F811
+    """It has the same FLOPs, gradients and waits, and the peak but for a batch; the reference needs less before."""
+    rows = [{"prompt": f"{i % 10}=", "chosen": "1" * 16, "rejected": "2" * 15} for i in range(60)]  # 20 and 19 tokens
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [
+        "--model_name_or_path",
+        str(base),
+        "--train_files",
+        str(file),
+        "--max_length",
+        "20",
+        "--total_batch_size",
+        "8",
+    ]
+    args += ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_steps", "4", *more]
+    script = CHILDREN / "ledger_of_dpo.py"
+    assert forks.run(out, *args, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]
+    real = json.loads((out / "ledger.json").read_text())
+    (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=2)])
+    assert (real["flops"], real["value_reads"]) == (simulated.flops, simulated.value_reads)
+    scattered = "reduce_scatter_base 2"
+    assert real["collectives"][scattered] == simulated.collectives[scattered]
+    batch = 4 * 20 * 3 * 8 + 2 * 2 * 4  # which its loader reads ahead
+    assert simulated.peak <= real["peak"] <= simulated.peak + batch
+    assert 0 < real["reference"] < simulated.peak
 
 
 def test_upstream_needs_it():

@@ -35,6 +35,7 @@ from torch.utils.data import Sampler
 from transformers import (
     AutoConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -42,6 +43,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import align_special_tokens
+from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
@@ -261,6 +263,21 @@ def make_or_load_model(
     model = args.new_model()
     check_belong_together(model.config, tokenizer, args.max_length or 0)
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
+
+
+def with_fused_head(
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, outputs: tuple[str, ...]
+) -> PreTrainedModel:
+    """Make a model on the meta device, with the forward pass that one of trl's trainers gives it for such outputs."""
+    model = new_model(config, attn_implementation, dtype)
+    add_fused_lm_head(model, outputs=outputs)
+    return model
+
+
+def pad_multiple(args: Any) -> int | None:
+    """Return the number of which the lengths of trl's batches are multiples, if there is one."""
+    multiple = str(args.pad_to_multiple_of)
+    return int(multiple) if multiple.isdecimal() else None
 
 
 class WholeSteps(Sampler[int]):
