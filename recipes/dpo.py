@@ -24,11 +24,18 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.posttraining.preferences import DPOArgs, PreferenceTrainer, evaluate_pairs, to_pairs
+from accelerate_recipes.posttraining.preferences import (
+    DPOArgs,
+    PreferenceTrainer,
+    evaluate_pairs,
+    preference_trial,
+    to_pairs,
+)
 from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.trial import Trial
 
 
 @dataclass
@@ -54,6 +61,10 @@ def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 
 
+def trial(args: Args) -> Trial:
+    return preference_trial(args)
+
+
 def main(args: Args) -> None:
     run = start(args)
 
@@ -72,9 +83,13 @@ def main(args: Args) -> None:
     def collate(rows: list[dict]) -> dict[str, Any]:
         return trainer.data_collator(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
 
-    heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
-    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
-    records = trainer.train(lambda step: evaluate_pairs(trainer, heldout_loader))
+    def evaluate_fn(step: int) -> dict[str, float]:
+        # When it begins to train, the trainer adds to the pairs what the reference says of them.
+        heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
+        loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
+        return evaluate_pairs(trainer, loader)
+
+    records = trainer.train(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

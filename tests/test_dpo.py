@@ -1,14 +1,20 @@
 """Tests of recipes/dpo.py: forms of pairs, what is held out, kill and resume, and what the evaluation measures."""
 
+import inspect
+import itertools
 import json
 import math
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from helpers import ROOT, STEPS, log_of, losses, read_metrics
+from helpers import CHILDREN, ROOT, STEPS, log_of, losses, read_metrics
+from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import DPOTrainer
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
@@ -16,7 +22,7 @@ from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.models import new_character_tokenizer
 from accelerate_recipes.posttraining.preferences import to_pairs
 
-SCRIPT = ROOT / "recipes/dpo.py"
+SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +60,39 @@ def arguments(base, tmp_path_factory) -> tuple:
     )  # fmt: skip
 
 
+def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:
+    """Compute the log-probability of each chosen and each rejected answer by the whole model in a folder."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    found = {"chosen": [], "rejected": []}
+    for pair, side in itertools.product(pairs, found):
+        prompt = tokenizer(pair["prompt"])["input_ids"]
+        ids = torch.tensor([tokenizer(pair["prompt"] + pair[side].removesuffix("</s>") + "</s>")["input_ids"]])
+        with torch.no_grad():
+            logps = model(ids).logits[0, :-1].log_softmax(-1)
+        found[side].append(logps[range(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :].sum().item())
+    return {side: torch.tensor(values) for side, values in found.items()}
+
+
+def check_reference(out: Path, base: Path) -> dict:
+    """Check that the reference of a run of children/reference.py is the whole base, for each pair; returns what it wrote."""
+    found = json.loads((out / "reference.json").read_text())
+    for side in ("train", "test"):
+        for answer, values in log_probs(base, found[side]).items():
+            said = [pair[f"ref_{answer}_logps"] for pair in found[side]]
+            assert said == pytest.approx(values.tolist(), rel=1e-6), (side, answer)
+    return found
+
+
 def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
-    """A run sharded over two processes is killed and continues bit for bit; its evaluation is that of the export."""
-    _, out = killed_and_resumed(SCRIPT, *arguments)
+    """A run sharded over two processes is killed and continues bit for bit; its evaluation is that of the export.
+
+    The reference is the whole base, of which no process ever holds everything.
+    """
+    whole, out = killed_and_resumed(REFERENCE, *arguments)
+    reference = check_reference(whole, base)
+    assert len(reference["train"]) % 4 and len(reference["test"]) % 6, "the last batches must be short"
+    assert 0.5 * reference["of"] < reference["held"] < 0.8 * reference["of"]
+    assert json.loads((out / "reference.json").read_text())["held"] == 0, "a run that goes on finds the values again"
     assert losses(out)[1] == pytest.approx(math.log(2), abs=1e-6)
     before, after = (record for record in read_metrics(out) if "eval_loss" in record)
     assert before["eval_loss"] == pytest.approx(math.log(2), abs=1e-6) and before["eval_accuracy"] == 0
@@ -67,26 +103,12 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
     args = parse(module.Args, [str(argument) for argument in arguments], world_size=1)
     pairs = module.load_pairs(args)[0]["test"]
     assert len(pairs) % 6, "the last batch must be short, else padding is not tested"
-    tokenizer = AutoTokenizer.from_pretrained(out / "export")
-    sums = {}
-    for name, folder in (("base", base), ("export", out / "export")):
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        for side in ("chosen", "rejected"):
-            found = []
-            for pair in pairs:
-                prompt = tokenizer(pair["prompt"])["input_ids"]
-                ids = torch.tensor([tokenizer(pair["prompt"] + pair[side] + "</s>")["input_ids"]])
-                with torch.no_grad():
-                    logps = model(ids).logits[0, :-1].log_softmax(-1)
-                found.append(logps[range(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :].sum().item())
-            sums[name, side] = torch.tensor(found)
-    margins = 0.1 * (
-        (sums["export", "chosen"] - sums["base", "chosen"]) - (sums["export", "rejected"] - sums["base", "rejected"])
-    )
+    first, last = log_probs(base, pairs), log_probs(out / "export", pairs)
+    margins = 0.1 * ((last["chosen"] - first["chosen"]) - (last["rejected"] - first["rejected"]))
     assert after["eval_margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert after["eval_accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert after["eval_loss"] == pytest.approx((-torch.nn.functional.logsigmoid(margins)).mean().item(), rel=1e-4)
-    assert after["eval_logps_chosen"] == pytest.approx(sums["export", "chosen"].mean().item(), rel=1e-4)
+    assert after["eval_logps_chosen"] == pytest.approx(last["chosen"].mean().item(), rel=1e-4)
 
     # The reference in memory gives the same as the one that was run beforehand; so does one process.
     other = tmp_path / "out"
@@ -95,6 +117,67 @@ def test_dpo(killed_and_resumed, forks, arguments, base, tmp_path):
     ]
     assert losses(other) == pytest.approx(losses(out), rel=1e-4)
     assert read_metrics(other)[-1]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
+
+
+def test_the_reference_of_adapters(forks, arguments, base, tmp_path):
+    """It is the base alone, also for fewer pairs than the processes have places for."""
+    out, files = tmp_path / "out", {"train": 3, "eval": 1}
+    for name, number in files.items():
+        rows = [
+            {"prompt": f"{i}+1=", "chosen": f"{i}" * 3, "rejected": "1"} for i in range(len(name), len(name) + number)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = (*arguments, *(part for name in files for part in (f"--{name}_files", tmp_path / f"{name}.jsonl")))
+    args += ("--total_batch_size", 2, "--per_device_train_batch_size", 1, "--precompute_ref_batch_size", 4)
+    args += ("--max_steps", 1, "--use_peft", "--lora_r", 2)
+    assert forks.run(out, *args, script=REFERENCE) == 0, log_of(out)[-3000:]
+    found = check_reference(out, base)
+    assert [len(found[side]) for side in ("train", "test")] == [3, 1]
+    before, _ = (record for record in read_metrics(out) if "eval_loss" in record)
+    assert abs(before["eval_margin"]) > 1e-3, "the adapters say the same, so that they could be in the reference"
+
+    # Values that were computed otherwise are not found.
+    other = tmp_path / "other"
+    assert forks.run(other, *args, "--ld_alpha", 0.5, script=REFERENCE, config="single") == 0, log_of(other)[-3000:]
+    weighed = json.loads((other / "reference.json").read_text())["train"]
+    assert all(a["ref_chosen_logps"] < b["ref_chosen_logps"] for a, b in zip(found["train"], weighed, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, more", [(FP32, []), (BF16, ["--use_peft", "--lora_r", "4"])], ids=["fp32", "adapters"])
+def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, flags, more):  # noqa: F811
+    """It has the same FLOPs, gradients and waits, and the peak but for a batch; the reference needs less before."""
+    rows = [{"prompt": f"{i % 10}=", "chosen": "1" * 16, "rejected": "2" * 15} for i in range(60)]  # 20 and 19 tokens
+    file, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [
+        "--model_name_or_path",
+        str(base),
+        "--train_files",
+        str(file),
+        "--max_length",
+        "20",
+        "--total_batch_size",
+        "8",
+    ]
+    args += ["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_steps", "4", *more]
+    script = CHILDREN / "ledger_of_dpo.py"
+    assert forks.run(out, *args, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]
+    real = json.loads((out / "ledger.json").read_text())
+    (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=2)])
+    assert (real["flops"], real["value_reads"]) == (simulated.flops, simulated.value_reads)
+    scattered = "reduce_scatter_base 2"
+    assert real["collectives"][scattered] == simulated.collectives[scattered]
+    batch = 4 * 20 * 3 * 8 + 2 * 2 * 4  # which its loader reads ahead
+    assert simulated.peak <= real["peak"] <= simulated.peak + batch
+    assert 0 < real["reference"] < simulated.peak
+
+
+def test_upstream_needs_it():
+    """Where trl believes that FSDP is on, it makes a second model; it hashes all weights on each process."""
+    source = inspect.getsource(DPOTrainer.__init__)
+    assert "or (args.precompute_ref_log_probs and not self.is_fsdp_enabled):" in source
+    assert "hash_module(self.ref_model or self.model) if args.precompute_ref_log_probs else None" in source
 
 
 def rows_of(*rows: dict) -> datasets.Dataset:

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.commands import launch
 from accelerate.state import PartialState
 from helpers import ROOT
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses import fake_tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -113,6 +114,7 @@ TOUCHED = [
     (PreTrainedModel, "_init_weights", "deepvit", "first values of linear layers and norms", "self module"),
     (PreTrainedModel, "_input_embed_layer", "deepvit", "the embedding, which FSDP gathers alone", None),
     (torch.nn.Module, "_parameters", "adapters", "a weight with trained rows in it", None),
+    (BaseTunerLayer, "_disable_adapters", "adapters", "the base alone computes, and the same weights are trained", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
     (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
     (Trainer, "_get_dataloader", "trainers", "workers outlive SIGTERM", "self dataset description batch_size sampler_fn is_training dataloader_key"),
@@ -131,12 +133,16 @@ TOUCHED = [
     (Trainer, "create_accelerator_and_postprocess", "trainers", "our Accelerator", "self"),
     # trl, datasets
     (SFTTrainer, "_send_telemetry", "trainers", "a run tells nobody of itself", "self"),
-    (Trainer, "_move_model_to_device", "trainers", "no weights to move where only the data are wanted", "self model device"),
+    (Trainer, "_move_model_to_device", "trainers", "the model is moved when it is prepared", "self model device"),
     (SFTTrainer, "_prepare_dataset", "supervised", "rows between tokenising and cutting", "self dataset processing_class args packing formatting_func dataset_name"),
     (GRPOTrainer, "_step", "trainers", "when answers are drawn", None),
     (GRPOTrainer, "_tokenize_prompts", "trainers", "prompts are shown", "self prompts"),
     (GRPOTrainer, "_tokenize_prompts", "rewards", "prompts are compared with the export", "self prompts"),
-    (DPOTrainer, "_precompute_ref_logps", "trainers", "not where only the data are wanted", "self dataset name batch_size"),
+    (DPOTrainer, "_precompute_ref_logps", "preferences", "the reference computes when the model is sharded", "self dataset name batch_size"),
+    (DPOTrainer, "_precompute_model_hash", "preferences", "by which kept values of the reference are found", None),
+    (DPOTrainer, "_metrics", "preferences", "its loss, without a trainer, logs there", None),
+    (DPOTrainer, "_total_train_tokens", "preferences", "the same", None),
+    (DPOTrainer, "_tp_size", "preferences", "the same", None),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (DPOTrainer, "_prepare_dataset", "preferences", "a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),

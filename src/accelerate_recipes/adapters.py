@@ -13,9 +13,10 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu
 Low-Rank Adaptation, 2024.
 """
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -239,6 +240,21 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         weights = [weight_of(name, layer) for name, layer in layers.items()]
         names_in_files(plain, base_tensors(config), weights + layers_with_new_rows(config))
     return Adapter(config, base)
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute without its adapters for a while, as its base does."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # `enable_adapters` would change which parameters are trained
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def layers_with_new_rows(config: "LoraConfig") -> list[str]:

@@ -86,11 +86,11 @@ class Answers(TorchDispatchMode):
     def answer(self, func, args, kwargs) -> Any:
         if func is aten._local_scalar_dense.default:
             return True  # is it finite?
-        if not self.on_gpu:
-            return func(*args, **kwargs)
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
             values, mask = args[0], args[1][0]  # which has no values: take all, the most that there can be
             return values.new_empty(mask.numel(), *values.shape[mask.ndim :])
+        if not self.on_gpu:
+            return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device_of(args[0])
         if kwargs.get("device") == META:  # made by C++ beside a tensor that it was told to be meta
@@ -261,6 +261,8 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
     PartialState._shared_state["device"] = on
     if use_fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if device == "cuda":  # Accelerate gathers otherwise by gloo, which takes lists
+            PartialState._shared_state["backend"] = "nccl"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(distributed, "initialize", initialize))
         stack.enter_context(

@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,18 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from accelerate.utils import gather
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.data_utils import maybe_extract_prompt
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import disable_dropout_in_model
 
+from accelerate_recipes.adapters import load_settings, without_adapters
 from accelerate_recipes.args import ConfigError, Range, arg
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import (
     NUM_COMPARED,
@@ -35,8 +42,18 @@ from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
-from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
+from accelerate_recipes.models import max_positions
+from accelerate_recipes.posttraining.trainers import (
+    REFERENCE,
+    RecipeTrainer,
+    TrainerArgs,
+    count_targets,
+    pad_multiple,
+    with_fused_head,
+)
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
+from accelerate_recipes.run import Run
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
@@ -50,7 +67,9 @@ class DPOArgs(TrainerArgs):
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     precompute_ref_log_probs: bool = arg(
-        True, "Run the reference model only once, before training, and then free it.", fixed=False
+        True,
+        "Compute the reference's values once, before training, by the model itself; else a second one stays in memory.",
+        fixed=False,
     )
 
     fixed = TrainerArgs.fixed | {"max_length", "truncation_mode"}
@@ -152,7 +171,7 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
     pairs: dict[str, list] = {name: [] for name in (*asked, *PAIR)}
     for judged in answers.values():
         scores = [score for _, _, score in judged]
-        (question, best, most), (_, worst, least) = (judged[scores.index(choose(scores))] for choose in (max, min))
+        (question, best, most), (_, worst, least) = (judged[scores.index(extreme(scores))] for extreme in (max, min))
         if 0 < most - least >= min_margin:
             for column, value in zip(pairs.values(), (*question, best, worst), strict=True):
                 column.append(value)
@@ -160,7 +179,53 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
 
 
 class PairTrainer(RecipeTrainer, DPOTrainer):
-    """trl's DPOTrainer, which counts its pairs before it trains."""
+    """trl's DPOTrainer, which counts its pairs before it trains, and whose reference is the sharded model itself.
+
+    trl computes the reference's log-probabilities when it is made, before the model is sharded: under FSDP by a second
+    model, of which each forward pass would gather everything at once. Here the model that is trained computes them before
+    its first step, without its adapters: it needs no more memory than the step.
+    """
+
+    def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
+        if not run.is_first:
+            # trl finds the reference's values again by a hash of the weights: that of the first process, on all of them.
+            model.state_dict = dict
+        super().__init__(run, config, model, *args, **settings)
+        vars(model).pop("state_dict", None)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.run.args.precompute_ref_log_probs:
+            self.is_fsdp_enabled = False  # else trl loads that second model
+
+    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
+        """Do nothing yet: trl calls this when it is made; see `complete_rows`."""
+        return rows
+
+    def complete_rows(self) -> None:
+        """Add the log-probabilities of the reference to all pairs, if that is to be done before training.
+
+        Raises:
+            Stopped: between two batches.
+        """
+        if not self.precompute_ref_logps:
+            return
+        args, compute = self.args, super()._precompute_ref_logps
+        sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+        size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
+        # trl would take what it finds of another precision, or of answers that were cut or weighed otherwise.
+        decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
+        self._precompute_model_hash = f"{self._precompute_model_hash} {decided}"
+        self.model.eval()
+        # The loader draws a seed for its workers, which must not change what is drawn in training.
+        with torch.random.fork_rng([]), without_adapters(self.model):
+            self.train_dataset = compute(self.train_dataset, "train", size)
+            if self.eval_dataset is not None:
+                self.eval_dataset = compute(self.eval_dataset, "eval", eval_size)
+
+    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]):
+        stop.raise_if_requested(self.accelerator)
+        return super().compute_ref_log_probs(model, batch)
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         prompts, *answers = (lengths_of(self.train_dataset, f"{name}_ids") for name in ("prompt", *PAIR))
@@ -272,3 +337,66 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     *means, count = sum_over_ranks(sums).tolist()
     names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
     return {name: value / count for name, value in zip(names, means, strict=True)}
+
+
+def trl_loss(args: Any, config: PreTrainedConfig) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+    """Return trl's own loss, with all that it logs, as a function of a model and a batch that has the reference's values.
+
+    DPOTrainer computes it, without what else a trainer needs. An attribute that it reads, and that is not here, is an error.
+    """
+    trainer = DPOTrainer.__new__(DPOTrainer)
+    names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
+    vars(trainer).update({name: getattr(args, name) for name in names})
+    trainer.args, trainer.precompute_ref_logps = args, True
+    trainer.loss_types, trainer.loss_weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)
+    experts = config.get_text_config()
+    coefficient = args.router_aux_loss_coef
+    trainer.router_aux_loss_coef = getattr(experts, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    trainer.aux_loss_enabled = hasattr(experts, "output_router_logits") and trainer.router_aux_loss_coef != 0
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if args.disable_dropout:
+            disable_dropout_in_model(model)
+        trainer.model = model
+        device = batch["input_ids"].device
+        trainer.accelerator = SimpleNamespace(device=device, gather=gather, gather_for_metrics=gather)
+        return trainer.compute_loss(model, batch)  # pyright: ignore[reportReturnType]
+
+    return loss_fn
+
+
+def preference_trial(args: Any) -> Trial:
+    """Make the trial of a DPO run: trl's own loss, on pairs whose longer answer has --max_length tokens with its prompt.
+
+    The reference needs no more before training: it computes the same rows by the same model, without gradients.
+
+    Raises:
+        NotSimulatedError: for settings with which the step is another one, or the reference may need more than it.
+    """
+    rows = args.per_device_train_batch_size
+    others = {
+        "--max_length none": not args.max_length,
+        "--precompute_ref_log_probs false": not args.precompute_ref_log_probs,
+        f"--precompute_ref_batch_size {args.precompute_ref_batch_size}": (args.precompute_ref_batch_size or 0) > rows,
+        **{f"--{name}": bool(getattr(args, name)) for name in ("use_liger_kernel", "neftune_noise_alpha")},
+    }
+    if found := [what for what, is_so in others.items() if is_so]:
+        raise NotSimulatedError(f"DPO with {', '.join(found)}")
+    config = config_of(args)
+    dtype = load_settings(args)["dtype"]
+    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    length = min(args.max_length, max_positions(config))
+    pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
+    collator = DataCollatorForPreference(pad_token_id=0, max_length=length, pad_to_multiple_of=pad_multiple(args))
+    batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
+    batch["completion_mask"][:, 1:] = 1  # as many targets as there can be
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
+    return Trial(
+        config,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=outputs),
+        trl_loss(args, config),
+        count_targets,
+        batch,
+        2 * rows * (length - 1),
+    )

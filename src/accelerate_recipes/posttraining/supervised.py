@@ -7,11 +7,9 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
@@ -20,8 +18,8 @@ from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import EVERYTHING, NUM_COMPARED, count_targets_of, cut_at, lengths_of
 from accelerate_recipes.data.rendering import Rendering, shown_ends
 from accelerate_recipes.losses import IGNORE_INDEX
-from accelerate_recipes.models import new_config, new_model
-from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets
+from accelerate_recipes.models import new_config
+from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
@@ -103,13 +101,6 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         self.compare_with_export(exported, first)
 
 
-def with_fused_head(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model on the meta device, with the forward pass that SFTTrainer gives it."""
-    model = new_model(config, attn_implementation, dtype)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    return model
-
-
 def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
     """Make the trial of an SFT run: trl's own forward pass and loss, on rows of --max_length tokens by its own collator.
 
@@ -135,18 +126,17 @@ def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
     row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
     if args.has_boundaries:
         row["seq_lengths"] = [length - 1, 1]
-    multiple = str(args.pad_to_multiple_of)
     collator = DataCollatorForLanguageModeling(
-        pad_token_id=0,
-        padding_free=args.has_boundaries,
-        pad_to_multiple_of=int(multiple) if multiple.isdecimal() else None,
+        pad_token_id=0, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
     )
     batch = collator([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
     if rows == 1:  # then nothing is padded, and attention has no mask
         batch.pop("attention_mask", None)
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype),
+        partial(
+            with_fused_head, attn_implementation=attention, dtype=dtype, outputs=("log_probs", "entropy", "is_top1")
+        ),
         loss_fn,
         count_targets,
         batch,

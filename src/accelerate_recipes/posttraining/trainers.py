@@ -35,6 +35,7 @@ from torch.utils.data import Sampler
 from transformers import (
     AutoConfig,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -42,6 +43,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import align_special_tokens
+from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
@@ -263,6 +265,21 @@ def make_or_load_model(
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 
 
+def with_fused_head(
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, outputs: tuple[str, ...]
+) -> PreTrainedModel:
+    """Make a model on the meta device, with the forward pass that one of trl's trainers gives it for such outputs."""
+    model = new_model(config, attn_implementation, dtype)
+    add_fused_lm_head(model, outputs=outputs)
+    return model
+
+
+def pad_multiple(args: Any) -> int | None:
+    """Return the number of which the lengths of trl's batches are multiples, if there is one."""
+    multiple = str(args.pad_to_multiple_of)
+    return int(multiple) if multiple.isdecimal() else None
+
+
 class WholeSteps(Sampler[int]):
     """Rows of an epoch in the order of another sampler, which follows from (seed, epoch) alone, in whole steps.
 
@@ -399,14 +416,11 @@ class RecipeTrainer:
             return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
         return self.data_collator(rows)
 
-    def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
-        if self.run.args.data_only or not len(rows):  # trl fails at none; `__init__` says why none is left
-            return rows
-        return super()._precompute_ref_logps(rows, *others)  # pyright: ignore[reportAttributeAccessIssue]
+    def complete_rows(self) -> None:
+        """Add to the rows what the model itself must compute. It is sharded, and has its first weights, on a resume too."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self.run.args.data_only:  # else there are no weights to move
-            super()._move_model_to_device(model, device)
+        """Do nothing: `run.prepare` moves the model, under FSDP only this process's part of it."""
 
     def _send_telemetry(self) -> None:
         """Do nothing: a run sends no telemetry."""
@@ -491,9 +505,13 @@ class RecipeTrainer:
         run.prepare(self.model, self.processing_class, max_steps)
         run.artifacts[0].use_cache = self.use_cache
         self.model_wrapped, self.optimizer, self.lr_scheduler = run.model, run.optimizer, run.scheduler
-        if self.is_fsdp_enabled:
+        if self.accelerator.distributed_type == DistributedType.FSDP:
             self.model = run.model
+        before = self.train_dataset
+        self.complete_rows()
         rows = self.train_dataset
+        if rows is not before:  # the loader goes through rows that lack something
+            train_dataloader = self.get_train_dataloader()
         # What the reference says of a row differs in the last bits by the number of processes and the micro-batch.
         own = [name for name in rows.column_names if name not in REFERENCE]
         self.content, with_reference = on_first_rank(

@@ -1,0 +1,69 @@
+"""Train dpo.py, and write down what the reference says of each pair, and how much of the model a rank holds meanwhile.
+
+The second rank has no weights of its own, as where the first sends them (fsdp_cpu_ram_efficient_loading). Adapters do not
+begin at zero, so that a reference with them would say something else.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from accelerate_recipes import recipe
+from accelerate_recipes.agenda import EvaluateFn
+from accelerate_recipes.distributed import local_numel
+from accelerate_recipes.posttraining.trainers import make_model
+from accelerate_recipes.ranks import max_over_ranks, rank
+
+dpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
+Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
+TOTAL = 0  # of the model's elements
+
+
+def without_weights(args: Any) -> nn.Module:
+    global TOTAL
+    model = make_model(args)
+    TOTAL = sum(parameter.numel() for parameter in model.parameters())
+    if rank() == 1 and not args.load_in_4bit:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"))
+        model.tie_weights()
+    return model
+
+
+class PreferenceTrainer(dpo.PreferenceTrainer):
+    held: ClassVar[list[int]] = []  # elements of the model, whenever the reference computes a layer
+
+    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        def note(layer: nn.Module, inputs: Any) -> None:
+            self.held.append(sum(map(local_numel, model.parameters())))
+
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                if ".lora_B." in name:
+                    weight.fill_(0.5)
+        layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+        hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+        found = super().compute_ref_log_probs(model, batch)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
+        records = super().train(evaluate_fn)
+        held = max_over_ranks(max(self.held, default=0), self.accelerator.device)
+        if self.run.is_first:
+            names = ["prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"]
+            found = {"train": self.train_dataset, "test": self.eval_dataset}
+            found = {side: rows.select_columns(names).to_list() for side, rows in found.items()}
+            text = json.dumps(found | {"held": held, "of": TOTAL})
+            (self.run.output_dir / "reference.json").write_text(text)
+        return records
+
+
+dpo.make_model, dpo.PreferenceTrainer = without_weights, PreferenceTrainer
