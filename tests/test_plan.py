@@ -148,8 +148,8 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_deep_encoder_decoder(simulator, bases):  # noqa: F811
-    """A deep T5 is extrapolated to the byte from two stacks of layers."""
-    deep = on_four("fsdp_full", command_of(bases, [*T5, "DEEP"]))
+    """A deep T5 is extrapolated to the byte from two stacks of layers, also where it needs most between them, or nearly."""
+    deep = on_four("fsdp_full", command_of(bases, [*T5, "DEEP", *ADAPTERS]), *RECOMPUTE)
     (whole,) = simulator([deep])
     (found,) = predict_outcomes(simulator, [deep])
     assert whole.phases and not found.phases  # an extrapolation has none

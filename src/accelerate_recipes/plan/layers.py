@@ -2,8 +2,9 @@
 
 Layers that are alike add the same to everything. So the bytes held in a given place of a step grow by the same number
 with each layer. Places are segments between two collectives, counted from the beginning or from the end of a
-phase. Within a phase memory rises or falls by the same number from layer to layer, so that it is largest near one of its
-ends. Three simulations show whether all this holds for a run; where it does not, the model is simulated whole.
+phase, or from its middle, where an encoder's layers meet a decoder's. Within a stack memory rises or falls by the same
+number from layer to layer, so that it is largest near one of its ends. Three simulations show whether all this holds
+for a run; where it does not, the model is simulated whole.
 """
 
 from collections.abc import Iterator, Sequence
