@@ -39,20 +39,19 @@ def without_weights(args: Any) -> nn.Module:
 class PreferenceTrainer(dpo.PreferenceTrainer):
     held: ClassVar[list[int]] = []  # elements of the model, whenever the reference computes a layer
 
-    def compute_ref_log_probs(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    def complete_rows(self) -> None:
         def note(layer: nn.Module, inputs: Any) -> None:
-            self.held.append(sum(map(local_numel, model.parameters())))
+            self.held.append(sum(map(local_numel, self.model.parameters())))
 
         with torch.no_grad():
             for name, weight in self.model.named_parameters():
                 if ".lora_B." in name:
                     weight.fill_(0.5)
-        layers = [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
+        layers = [module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)]
         hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-        found = super().compute_ref_log_probs(model, batch)
+        super().complete_rows()
         for hook in hooks:
             hook.remove()
-        return found
 
     def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
         records = super().train(evaluate_fn)

@@ -653,11 +653,8 @@ def check_memory(request: Request, env: dict[str, str], report: Report, *, is_he
             if not prediction.fits:
                 search = Search(simulator, prediction, job, lambda changes: job_of(request, request.gpu, changes))
                 fitting = search.first_fitting()
-                remedy = (
-                    f"it fits with {fitting}"
-                    if fitting
-                    else ("none of the single changes that keep the loss trajectory, and could be simulated, is enough")
-                )
+                nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
+                remedy = f"it fits with {fitting}" if fitting else nothing
                 report.problems.append(
                     f"{line}; {remedy}. `python -m accelerate_recipes plan` in place of preflight finds more, and "
                     "--no_plan leaves this check out"

@@ -71,16 +71,16 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
 
 
 def places_of(segments: Sequence[Sequence]) -> Iterator[list[list]]:
-    """Find each segment of the smallest of three outcomes in the others; yields all the ways to count to it.
+    """Find each segment of the first of three outcomes in the other two, which are deeper; yields all ways to count to it.
 
-    The nearer end is one; the middle, where an encoder's layers meet a decoder's, is the other.
+    One begins at the nearer end. The other begins in the middle, where an encoder's layers meet a decoder's.
     """
-    added = len(segments[1]) - len(segments[0])
-    for at in range(len(segments[0])):
-        slopes = [0 if at < (len(segments[0]) + 1) // 2 else added]
-        if added and added % 2 == 0:
-            slopes.append(added // 2)
-        yield [[segments[i][at + slope * i] for i in range(3)] for slope in slopes]
+    number, added = len(segments[0]), len(segments[1]) - len(segments[0])
+    for at in range(number):
+        shifts = [0 if at < (number + 1) // 2 else added]  # from one outcome to the next
+        if added % 2 == 0:
+            shifts.append(added // 2)
+        yield [[segments[i][at + shift * i] for i in range(3)] for shift in shifts]
 
 
 def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:

@@ -41,7 +41,6 @@ from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.life import stop
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.trainers import (
     REFERENCE,
@@ -298,14 +297,6 @@ class PreferenceTrainer(PairTrainer):
             )
 
 
-def log_probs(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the log-probability of each chosen and each rejected answer, by the forward pass that trl gave the model."""
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    chosen, rejected = model(**inputs, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
-    return chosen, rejected
-
-
 @torch.no_grad()
 def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Measure a DPOTrainer's model on held-out pairs, which `collate` has marked.
@@ -313,7 +304,7 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     Returns:
         `loss`: DPO's own (`sigmoid`), whatever --loss_type is trained on; `accuracy`: the share of pairs in which the model
         has moved to the chosen answer more than to the rejected one, compared with the reference; `margin`: by how much,
-        times beta; `logps_chosen`, `logps_rejected`: mean log-probability of the answers.
+        times beta; `logps_chosen`, `logps_rejected`: mean log-probability of the answers, weighed by --ld_alpha.
 
     Raises:
         Stopped: between two batches.
@@ -322,10 +313,9 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     model.eval()
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
     for batch in batches:
-        stop.raise_if_requested(accelerator)
         batch = to_device(batch, accelerator.device)
         is_pair = batch.pop("is_pair")
-        chosen, rejected = log_probs(model, batch)
+        chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         if trainer.precompute_ref_logps:
             references = (batch["ref_chosen_logps"], batch["ref_rejected_logps"])
         else:
