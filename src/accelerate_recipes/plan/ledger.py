@@ -131,6 +131,7 @@ class Ledger(TorchDispatchMode):
         self.refs: dict[int, weakref.ref] = {}
         self.held: Counter[str] = Counter()
         self.total, self.in_optimizer = 0, False
+        self.after_backward: dict[str, Any] = {}  # sums of a step, without what follows its last backward pass
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -157,6 +158,19 @@ class Ledger(TorchDispatchMode):
         if not optimizer._optimizer_step_pre_hooks:
             optimizer.register_step_pre_hook(lambda *_: setattr(self, "in_optimizer", True))
             optimizer.register_step_post_hook(lambda *_: setattr(self, "in_optimizer", False))
+
+    def sums(self) -> dict[str, Any]:
+        """Copy what grows with the number of micro-batches, as the fields of an `Outcome`."""
+        clock = self.clock
+        return {
+            "flops": sum(self.flops.values()),
+            "recomputed": self.recomputed,
+            "seconds": clock.seconds if clock else 0.0,
+            "compute": clock.compute if clock else 0.0,
+            "memory": clock.memory if clock else 0.0,
+            "communication": clock.communication if clock else 0.0,
+            "collectives": {f"{name} {size}": dict(counts) for (name, size), counts in self.collectives.items()},
+        }
 
     def tag(self, tensors: Iterable[Any], kind: str) -> None:
         for tensor in tensors:
@@ -212,6 +226,8 @@ class Ledger(TorchDispatchMode):
         is_backward = torch._C._current_graph_task_id() != -1
         name = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
         if not self.phases or self.phases[-1].name != name:
+            if self.phases and self.phases[-1].name == "backward":
+                self.after_backward = self.sums()
             self.phases.append(Phase(name, []))
             begins_segment = True
         if begins_segment:
@@ -245,10 +261,16 @@ class Ledger(TorchDispatchMode):
             patch.stop()
         return super().__exit__(*args)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so anew takes a tenth of the time of each operator
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # let it become operations on what this rank holds
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # half of all dispatches
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if active_fake_mode() is self.outer_mode and not self.is_waiting:  # else DTensor asks for shapes
             self.account(func, args, kwargs, out)
@@ -259,8 +281,6 @@ class Ledger(TorchDispatchMode):
         self.at += 1
         name = func._schema.name.partition("::")[2]
         self.enter_phase(begins_segment=func.namespace == "c10d" and name in COLLECTIVES)
-        if func.namespace == "prim":  # a question for a device
-            return
         if func is aten._local_scalar_dense.default:
             self.value_reads += args[0].device.type == self.device
             return

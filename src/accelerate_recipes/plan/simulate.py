@@ -6,6 +6,7 @@
 
 import contextlib
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -168,13 +169,18 @@ def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, An
     ledger.watch(run.model, run.optimizer)
 
 
-def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
-    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states."""
+def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states.
+
+    Returns the sums of the first, with a single micro-batch, after its backward pass.
+    """
     run.model.train()
     ledger.watch(run.model, run.optimizer)
     ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
     take_step(ledger, run, trial, batches[:1])
+    one = ledger.after_backward
     take_step(ledger, run, trial, batches)
+    return one
 
 
 def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
@@ -185,17 +191,10 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
         at_peak=dict(ledger.at_peak),
         host_peak=ledger.host_peak,
         phases=[[phase.name, phase.segments] for phase in ledger.phases],
-        flops=sum(ledger.flops.values()),
-        recomputed=ledger.recomputed,
-        collectives={f"{name} {size}": dict(counts) for (name, size), counts in ledger.collectives.items()},
         inside_node={
             f"{name} {size}": clock is not None and clock.is_inside(ranks)
             for (name, size), ranks in ledger.groups.items()
         },
-        seconds=clock.seconds if clock else 0.0,
-        compute=clock.compute if clock else 0.0,
-        memory=clock.memory if clock else 0.0,
-        communication=clock.communication if clock else 0.0,
         micro_batches=len(batches),
         tokens=trial.tokens,
         unit=trial.unit,
@@ -203,6 +202,7 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
         shapes=sorted(map(list, ledger.shapes)),
         calls=dict(ledger.calls),
         moved=dict(ledger.moved),
+        **ledger.sums(),
         **facts,
     )
 
@@ -251,15 +251,13 @@ def simulate_here(job: Job) -> Outcome:
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
                 for _ in range(min(job.micro_batches, accumulation))
             ]
-            take_steps(ledger, run, trial, batches)
+            one = take_steps(ledger, run, trial, batches)
             facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
             outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)
             events = ledger.events
             outcome.reserved = reserved(events) if job.device == "cuda" else 0
             if accumulation > len(batches):
-                take_step(ledger, run, trial, batches[1:])
-                fewer = outcome_of(ledger, trial, batches[1:], is_uniform=is_uniform, **facts)
-                add_micro_batches(outcome, fewer, accumulation)
+                add_micro_batches(outcome, one, ledger.after_backward, accumulation)
     if not use_fsdp and world_size > 1:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
     if job.keeps_events:
@@ -268,15 +266,15 @@ def simulate_here(job: Job) -> Outcome:
     return outcome
 
 
-def add_micro_batches(outcome: Outcome, fewer: Outcome, number: int) -> None:
-    """Continue an outcome to a step of `number` micro-batches; `fewer` has one less, so that the difference is one."""
+def add_micro_batches(outcome: Outcome, one: dict[str, Any], two: dict[str, Any], number: int) -> None:
+    """Continue an outcome to a step of `number` micro-batches, each of which adds the difference of `one` and `two`."""
     more = number - outcome.micro_batches
     for name in ("flops", "recomputed", "seconds", "compute", "memory", "communication"):
-        value = getattr(outcome, name)
-        setattr(outcome, name, value + more * (value - getattr(fewer, name)))
-    for key, counts in outcome.collectives.items():
-        before = fewer.collectives.get(key, {})
-        outcome.collectives[key] = {what: n + more * (n - before.get(what, 0)) for what, n in counts.items()}
+        setattr(outcome, name, getattr(outcome, name) + more * (two[name] - one[name]))
+    for key, counts in two["collectives"].items():
+        before = one["collectives"].get(key, {})
+        for what, n in counts.items():
+            outcome.collectives[key][what] += more * (n - before.get(what, 0))
     outcome.micro_batches = number
 
 
@@ -318,7 +316,16 @@ def serve() -> None:
     os.dup2(2, 1)  # recipes print
     for line in sys.stdin:
         jobs = [Job(**values) for values in json.loads(line)]
+        import_for(jobs[0])
         print(json.dumps(list(in_forks(jobs, len(os.sched_getaffinity(0))))), file=out, flush=True)
+
+
+def import_for(job: Job) -> None:
+    """Import most of what a job takes, once for all forks. What is wrong with it they find themselves."""
+    with contextlib.suppress(Exception):
+        args, _ = load_trial(job)
+        if args.use_peft:
+            importlib.import_module("peft")
 
 
 def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
