@@ -210,7 +210,7 @@ def test_baselines_and_the_paired_test():
 def test_reattention_is_the_papers_formula():
     """Norm(Theta^T A), written plainly; the paper's BatchNorm differs only in what it takes mean and variance over."""
     torch.manual_seed(0)
-    module, maps = ReAttention(4), torch.rand(2, 4, 5, 5).softmax(-1)
+    module, maps = ReAttention(4, 5), torch.rand(2, 4, 5, 5).softmax(-1)
     torch.nn.init.normal_(module.theta)
     torch.nn.init.normal_(module.norm.weight)
     torch.nn.init.normal_(module.norm.bias)
@@ -230,12 +230,25 @@ def test_reattention_is_the_papers_formula():
     rounded = copy.deepcopy(module).bfloat16()(maps.bfloat16())
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), whole, rtol=0.05, atol=0.1)
-    paper = torch.nn.BatchNorm2d(4)
+    paper = torch.nn.BatchNorm2d(4, eps=module.norm.eps)
     paper.weight, paper.bias = module.norm.weight, module.norm.bias
     torch.testing.assert_close(paper(mixed), normed((0, 2, 3)))
     # The statistics of the paper's norm depend on how a batch is divided, ours do not.
     assert not torch.allclose(paper(mixed)[:1], paper(mixed[:1]))
     torch.testing.assert_close(module(maps)[:1], module(maps[:1]))
+
+
+def test_mixed_maps_begin_as_large_as_those_of_softmax():
+    """The mean over the heads is that of a token that attends to all alike; what no head attends to does not differ from it."""
+    torch.manual_seed(0)
+    config = DeepViTConfig(image_size=8, patch_size=4, hidden_size=12, intermediate_size=24, num_attention_heads=3)
+    module = DeepViTForImageClassification(config).deepvit.layers[0].attention.reattention
+    scores = torch.randn(2, 3, 5, 5)
+    scores[..., 0] = -5
+    mixed = module(scores.softmax(-1))
+    torch.testing.assert_close(mixed.mean(1), torch.full((2, 5, 5), 1 / 5))
+    assert (mixed - 1 / 5).square().mean((0, 1, 2)).sqrt()[1:].min() > 0.04
+    assert (mixed - 1 / 5)[..., 0].abs().max() < 0.01
 
 
 def test_the_maps_weight_the_values():

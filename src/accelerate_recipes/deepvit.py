@@ -40,6 +40,11 @@ class DeepViTConfig(PreTrainedConfig):
             "AutoModelForImageClassification": "deepvit.DeepViTForImageClassification",
         }
 
+    @property
+    def num_tokens(self) -> int:
+        """Count the patches of an image, and one token for its class."""
+        return 1 + (self.image_size // self.patch_size) ** 2
+
 
 # A configuration is saved with a copy of the file that defines it.
 DeepViTConfig.register_for_auto_class()
@@ -50,9 +55,8 @@ class DeepViTEmbeddings(nn.Module):
 
     def __init__(self, config: DeepViTConfig):
         super().__init__()
-        num_patches = (config.image_size // config.patch_size) ** 2
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
-        self.position_embeddings = nn.Parameter(torch.zeros(1, 1 + num_patches, config.hidden_size))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, config.num_tokens, config.hidden_size))
         self.patch_embeddings = nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
         )
@@ -67,13 +71,16 @@ class ReAttention(nn.Module):
     """Mixture of the attention maps of the heads: Norm(Theta^T A), where A = softmax(Q K^T / sqrt d), (B, H, T, T).
 
     The paper's Norm is a BatchNorm over the heads, whose statistics depend on how a batch is divided among ranks and
-    micro-batches. Here it is a LayerNorm over the heads of each pair of tokens.
+    micro-batches. Here it is a LayerNorm over the heads of each pair of tokens. If a token attends to all T alike, each has
+    1 / T of its attention. The square of this is the norm's eps: with a smaller one, a pair that no head attends to would
+    weigh as much as others. And weight and bias begin with 1 / T, so that mixed maps begin as large as those of softmax.
     """
 
-    def __init__(self, num_heads: int):
+    def __init__(self, num_heads: int, num_tokens: int):
         super().__init__()
+        self.uniform = 1 / num_tokens
         self.theta = nn.Parameter(torch.eye(num_heads))
-        self.norm = nn.LayerNorm(num_heads)
+        self.norm = nn.LayerNorm(num_heads, eps=self.uniform**2)
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
         # As the norm of the mixture, without moving the heads to the last dimension: that takes twice as long. Columns of
@@ -95,7 +102,7 @@ class DeepViTAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.reattention = ReAttention(self.num_heads) if config.reattention else nn.Identity()
+        self.reattention = ReAttention(self.num_heads, config.num_tokens) if config.reattention else nn.Identity()
         self.projection = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -144,6 +151,8 @@ class DeepViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ReAttention):
             # As a 1 x 1 convolution begins. Heads that begin unmixed would all be normalised apart from each other alike.
             init.kaiming_uniform_(module.theta, a=5**0.5)
+            init.constant_(module.norm.weight, module.uniform)
+            init.constant_(module.norm.bias, module.uniform)
         else:
             super()._init_weights(module)
 
