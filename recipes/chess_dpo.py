@@ -27,11 +27,12 @@ from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import load_tokenizer, max_positions
-from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer
+from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
 from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 MOVES = ("chosen", "rejected")
@@ -95,6 +96,10 @@ def load_pairs(
     rows = pairs.map(tokenize, remove_columns=pairs.column_names)
     rows = rows.filter(lambda pair: len(pair["prompt_ids"]) + max(len(pair[f"{m}_ids"]) for m in MOVES) <= max_tokens)
     return rows, len(pairs)
+
+
+def trial(args: Args) -> Trial:
+    return preference_trial(args)
 
 
 def main(args: Args) -> None:

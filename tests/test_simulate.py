@@ -45,6 +45,7 @@ T5 = [
 TEXTS = str(ROOT / "data/en_fr/libreoffice.jsonl")  # any file: nothing is read
 SFT = [str(ROOT / "recipes/sft.py"), "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
 DPO = [str(ROOT / "recipes/dpo.py"), *SFT[1:]]
+CHESS_DPO = [str(ROOT / "recipes/chess_dpo.py"), "--max_length", "20", *STEP, "--model_name_or_path"]
 VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
 DEEPVIT = [
     *VIT, "--from_scratch", "--image_size", "28", "--patch_size", "7", "--hidden_size", "48", "--intermediate_size", "100",
@@ -147,7 +148,11 @@ CASES = [
     ),
     pytest.param("fsdp_full", FP32, 2, [[*DPO, "LLAMA"], [*DPO[:-1], *LORA]], marks=pytest.mark.slow),
     pytest.param(
-        "fsdp_full", BF16, 2, [[*DPO, "TIED"], [*DPO[:-1], *LORA, "--lora_dropout", "0.1"]], marks=pytest.mark.slow
+        "fsdp_full",
+        BF16,
+        2,
+        [[*DPO, "TIED"], [*DPO[:-1], *LORA, "--lora_dropout", "0.1"], [*CHESS_DPO, "LLAMA"]],
+        marks=pytest.mark.slow,
     ),
     pytest.param("fsdp_full", [*BF16, *RECOMPUTE], 2, [DEEPVIT], marks=pytest.mark.slow),
     pytest.param("fsdp_long", FP32, 2, [[], ["--attn_implementation", "auto"]], marks=pytest.mark.slow),
