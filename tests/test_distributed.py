@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
@@ -391,6 +391,38 @@ def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
     assert said == "'Tensor' object has no attribute 'device_mesh'"
     ours = "model, *_ = prepare(accelerator, model, TrainArgs())"
     assert run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", ours), **settings) == "fine"
+
+
+def test_one_process_of_a_machine_reads_the_weights(run_python, tmp_path):
+    """The others get theirs later, but not their buffers. When the third is True, remove adapters.gets_weights_later."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    code = f"""
+        import os
+        import torch
+        import torch.distributed as dist
+        from transformers import AutoModelForCausalLM
+        from accelerate_recipes.adapters import load_settings
+        from accelerate_recipes.args import TrainArgs
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found = []
+        for os.environ["LOCAL_RANK"] in "01":
+            for settings in ({{}}, load_settings(TrainArgs())):
+                model = AutoModelForCausalLM.from_pretrained("{tmp_path}/model", **settings)
+                assert model.model.rotary_emb.inv_freq.tolist() == [1, torch.tensor(0.01).item()]
+                found += {{parameter.is_meta for parameter in model.parameters()}}
+        print(found)
+    """
+    settings = {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    assert run_python(code, **settings) == "[False, False, False, True]"
+    assert run_python(code, **settings, FSDP_VERSION="1") == "[False, False, False, False]"
 
 
 def test_buffers_that_are_saved_are_the_first_ranks(monkeypatch):

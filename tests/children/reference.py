@@ -1,6 +1,6 @@
 """Train dpo.py, and write down what the reference says of each pair, and how much of the model a rank holds meanwhile.
 
-The second rank has no weights of its own, as where the first sends them (fsdp_cpu_ram_efficient_loading). Adapters do not
+The second rank reads no weights: the first sends them (fsdp_cpu_ram_efficient_loading). Adapters do not
 begin at zero, so that a reference with them would say something else.
 """
 
@@ -27,12 +27,7 @@ def without_weights(args: Any) -> nn.Module:
     global TOTAL
     model = make_model(args)
     TOTAL = sum(parameter.numel() for parameter in model.parameters())
-    if rank() == 1 and not args.load_in_4bit:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"))
-        model.tie_weights()
+    assert {p.is_meta for p in model.parameters()} == {rank() == 1 and not args.load_in_4bit}
     return model
 
 

@@ -61,6 +61,17 @@ class Prediction:
         return (self.outcome.flops - self.outcome.recomputed) / self.outcome.seconds / self.gpu.bf16
 
     @property
+    def hours(self) -> float | None:
+        """Hours of the run, at least; None where the data say how many steps it has."""
+        steps = self.args.max_steps
+        return steps * self.outcome.seconds / 3600 if steps > 0 else None
+
+    @property
+    def million_rows(self) -> float:
+        """Hours, at least, to train once on a million rows of a batch."""
+        return 1e6 / self.args.total_batch_size * self.outcome.seconds / 3600
+
+    @property
     def checkpoint(self) -> int:
         return checkpoint_bytes(self.args, self.outcome.trained, self.env.get("FSDP_STATE_DICT_TYPE"))
 
@@ -87,7 +98,7 @@ class Prediction:
 
     def facts(self) -> dict[str, Any]:
         """Return everything for --json; sizes in bytes, times in seconds."""
-        outcome, steps = self.outcome, self.args.max_steps
+        outcome = self.outcome
         return {
             "gpu": self.gpu.name,
             "gpus": self.world_size,
@@ -123,7 +134,8 @@ class Prediction:
             },
             "targets_per_second": self.targets_per_second,
             "mfu": self.mfu,
-            "hours": steps * outcome.seconds / 3600 if steps > 0 else None,
+            "hours": self.hours,
+            "hours_of_a_million_rows": self.million_rows,
             "checkpoint": self.checkpoint,
         }
 
@@ -164,10 +176,10 @@ class Prediction:
             f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others",
             f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
-        if self.args.max_steps > 0:
-            lines[-1] += (
-                f"; {self.args.max_steps:,} steps take at least {self.args.max_steps * outcome.seconds / 3600:.3g} hours"
-            )
+        if self.hours is not None:
+            lines[-1] += f"; {self.args.max_steps:,} steps take at least {self.hours:,.1f} hours"
+        else:
+            lines[-1] += f"; {self.million_rows:,.1f} hours at least for each million rows in an epoch"
         lines.append(f"A checkpoint: {in_gib(self.checkpoint)} GiB")
         return "\n".join(lines)
 

@@ -213,12 +213,13 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
         model.state_dict = dict  # DPOTrainer hashes the weights
-        # Rows of the embedding for new tokens would begin as the mean of the others.
+    else:
+        model = load_model(
+            args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
+        )
+    if model.device.type == "meta":  # rows of the embedding for new tokens would begin as the mean of the others
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
-        return model
-    return load_model(
-        args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
-    )
+    return model
 
 
 def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None:
