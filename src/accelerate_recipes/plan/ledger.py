@@ -263,7 +263,7 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to say so anew takes a tenth of the time of each operator
+        return False  # nothing is compiled here, and it takes time to switch the compiler off for each operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
