@@ -169,6 +169,19 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("config, more", [("fsdp_full", LORA), ("fsdp_grad_op", []), ("fsdp_offload", [])])
+def test_micro_batches_follow_from_two(simulator, bases, config, more):
+    """What a step of five micro-batches computes and sends follows from two."""
+    command = [*command_of(bases, more), "--total_batch_size", "20", "--per_device_train_batch_size", "2"]
+    jobs = [job(config, command, *BF16, micro_batches=number) for number in (2, 5)]
+    found, whole = simulator(jobs)
+    assert found.micro_batches == whole.micro_batches == 5
+    for name in ("flops", "recomputed", "collectives"):
+        assert getattr(found, name) == getattr(whole, name), name
+    for name in ("seconds", "compute", "memory", "communication"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-3), name
+
+
 @pytest.mark.parametrize("config, flags, num_processes, variants", CASES)
 def test_simulated_equals_real(forks, simulator, bases, tmp_path, config, flags, num_processes, variants):
     """Peak with its kinds, FLOPs, collectives, shapes and calls are those that the same ledger sees in a real run."""

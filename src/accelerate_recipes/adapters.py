@@ -36,7 +36,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
 from accelerate_recipes.hub import cache
-from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
 from accelerate_recipes.weights import linear_layers_and_experts, seed_of
 
 # PEFT is imported where it is used: if bitsandbytes is installed, PEFT imports it and torch's compiler, which take a quarter
@@ -60,6 +60,8 @@ class Adapter:
 def load_settings(args: TrainArgs) -> dict[str, Any]:
     """Choose how `from_pretrained` loads: trained weights in their own dtype, frozen weights in the compute dtype.
 
+    A process that gets its weights later makes its model on the meta device.
+
     With --load_in_4bit all linear layers but the output layer are rounded to NF4 with double quantization, block by
     block, and packed into numbers of the compute dtype: FSDP2 shards only floating-point parameters, and gathers them in
     the precision of the YAML, which must not change the bits. Each process rounds the whole model on its device.
@@ -82,11 +84,11 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
 def gets_weights_later() -> bool:
     """Tell whether Accelerate sends this process its weights when it shards the model, so that it need not read them.
 
-    So fsdp_cpu_ram_efficient_loading has it under FSDP2: one process of a machine reads. transformers 5.23 reads in all of
-    them, and those that convert the weights each hold a whole model: 256 GB for eight processes that make fp32 of 8 billion
-    parameters. tests/test_distributed.py fails when upstream no longer needs this.
+    Under FSDP2 `fsdp_cpu_ram_efficient_loading: true` means that one process of a machine reads. transformers 5.23 reads in
+    all of them; where it converts the dtype, each then holds a whole model: 8 billion parameters in fp32 are 256 GB in eight
+    processes. tests/test_distributed.py fails when upstream no longer needs this.
     """
-    return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and int(os.environ["LOCAL_RANK"]) > 0
+    return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not is_first_of_machine()
 
 
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:

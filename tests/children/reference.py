@@ -1,7 +1,7 @@
 """Train dpo.py, and write down what the reference says of each pair, and how much of the model a rank holds meanwhile.
 
-The second rank reads no weights: the first sends them (fsdp_cpu_ram_efficient_loading). Adapters do not
-begin at zero, so that a reference with them would say something else.
+The second rank reads no weights: the first sends them (fsdp_cpu_ram_efficient_loading). Adapters do not begin at zero, so that
+a reference with them would say something else.
 """
 
 import json
@@ -23,7 +23,7 @@ Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 TOTAL = 0  # of the model's elements
 
 
-def without_weights(args: Any) -> nn.Module:
+def make_checked_model(args: Any) -> nn.Module:
     global TOTAL
     model = make_model(args)
     TOTAL = sum(parameter.numel() for parameter in model.parameters())
@@ -60,4 +60,4 @@ class PreferenceTrainer(dpo.PreferenceTrainer):
         return records
 
 
-dpo.make_model, dpo.PreferenceTrainer = without_weights, PreferenceTrainer
+dpo.make_model, dpo.PreferenceTrainer = make_checked_model, PreferenceTrainer

@@ -131,7 +131,6 @@ class Ledger(TorchDispatchMode):
         self.refs: dict[int, weakref.ref] = {}
         self.held: Counter[str] = Counter()
         self.total, self.in_optimizer = 0, False
-        self.after_backward: dict[str, Any] = {}  # sums of a step, without what follows its last backward pass
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -146,6 +145,7 @@ class Ledger(TorchDispatchMode):
         self.collectives: dict[tuple[str, int], Counter] = defaultdict(Counter)  # by name and number of ranks
         self.groups: dict[tuple[str, int], list[int]] = {}
         self.phases: list[Phase] = []
+        self.after_backward: list[dict[str, Any]] = []  # sums until the end of each backward pass
         self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in self.live.items()]
         if self.clock:
             self.clock.reset()
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):
         name = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
         if not self.phases or self.phases[-1].name != name:
             if self.phases and self.phases[-1].name == "backward":
-                self.after_backward = self.sums()
+                self.after_backward.append(self.sums())
             self.phases.append(Phase(name, []))
             begins_segment = True
         if begins_segment:

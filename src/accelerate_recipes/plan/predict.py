@@ -67,8 +67,8 @@ class Prediction:
         return steps * self.outcome.seconds / 3600 if steps > 0 else None
 
     @property
-    def million_rows(self) -> float:
-        """Hours, at least, to train once on a million rows of a batch."""
+    def hours_of_a_million_rows(self) -> float:
+        """Hours to train once on a million of what --total_batch_size counts, at least."""
         return 1e6 / self.args.total_batch_size * self.outcome.seconds / 3600
 
     @property
@@ -135,7 +135,7 @@ class Prediction:
             "targets_per_second": self.targets_per_second,
             "mfu": self.mfu,
             "hours": self.hours,
-            "hours_of_a_million_rows": self.million_rows,
+            "hours_of_a_million_rows": self.hours_of_a_million_rows,
             "checkpoint": self.checkpoint,
         }
 
@@ -177,11 +177,15 @@ class Prediction:
             f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
         if self.hours is not None:
-            lines[-1] += f"; {self.args.max_steps:,} steps take at least {self.hours:,.1f} hours"
+            lines[-1] += f"; {self.args.max_steps:,} steps take at least {in_hours(self.hours)}"
         else:
-            lines[-1] += f"; {self.million_rows:,.1f} hours at least for each million rows in an epoch"
+            lines[-1] += f"; a million rows take at least {in_hours(self.hours_of_a_million_rows)} an epoch"
         lines.append(f"A checkpoint: {in_gib(self.checkpoint)} GiB")
         return "\n".join(lines)
+
+
+def in_hours(hours: float) -> str:
+    return f"{hours:,.0f} hours" if hours >= 100 else f"{hours:.3g} hours"
 
 
 def in_gib(size: float) -> str:

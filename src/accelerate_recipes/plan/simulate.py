@@ -169,18 +169,13 @@ def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, An
     ledger.watch(run.model, run.optimizer)
 
 
-def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states.
-
-    Returns the sums of the first, with a single micro-batch, after its backward pass.
-    """
+def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
+    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states."""
     run.model.train()
     ledger.watch(run.model, run.optimizer)
     ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
     take_step(ledger, run, trial, batches[:1])
-    one = ledger.after_backward
     take_step(ledger, run, trial, batches)
-    return one
 
 
 def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
@@ -251,13 +246,13 @@ def simulate_here(job: Job) -> Outcome:
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
                 for _ in range(min(job.micro_batches, accumulation))
             ]
-            one = take_steps(ledger, run, trial, batches)
+            take_steps(ledger, run, trial, batches)
             facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
             outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)
             events = ledger.events
             outcome.reserved = reserved(events) if job.device == "cuda" else 0
             if accumulation > len(batches):
-                add_micro_batches(outcome, one, ledger.after_backward, accumulation)
+                add_micro_batches(outcome, *ledger.after_backward[-2:], accumulation)
     if not use_fsdp and world_size > 1:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
     if job.keeps_events:
@@ -266,10 +261,10 @@ def simulate_here(job: Job) -> Outcome:
     return outcome
 
 
-def add_micro_batches(outcome: Outcome, one: dict[str, Any], two: dict[str, Any], number: int) -> None:
-    """Continue an outcome to a step of `number` micro-batches, each of which adds the difference of `one` and `two`."""
+def add_micro_batches(outcome: Outcome, one: dict, two: dict, number: int) -> None:
+    """Continue an outcome to `number` micro-batches, each of which adds what lies between the sums `one` and `two`."""
     more = number - outcome.micro_batches
-    for name in ("flops", "recomputed", "seconds", "compute", "memory", "communication"):
+    for name in two.keys() - {"collectives"}:
         setattr(outcome, name, getattr(outcome, name) + more * (two[name] - one[name]))
     for key, counts in two["collectives"].items():
         before = one["collectives"].get(key, {})
@@ -322,7 +317,7 @@ def serve() -> None:
 
 def import_for(job: Job) -> None:
     """Import most of what a job takes, once for all forks. What is wrong with it they find themselves."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         args, _ = load_trial(job)
         if args.use_peft:
             importlib.import_module("peft")

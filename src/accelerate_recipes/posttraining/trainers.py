@@ -217,7 +217,9 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
         model = load_model(
             args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
         )
-    if model.device.type == "meta":  # rows of the embedding for new tokens would begin as the mean of the others
+    if (
+        model.device.type == "meta"
+    ):  # trl would begin rows for new tokens as the mean of the others, which have no values
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
     return model
 
