@@ -252,7 +252,8 @@ def simulate_here(job: Job) -> Outcome:
             events = ledger.events
             outcome.reserved = reserved(events) if job.device == "cuda" else 0
             if accumulation > len(batches):
-                add_micro_batches(outcome, *ledger.after_backward[-2:], accumulation)
+                one, two = ledger.after_backward[-2:]
+                add_micro_batches(outcome, one, two, accumulation)
     if not use_fsdp and world_size > 1:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
     if job.keeps_events:
