@@ -2,9 +2,10 @@
 
 The arguments are the modules to import. Each line of standard input is a run: {"script", "world_size", "env", "argv",
 "log", "seconds", "is_recipe"}; what is no recipe runs as `python script` would. The ranks are forked into their own process
-group, so that a fault may kill them all. As under a launcher, the other ranks get SIGTERM when one fails, and what still runs
-after `seconds` is killed. The answer is a line with the exit code of the first rank that failed (128 + n for signal n; -n if
-the signal killed the whole group), or 0. A rank that uses the network beyond this machine ends with 99.
+group, so that a fault may kill them all. As under a launcher, the other ranks get SIGTERM when one fails, and SIGKILL 30 s
+later. What still runs after `seconds` is killed. The answer is a line with the exit code of the first rank that failed
+(128 + n for signal n; -n if the signal killed the whole group), or 0. A rank that uses the network beyond this machine ends
+with 99.
 """
 
 import importlib
@@ -63,6 +64,9 @@ def rank_process(rank: int, job: dict) -> int:
     run_and_exit(run, job["log"])
 
 
+TERM_SECONDS = 30  # between SIGTERM and SIGKILL, as torch's launcher has it
+
+
 def group_process(job: dict) -> int:
     """Fork the parent of all ranks of a run; returns its process id."""
     if pid := os.fork():
@@ -79,6 +83,9 @@ def group_process(job: dict) -> int:
             first_failure = os.waitstatus_to_exitcode(status)
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
+            # One may wait in C++ for a store that is gone, where no handler runs.
+            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in ranks])
+            signal.alarm(TERM_SECONDS)
     os._exit(first_failure if first_failure >= 0 else 128 - first_failure)
 
 
