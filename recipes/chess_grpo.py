@@ -18,14 +18,16 @@ from trl import GRPOConfig, GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
-from accelerate_recipes.games.next_moves import NextMoves, prompt_of
+from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import GRPOArgs
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
@@ -62,6 +64,10 @@ class Trainer(RecipeTrainer, GRPOTrainer):
     def _tokenize_prompts(self, prompts: list[str]):
         """Tokenise prompts as in the model's training: a begin token, then the moves."""
         return [prompt_of(self.processing_class, prompt.split()) for prompt in prompts], None, {}
+
+
+def trial(args: Args) -> Trial:
+    return answers_trial(args, longest_move(load_tokenizer(args.model_name_or_path)))
 
 
 def main(args: Args) -> None:

@@ -25,6 +25,7 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.models import load_tokenizer, max_positions
 from accelerate_recipes.picture import Bars, Curves
+from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import (
     GRPOArgs,
     HeldoutAnswers,
@@ -39,6 +40,7 @@ from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.trial import Trial
 
 
 @dataclass
@@ -107,6 +109,10 @@ class Trainer(RewardTrainer):
                 for prompt, said, *values in list(columns)[::every][: self.run.args.num_samples]
             ]
             self.samples.add(step, "drawn in training", rows)
+
+
+def trial(args: Args) -> Trial:
+    return answers_trial(args, args.max_completion_length)
 
 
 def main(args: Args) -> None:

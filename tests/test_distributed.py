@@ -1,12 +1,13 @@
 """Tests of strategies: what is refused by name, what gets a warning, and which workarounds upstream still needs."""
 
+import inspect
 import os
 import textwrap
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
@@ -354,6 +355,13 @@ BERT_UNDER_FSDP2 = """
 """
 
 
+def test_upstream_still_generates_where_the_first_parameter_lies():
+    """With CPU offload that is the CPU (`computes_on`); tests/test_plan.py draws answers on a GPU with it, on fake tensors."""
+    assert "move_to_device(model_inputs, self.device)" in inspect.getsource(
+        GenerationMixin.prepare_inputs_for_generation
+    )
+
+
 @pytest.mark.slow
 def test_upstream_still_wraps_an_embedding_twice(run_python):
     """When this fails, Accelerate wraps an embedding once: remove distributed.leave_embedding_to_accelerate."""
@@ -366,7 +374,7 @@ def test_upstream_still_wraps_an_embedding_twice(run_python):
 
 SAVED_BUFFER_UNDER_FSDP2 = """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
     from accelerate_recipes.args import TrainArgs
     from accelerate_recipes.distributed import make_accelerator, prepare
     accelerator = make_accelerator(TrainArgs())

@@ -170,7 +170,7 @@ def test_a_step_by_trl_is_the_simulated_one(forks, simulator, base, tmp_path, fl
     assert real["collectives"][scattered] == simulated.collectives[scattered]
     batch = 4 * 20 * 3 * 8 + 2 * 2 * 4  # which its loader reads ahead
     assert simulated.peak <= real["peak"] <= simulated.peak + batch
-    assert 0 < real["reference"] < simulated.peak
+    assert 0 < real["before"] < simulated.peak
 
 
 def test_upstream_needs_it():

@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT, STEPS, log_of, read_metrics
+from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
 from test_conversations import save_base
+from test_simulate import BF16, FP32, job, simulator  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelerate_recipes import recipe
@@ -121,6 +122,41 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
         -3000:
     ]
     assert read_metrics(single)[0]["eval_reward"] == pytest.approx(before["eval_reward"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, prompt, answer, more",
+    [(FP32, 11, 9, []), (BF16, 3, 17, ["--use_peft", "--lora_r", "4"])],
+    ids=["prompts", "answers and adapters"],  # of which the peak in drawing is
+)
+def test_a_step_by_trl_is_the_simulated_one(
+    forks, simulator, base, rewards_file, tmp_path, flags, prompt, answer, more  # noqa: F811
+):  # fmt: skip
+    """It has the same FLOPs, also of all answers, and the same gradients; and its peaks in drawing and in training."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    texts = [f"{i % 10:0{prompt - 2 - i % 2}d}="[-prompt + 1 + i % 2 :] for i in range(60)]  # with <s> of two lengths
+    file.write_text("".join(json.dumps({"prompt": text, "solution": "1"}) + "\n" for text in texts))
+    args = [
+        "--model_name_or_path", str(base), "--train_files", str(file), "--rewards", f"{rewards_file}:ones",
+        "--max_prompt_length", str(prompt), "--max_completion_length", str(answer), "--num_generations", "2",
+        "--total_batch_size", "16", "--per_device_train_batch_size", "2", "--num_eval_prompts", "4", "--max_steps", "5",
+        *more,
+    ]  # fmt: skip
+    whole = ("--generation_kwargs", json.dumps({"min_new_tokens": answer}))  # no answer ends early
+    script = CHILDREN / "ledger_of_grpo.py"
+    assert forks.run(out, *args, *whole, "--heldout_share", 0.2, script=script, flags=flags) == 0, log_of(out)[-3000:]
+    real = json.loads((out / "ledger.json").read_text())
+    (simulated,) = simulator([job("fsdp_full", [str(SCRIPT), *args], *flags, device="cpu", micro_batches=4)])
+    assert real["flops"] == simulated.flops
+    scattered = "reduce_scatter_base 2"
+    assert real["collectives"][scattered] == simulated.collectives[scattered]
+    peaks = {name: max(peak for peak, _ in segments) for name, segments in simulated.phases}
+    drawing = max(peaks[name] for name in ("prompts", "first tokens", "last tokens"))
+    assert (drawing == peaks["last tokens"]) == (answer > prompt)
+    # A step may have prompts of one length alone, and gloo's threads sometimes let go late of what was exchanged.
+    assert min(abs(peak / drawing - 1) for peak in real["drawing"]) < 0.01 and max(real["drawing"]) < 1.02 * drawing
+    assert real["peak"] == pytest.approx(simulated.peak, rel=0.005)
 
 
 @pytest.mark.slow

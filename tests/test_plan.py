@@ -14,6 +14,7 @@ from test_simulate import (  # noqa: F401  with fixtures
     DEEPVIT,
     DPO,
     FP32,
+    GRPO,
     RECOMPUTE,
     SFT,
     STEP,
@@ -74,6 +75,7 @@ ADAPTERS = ["--use_peft", "--lora_r", "4"]
 CHESS = [str(ROOT / "recipes/chess.py"), "--max_length", "72", *STEP, "--model_name_or_path", "WIDE"]
 WIDE_SFT = [SFT[0], "--max_length", "72", *SFT[3:], "WIDE"]
 WIDE_DPO = [DPO[0], *WIDE_SFT[1:]]
+WIDE_GRPO = [*GRPO, "WIDE"]
 # Commands, with the copies that a micro-batch makes under fsdp_full, in calls of the operators that copy: an upper bound.
 GPU_COMMANDS = {
     "c4": (CUDA_C4, 43),
@@ -86,9 +88,16 @@ GPU_COMMANDS = {
     "sft with adapters": ([*WIDE_SFT, *ADAPTERS], 45),
     "dpo": (WIDE_DPO, 62),
     "dpo with adapters": ([*WIDE_DPO, *ADAPTERS], 59),
+    "grpo": (WIDE_GRPO, 164),  # with three passes that draw
+    "grpo with adapters": ([*WIDE_GRPO, *ADAPTERS, "--beta", "0.1"], 163),
     "vit": (DEEPVIT, 39),
 }
-WAITS = {"dpo": 15, "dpo with adapters": 15}  # for numbers that trl logs, in each micro-batch
+WAITS = {
+    "dpo": 15,
+    "dpo with adapters": 15,
+    "grpo": 8,
+    "grpo with adapters": 9,
+}  # for numbers that trl logs, in each micro-batch
 COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 
@@ -114,7 +123,7 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     # Bytes a parameter that FSDP and the optimizer read and write in a step, beyond which no copy was made. A gather copies
     # the shards, in fp32, to bf16, those into the buffer, and from it into whole weights.
     shards = 2 if config == "fsdp_hybrid" else 4
-    gathers = (1 if config == "fsdp_grad_op" else 2) * found.micro_batches
+    gathers = (1 if config == "fsdp_grad_op" else 2) * found.micro_batches + 3 * name.startswith("grpo")  # to draw
     most = {
         "_foreach_copy_": (6 / shards * gathers, found.parameters),
         "all_gather_copy_in": ((4 + 4 / shards) * gathers, found.parameters),
@@ -147,14 +156,22 @@ def test_the_path_of_gpus_of_each_recipe(simulator, bases, name):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_deep_encoder_decoder(simulator, bases):  # noqa: F811
-    """A deep T5 is extrapolated to the byte from two stacks of layers, also where it needs most between them, or nearly."""
-    deep = on_four("fsdp_full", command_of(bases, [*T5, "DEEP", *ADAPTERS]), *RECOMPUTE)
+@pytest.mark.parametrize(
+    "command, flags",
+    [([*T5, "DEEP", *ADAPTERS], RECOMPUTE), ([*GRPO, "TALL"], []), ([*GRPO, "TALL", "--total_batch_size", "512"], [])],
+    ids=["two stacks", "many sums", "answers"],
+)
+def test_deep_models_with_more_than_two_passes(simulator, bases, command, flags):  # noqa: F811
+    """A model is extrapolated to the byte from two stacks of layers, and with passes that draw answers, also if they decide."""
+    deep = on_four("fsdp_full", command_of(bases, command), *flags)
     (whole,) = simulator([deep])
     (found,) = predict_outcomes(simulator, [deep])
     assert whole.phases and not found.phases  # an extrapolation has none
     for name in ("peak", "at_peak", "flops", "trained", "num_layers"):
         assert getattr(found, name) == getattr(whole, name), name
+    assert found.before == pytest.approx(whole.before, rel=0.02)
+    peaks = {name: max(peak for peak, _ in segments) for name, segments in whole.phases}
+    assert (peaks.get("last tokens") == whole.peak) == ("512" in command)
 
 
 FAULTY = """
@@ -506,7 +523,9 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     [
         ("fsdp1_full", C4, "FSDP1"),
         ("fsdp_fp8", C4, "mixed_precision: fp8"),
-        ("fsdp_full", [str(ROOT / "recipes/grpo.py")], "grpo.py: it defines no trial(args)"),
+        ("fsdp_full", [str(ROOT / "recipes/template.py")], "template.py: it defines no trial(args)"),
+        ("fsdp_full", [*GRPO, ".", "--max_prompt_length", "0"], "GRPO with --max_prompt_length 0"),
+        ("fsdp_full", [*GRPO, ".", "--beta", "0.1", "--use_vllm"], "GRPO with --use_vllm, --beta without --use_peft"),
         ("fsdp_full", [*DPO, ".", "--precompute_ref_log_probs", "false"], "DPO with --precompute_ref_log_probs false"),
         ("fsdp_full", [*DPO, ".", "--precompute_ref_batch_size", "4"], "DPO with --precompute_ref_batch_size 4"),
         ("fsdp_full", [*T5, "BART"], "BART: whether its decoder uses a mask depends on values"),

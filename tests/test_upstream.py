@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.distributed import fake_pg
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.kernels import chunked_logprob
 
@@ -146,6 +146,11 @@ TOUCHED = [
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (DPOTrainer, "_prepare_dataset", "preferences", "a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
+    (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
+    (GRPOTrainer, "_metrics", "answers_trial", "its loss, without a trainer, logs there", None),
+    (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
+    (GRPOTrainer, "_entropy_window_stats", "answers_trial", "the same", None),
+    (GRPOTrainer, "_last_world_entropy", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
 ]  # fmt: skip

@@ -250,6 +250,8 @@ def prepare(
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
             register_fsdp_forward_method(inner, "generate")
+            if parameter_device(accelerator) != accelerator.device:
+                computes_on(inner, accelerator.device)
     else:
         model = accelerator.prepare(model)
     recompute_every(model, args.checkpoint_every_n_layers)
@@ -317,6 +319,15 @@ def parameter_device(accelerator: Accelerator) -> torch.device:
         not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     )
     return torch.device("cpu") if on_cpu else accelerator.device
+
+
+def computes_on(model: PreTrainedModel, device: torch.device) -> None:
+    """Tell transformers on which device a model computes whose parameters FSDP2 keeps on the CPU.
+
+    `generate` of transformers 5.23 moves its inputs to where the first parameter lies (prepare_inputs_for_generation, 6.).
+    """
+    # FSDP2 has given the model a class of its own.
+    type(model).device = property(lambda _: device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def restore_rng_in_recompute(model: nn.Module) -> None:

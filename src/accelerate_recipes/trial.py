@@ -35,6 +35,9 @@ class Trial:
     `make_model` makes the model on the meta device, from `config` or from one with fewer layers. Values in `batch`, on the
     CPU, do not matter; its sizes are the largest that the run will have. `tokens` are the targets in it, at most; of each
     `unit` there is one.
+
+    A step may begin with passes without gradients, such as those that draw answers. `before_fn(model, batch, begin)` takes
+    them, and calls `begin(name, times)` before each one, of which the step has so many.
     """
 
     config: PreTrainedConfig
@@ -44,6 +47,7 @@ class Trial:
     batch: dict[str, Any]
     tokens: int
     unit: str = "tokens"
+    before_fn: Callable[[Any, dict[str, Any], Callable[[str, int], None]], None] | None = None
 
     @property
     def is_packed(self) -> bool:

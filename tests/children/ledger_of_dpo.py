@@ -1,57 +1,17 @@
-"""Train dpo.py under the ledger; rank 0 writes the peak of the reference, and what it saw of a step, to ledger.json."""
+"""Train dpo.py under the ledger; `before` is the peak of the reference's pass."""
 
-import json
-from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+from ledger_of_trl import Watched
 
 from accelerate_recipes import recipe
-from accelerate_recipes.agenda import EvaluateFn
-from accelerate_recipes.plan.ledger import ACTIVATIONS, GRADIENTS, Ledger
-from accelerate_recipes.plan.simulate import Outcome, num_logits, outcome_of
 
 dpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")
 Args, requirements, main = dpo.Args, dpo.requirements, dpo.main
 
 
-class PreferenceTrainer(dpo.PreferenceTrainer):
-    ledger: Ledger
-    step: ExitStack  # open from its first batch on
-    outcomes: list[Outcome]  # of the steps
-
-    def complete_rows(self) -> None:
-        self.ledger, self.step, self.outcomes = Ledger("cpu", num_logits(self.model.config)), ExitStack(), []
-        with self.ledger:
-            self.ledger.watch(self.run.model, self.run.optimizer)
-            super().complete_rows()
-            self.reference_peak = self.ledger.peak
-
-    def get_batch_samples(self, *args: Any) -> tuple:
-        self.step.enter_context(self.ledger)
-        self.step.callback(self.end_step)
-        batches, number = super().get_batch_samples(*args)
-        self.ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
-        self.ledger.begin_step()
-        return batches, number
-
-    def end_step(self) -> None:
-        self.ledger.tag([p.grad for p in self.run.model.parameters() if p.grad is not None], GRADIENTS)
-        self.ledger.watch(self.run.model, self.run.optimizer)
-        facts = {"trained": 0, "parameters": 0, "num_layers": 0, "is_uniform": True}
-        self.outcomes.append(outcome_of(self.ledger, dpo.trial(self.run.args), [], **facts))
-
-    def _maybe_log_save_evaluate(self, *args: Any, **settings: Any) -> None:
-        self.step.close()
-        super()._maybe_log_save_evaluate(*args, **settings)
-
-    def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
-        records = super().train(evaluate_fn)
-        if self.run.is_first:
-            # In the first step the optimizer has no states; gloo's threads sometimes let go late of what was exchanged.
-            least = asdict(min(self.outcomes[1:], key=lambda outcome: outcome.peak))
-            (self.run.output_dir / "ledger.json").write_text(json.dumps(least | {"reference": self.reference_peak}))
-        return records
+class PreferenceTrainer(Watched, dpo.PreferenceTrainer):
+    pass
 
 
 dpo.PreferenceTrainer = PreferenceTrainer

@@ -73,14 +73,13 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
 def places_of(segments: Sequence[Sequence]) -> Iterator[list[list]]:
     """Find each segment of the first of three outcomes in the other two, which are deeper; yields all ways to count to it.
 
-    One begins at the nearer end. The other begins in the middle, where an encoder's layers meet a decoder's.
+    From the beginning, from the end, and from the middle, where an encoder's layers meet a decoder's. Few layers may all lie
+    nearer to one end than to the other: a loss that sums many numbers over the ranks has more segments than they.
     """
     number, added = len(segments[0]), len(segments[1]) - len(segments[0])
+    shifts = {0, added} | ({added // 2} if added % 2 == 0 else set())  # from one outcome to the next
     for at in range(number):
-        shifts = [0 if at < (number + 1) // 2 else added]  # from one outcome to the next
-        if added % 2 == 0:
-            shifts.append(added // 2)
-        yield [[segments[i][at + shift * i] for i in range(3)] for shift in shifts]
+        yield [[segments[i][at + shift * i] for i in range(3)] for shift in sorted(shifts)]
 
 
 def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
@@ -92,7 +91,7 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
     for name in ("host_peak", "flops", "recomputed", "trained", "parameters"):
         found[name] = on_line([getattr(outcome, name) for outcome in outcomes], steps)
     # Where links and computation overlap, nearly.
-    for name in ("seconds", "compute", "memory", "communication"):
+    for name in ("seconds", "compute", "memory", "communication", "before"):
         found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
     found["collectives"] = {}
     for key, counts in third.collectives.items():

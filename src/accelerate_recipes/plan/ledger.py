@@ -55,7 +55,8 @@ class Event(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Part of a step: a forward pass and what follows it, a backward pass, or the optimizer's step.
+    """Part of a step: a pass before the micro-batches, a forward pass and what follows it, a backward pass, or the
+    optimizer's step.
 
     Between two collectives lies a segment, of which the peak is known with the bytes of each kind then.
     """
@@ -146,9 +147,16 @@ class Ledger(TorchDispatchMode):
         self.groups: dict[tuple[str, int], list[int]] = {}
         self.phases: list[Phase] = []
         self.after_backward: list[dict[str, Any]] = []  # sums until the end of each backward pass
+        self.passes: list[tuple[str, int, dict[str, Any]]] = []  # before the micro-batches: see `begin_pass`
+        self.in_pass = ""
         self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in self.live.items()]
         if self.clock:
             self.clock.reset()
+
+    def begin_pass(self, name: str, times: int) -> None:
+        """Begin a pass before the micro-batches, of which the step has so many; without a name, end the last one."""
+        self.passes.append((name, times, self.sums()))
+        self.in_pass = name
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Say which tensors are parameters, buffers and the optimizer's; call it after a first step, and before one."""
@@ -224,7 +232,7 @@ class Ledger(TorchDispatchMode):
     def enter_phase(self, begins_segment: bool) -> None:
         """Begin a phase if this operator belongs to another than the last one, and a segment at a collective."""
         is_backward = torch._C._current_graph_task_id() != -1
-        name = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
+        name = self.in_pass or ("optimizer" if self.in_optimizer else "backward" if is_backward else "forward")
         if not self.phases or self.phases[-1].name != name:
             if self.phases and self.phases[-1].name == "backward":
                 self.after_backward.append(self.sums())

@@ -46,12 +46,13 @@ class Answers(TorchDispatchMode):
 
     Args:
         on_gpu: whether tensors say that they lie on a GPU.
+        targets: number of positions of a micro-batch that are targets: so many are selected.
         cast: parameters of a model under autocast, else none.
     """
 
-    def __init__(self, on_gpu: bool, cast: Sequence[nn.Parameter] = ()):
+    def __init__(self, on_gpu: bool, targets: int, cast: Sequence[nn.Parameter] = ()):
         super().__init__()
-        self.on_gpu, self.cast = on_gpu, cast
+        self.on_gpu, self.targets, self.cast = on_gpu, targets, cast
         self.is_asked = WeakIdKeyDictionary()  # of tensors with a gradient
         self.leaves: list[Any] = []
 
@@ -91,8 +92,9 @@ class Answers(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return True  # is it finite?
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
-            values, mask = args[0], args[1][0]  # which has no values: take all, the most that there can be
-            return values.new_empty(mask.numel(), *values.shape[mask.ndim :])
+            values, mask = args[0], args[1][0]  # which has no values: of (rows, positions) the targets, else all
+            number = min(mask.numel(), self.targets) if mask.ndim == 2 else mask.numel()
+            return values.new_empty(number, *values.shape[mask.ndim :])
         if not self.on_gpu:
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:

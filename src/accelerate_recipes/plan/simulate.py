@@ -7,6 +7,7 @@
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -77,6 +78,7 @@ class Outcome:
     num_layers: int
     is_uniform: bool  # whether all layers are alike
     reserved: int = 0  # bytes of the allocator at the peak; approximate for an extrapolated model
+    before: float = 0.0  # seconds of a step before its micro-batches, such as for drawing answers
     value_reads: int = 0
     shapes: list[list[int]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -164,6 +166,9 @@ def load_trial(job: Job) -> tuple[Any, Trial]:
 def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
     """Take an optimizer step, which the ledger then knows."""
     ledger.begin_step()
+    if trial.before_fn:
+        trial.before_fn(run.model, batches[0], ledger.begin_pass)
+        ledger.begin_pass("", 0)
     train_step(run, batches, trial.loss_fn, trial.count_fn)
     ledger.tag([p.grad for p in run.model.parameters() if p.grad is not None], GRADIENTS)
     ledger.watch(run.model, run.optimizer)
@@ -179,9 +184,9 @@ def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, A
 
 
 def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
-    """Collect what a ledger has seen."""
+    """Collect what a ledger has seen, with each pass before the micro-batches as often as the step has it."""
     clock = ledger.clock
-    return Outcome(
+    outcome = Outcome(
         peak=ledger.peak,
         at_peak=dict(ledger.at_peak),
         host_peak=ledger.host_peak,
@@ -200,6 +205,10 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
         **ledger.sums(),
         **facts,
     )
+    for (_, times, one), (_, _, two) in itertools.pairwise(ledger.passes):
+        add_more(outcome, one, two, times - 1)
+        outcome.before += times * (two["seconds"] - one["seconds"])
+    return outcome
 
 
 def simulate_here(job: Job) -> Outcome:
@@ -240,7 +249,11 @@ def simulate_here(job: Job) -> Outcome:
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
         cast = list(run.model.parameters()) if not use_fsdp and computes_in_bf16() else []
-        with mode, Answers(job.device == "cuda", cast), Ledger(job.device, num_logits(config), clock) as ledger:
+        with (
+            mode,
+            Answers(job.device == "cuda", trial.tokens, cast),
+            Ledger(job.device, num_logits(config), clock) as ledger,
+        ):
             accumulation = args.accumulation_steps(data_world_size(job.env))
             batches = [
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
@@ -253,7 +266,8 @@ def simulate_here(job: Job) -> Outcome:
             outcome.reserved = reserved(events) if job.device == "cuda" else 0
             if accumulation > len(batches):
                 one, two = ledger.after_backward[-2:]
-                add_micro_batches(outcome, one, two, accumulation)
+                add_more(outcome, one, two, accumulation - len(batches))
+                outcome.micro_batches = accumulation
     if not use_fsdp and world_size > 1:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
     if job.keeps_events:
@@ -262,16 +276,14 @@ def simulate_here(job: Job) -> Outcome:
     return outcome
 
 
-def add_micro_batches(outcome: Outcome, one: dict, two: dict, number: int) -> None:
-    """Continue an outcome to `number` micro-batches, each of which adds what lies between the sums `one` and `two`."""
-    more = number - outcome.micro_batches
+def add_more(outcome: Outcome, one: dict, two: dict, times: int) -> None:
+    """Add what lies between the sums `one` and `two`, so many times, to an outcome."""
     for name in two.keys() - {"collectives"}:
-        setattr(outcome, name, getattr(outcome, name) + more * (two[name] - one[name]))
+        setattr(outcome, name, getattr(outcome, name) + times * (two[name] - one[name]))
     for key, counts in two["collectives"].items():
         before = one["collectives"].get(key, {})
         for what, n in counts.items():
-            outcome.collectives[key][what] += more * (n - before.get(what, 0))
-    outcome.micro_batches = number
+            outcome.collectives[key][what] += times * (n - before.get(what, 0))
 
 
 def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) -> None:

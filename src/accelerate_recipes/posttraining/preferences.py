@@ -47,6 +47,7 @@ from accelerate_recipes.posttraining.trainers import (
     RecipeTrainer,
     TrainerArgs,
     count_targets,
+    loss_of_experts,
     pad_multiple,
     with_fused_head,
 )
@@ -339,10 +340,7 @@ def trl_loss(args: Any, config: PreTrainedConfig) -> Callable[[nn.Module, dict[s
     vars(trainer).update({name: getattr(args, name) for name in names})
     trainer.args, trainer.precompute_ref_logps = args, True
     trainer.loss_types, trainer.loss_weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)
-    experts = config.get_text_config()
-    coefficient = args.router_aux_loss_coef
-    trainer.router_aux_loss_coef = getattr(experts, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
-    trainer.aux_loss_enabled = hasattr(experts, "output_router_logits") and trainer.router_aux_loss_coef != 0
+    vars(trainer).update(loss_of_experts(args, config))
     trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

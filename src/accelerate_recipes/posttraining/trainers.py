@@ -269,12 +269,26 @@ def make_or_load_model(
 
 
 def with_fused_head(
-    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype, outputs: tuple[str, ...]
+    config: PreTrainedConfig,
+    attn_implementation: str,
+    dtype: torch.dtype,
+    outputs: tuple[str, ...],
+    temperature: float = 1.0,
 ) -> PreTrainedModel:
     """Make a model on the meta device, with the forward pass that one of trl's trainers gives it for such outputs."""
     model = new_model(config, attn_implementation, dtype)
-    add_fused_lm_head(model, outputs=outputs)
+    add_fused_lm_head(model, outputs=outputs, temperature=temperature)
     return model
+
+
+def loss_of_experts(args: Any, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the attributes by which trl's trainers know the loss that balances experts: its weight, whether it is on."""
+    experts, weight = config.get_text_config(), args.router_aux_loss_coef
+    weight = getattr(experts, "router_aux_loss_coef", 0.0) if weight is None else weight
+    return {
+        "router_aux_loss_coef": weight,
+        "aux_loss_enabled": hasattr(experts, "output_router_logits") and weight != 0,
+    }
 
 
 def pad_multiple(args: Any) -> int | None:

@@ -1,0 +1,182 @@
+"""Trial of GRPO: a step draws answers to its prompts, then trl's own loss is computed on them."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from inspect import signature
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.utils import gather, pad_across_processes, reduce
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import Cache, GenerationConfig, PreTrainedConfig
+from trl import GRPOTrainer
+from trl.trainer.utils import disable_dropout_in_model
+
+from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.attention import choose
+from accelerate_recipes.models import max_positions
+from accelerate_recipes.posttraining.trainers import count_targets, loss_of_experts, pad_multiple, with_fused_head
+from accelerate_recipes.ranks import data_world_size
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def answers_trial(args: Any, answer_length: int) -> Trial:
+    """Make the trial of a GRPO run: answers of `answer_length` tokens to prompts of --max_prompt_length.
+
+    All answers of a process are drawn at once, before the first micro-batch. What trl computes besides without gradients,
+    from the first model with --beta, or once more with --num_iterations, needs less: a micro-batch at a time.
+
+    Raises:
+        NotSimulatedError: for settings with which the step is another one, or a second model stays in memory.
+    """
+    others = {
+        "--max_prompt_length 0": not args.max_prompt_length,
+        "--use_vllm": args.use_vllm,
+        "--use_transformers_continuous_batching": getattr(args, "use_transformers_continuous_batching", False),
+        "--beta without --use_peft": args.beta != 0 and not args.use_peft,
+        "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
+        **{
+            f"--{name}": bool(getattr(args, name))
+            for name in ("cache_implementation", "generation_kwargs", "neftune_noise_alpha", "use_liger_kernel")
+        },
+    }
+    if found := [what for what, is_so in others.items() if is_so]:
+        raise NotSimulatedError(f"GRPO with {', '.join(found)}")
+    config = config_of(args)
+    dtype = load_settings(args)["dtype"]
+    attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
+    prompt_length = min(args.max_prompt_length, max_positions(config) - answer_length)
+    lengths = {"prompt": prompt_length, "completion": answer_length}
+    batch: dict[str, Any] = {"advantages": torch.zeros(rows), "num_items_in_batch": torch.tensor(1.0)}
+    for name, length in lengths.items():
+        padded = -(-length // multiple) * multiple
+        batch[f"{name}_ids"] = torch.zeros(rows, padded, dtype=torch.int64)
+        batch[f"{name}_mask"] = torch.ones(rows, padded, dtype=torch.int64)
+    batch["prompt_mask"][0, 0] = 0  # prompts have several lengths
+    if args.beta:
+        batch["ref_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
+    if args.num_iterations > 1:
+        batch["old_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
+    head = {"outputs": ("log_probs", "entropy"), "temperature": args.temperature}
+    return Trial(
+        config,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
+        trl_loss(args, config),
+        count_targets,
+        batch,
+        rows * answer_length,
+        before_fn=partial(draw_answers, args),
+    )
+
+
+def draw_answers(
+    args: Any, model: nn.Module, batch: dict[str, torch.Tensor], begin: Callable[[str, int], None]
+) -> None:
+    """Draw the answers of a step: read the prompts, then draw a first token and a last one, which stand for all others.
+
+    `generate` does the same for each token, with more rows in its cache each time. As with it, the parameters outside the
+    wrapped layers are gathered when drawing begins.
+    """
+    rows = len(batch["prompt_ids"]) * args.accumulation_steps(data_world_size())
+    prompt_length, length = (batch[f"{name}_ids"].shape[1] for name in ("prompt", "completion"))
+    ids = batch["prompt_ids"].new_zeros(rows, prompt_length + length)
+    settings = GenerationConfig(do_sample=True, **{name: getattr(args, name) for name in SAMPLING})
+
+    def draw(model: Any) -> None:
+        process = model._get_logits_processor(settings, input_ids_seq_length=prompt_length, device=ids.device)
+        token = partial(draw_token, model, process)
+        begin("prompts", 1)
+        cache, held = token(ids[:, :prompt_length], None)
+        if length > 1:
+            begin("first tokens", length // 2)
+            cache, held = token(ids[:, : prompt_length + 1], cache)
+        if length > 2:
+            begin("tokens between", 0)
+            lengthen(cache, length - 3)
+            begin("last tokens", length - 1 - length // 2)
+            cache, held = token(ids[:, : prompt_length + length - 1], cache)
+        del held
+
+    model.draw = MethodType(draw, model)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    register_fsdp_forward_method(model, "draw")
+    with torch.no_grad():
+        model.draw()  # pyright: ignore[reportCallIssue]
+    del model.draw
+
+
+def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | None) -> tuple[Any, Any]:
+    """Draw the token after `ids`, of which the cache holds all but the last; without one, all are read.
+
+    Returns:
+        The cache, and what the token was drawn from, which `generate` holds during its next pass.
+    """
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0  # prompts have several lengths
+    inputs = {"attention_mask": mask, "use_cache": True, "past_key_values": cache, "logits_to_keep": 1}
+    inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    known = signature(model.forward).parameters
+    inputs = {name: value for name, value in inputs.items() if name in known}
+    new = None if cache is None else 1
+    out = model(**model.prepare_inputs_for_generation(ids, next_sequence_length=new, **inputs))
+    logits = out.logits[:, -1].to(copy=True, dtype=torch.float32)
+    scores = process(ids, logits)
+    shares = nn.functional.softmax(scores, dim=-1)
+    torch.multinomial(shares, num_samples=1)
+    return out.past_key_values, (logits, scores, shares)
+
+
+def lengthen(cache: Cache, number: int) -> None:
+    """Add so many tokens to a cache."""
+    for at, layer in enumerate(cache.layers):
+        rows, heads, _, width = layer.keys.shape
+        tokens = layer.keys.new_zeros(rows, heads, number, width)
+        cache.update(tokens, tokens, at)
+
+
+def trl_loss(args: Any, config: PreTrainedConfig) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+    """Return trl's own loss, with all that it logs, as a function of a model and a batch of answers.
+
+    GRPOTrainer computes it, without what else a trainer needs. An attribute that it reads, and that is missing, is an error.
+    """
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    names = (
+        "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
+        "max_completion_length", "entropy_coef", "use_adaptive_entropy",
+    )  # fmt: skip
+    vars(trainer).update({name: getattr(args, name) for name in names})
+    trainer.args = copy.copy(args)
+    trainer.args.steps_per_generation = trainer.current_gradient_accumulation_steps = 1
+    trainer.epsilon_low = args.epsilon
+    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    trainer._entropy_bonus_enabled = args.entropy_coef != 0 or args.use_adaptive_entropy
+    trainer._entropy_window_stats, trainer._last_world_entropy = None, 0.0
+    vars(trainer).update(loss_of_experts(args, config))
+    trainer._metrics = {"train": defaultdict(list)}
+    trainer.state = SimpleNamespace(global_step=0)
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if args.disable_dropout:
+            disable_dropout_in_model(model)
+        trainer.model = model
+        trainer.accelerator = SimpleNamespace(
+            device=batch["prompt_ids"].device,
+            is_main_process=False,
+            num_processes=data_world_size(),
+            sync_gradients=True,
+            autocast=nullcontext,  # the model's forward pass does it
+            gather=gather,
+            gather_for_metrics=gather,
+            pad_across_processes=pad_across_processes,
+            reduce=reduce,
+        )
+        return trainer.compute_loss(model, batch)  # pyright: ignore[reportReturnType]
+
+    return loss_fn
