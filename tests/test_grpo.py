@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.games.next_moves import longest_move
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
 
@@ -157,6 +158,25 @@ def test_a_step_by_trl_is_the_simulated_one(
     # A step may have prompts of one length alone, and gloo's threads sometimes let go late of what was exchanged.
     assert min(abs(peak / drawing - 1) for peak in real["drawing"]) < 0.01 and max(real["drawing"]) < 1.02 * drawing
     assert real["peak"] == pytest.approx(simulated.peak, rel=0.005)
+
+
+@pytest.mark.slow
+def test_what_is_simulated_of_answers(simulator, base, rewards_file):  # noqa: F811
+    """A chess model's answer is as long as the longest move; one that leaves no room for a prompt is refused."""
+    model = ["--model_name_or_path", str(base), "--max_prompt_length", "11"]
+    moves = [
+        str(ROOT / "recipes/chess_grpo.py"),
+        *model,
+        "--total_batch_size",
+        "8",
+        "--per_device_train_batch_size",
+        "4",
+    ]
+    rewards = ["--rewards", f"{rewards_file}:ones", "--train_files", str(DATA / "rl.jsonl")]
+    long = [str(SCRIPT), *model, *rewards, "--max_completion_length", "1000"]
+    found, refused = simulator([job("fsdp_full", command, *FP32, device="cpu") for command in (moves, long)])
+    assert found.tokens == 4 * longest_move(AutoTokenizer.from_pretrained(base))
+    assert isinstance(refused, ConfigError) and "answers of 1000 tokens leave no room" in str(refused)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.args import ConfigError
 from accelerate_recipes.attention import choose
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.trainers import count_targets, loss_of_experts, pad_multiple, with_fused_head
@@ -35,6 +36,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
 
     Raises:
         NotSimulatedError: for settings with which the step is another one, or a second model stays in memory.
+        ConfigError: if an answer leaves no room for a prompt.
     """
     others = {
         "--max_prompt_length 0": not args.max_prompt_length,
@@ -53,8 +55,13 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
-    prompt_length = min(args.max_prompt_length, max_positions(config) - answer_length)
-    lengths = {"prompt": prompt_length, "completion": answer_length}
+    room = max_positions(config) - answer_length
+    if room < 1:
+        raise ConfigError(
+            f"answers of {answer_length} tokens leave no room for a prompt among the {room + answer_length} positions of "
+            f"{args.base_model}; lower --max_completion_length"
+        )
+    lengths = {"prompt": min(args.max_prompt_length, room), "completion": answer_length}
     batch: dict[str, Any] = {"advantages": torch.zeros(rows), "num_items_in_batch": torch.tensor(1.0)}
     for name, length in lengths.items():
         padded = -(-length // multiple) * multiple
@@ -69,24 +76,24 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     return Trial(
         config,
         partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
-        trl_loss(args, config),
+        loss_of_answers(args, config),
         count_targets,
         batch,
         rows * answer_length,
-        before_fn=partial(draw_answers, args),
+        before_fn=partial(draw_answers, args, answer_length),
     )
 
 
 def draw_answers(
-    args: Any, model: nn.Module, batch: dict[str, torch.Tensor], begin: Callable[[str, int], None]
+    args: Any, length: int, model: nn.Module, batch: dict[str, torch.Tensor], begin: Callable[[str, int], None]
 ) -> None:
-    """Draw the answers of a step: read the prompts, then draw a first token and a last one, which stand for all others.
+    """Draw answers of `length` tokens: read the prompts, then draw a first token and a last one, which stand for all others.
 
     `generate` does the same for each token, with more rows in its cache each time. As with it, the parameters outside the
     wrapped layers are gathered when drawing begins.
     """
     rows = len(batch["prompt_ids"]) * args.accumulation_steps(data_world_size())
-    prompt_length, length = (batch[f"{name}_ids"].shape[1] for name in ("prompt", "completion"))
+    prompt_length = batch["prompt_ids"].shape[1]
     ids = batch["prompt_ids"].new_zeros(rows, prompt_length + length)
     settings = GenerationConfig(do_sample=True, **{name: getattr(args, name) for name in SAMPLING})
 
@@ -141,7 +148,9 @@ def lengthen(cache: Cache, number: int) -> None:
         cache.update(tokens, tokens, at)
 
 
-def trl_loss(args: Any, config: PreTrainedConfig) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
+def loss_of_answers(
+    args: Any, config: PreTrainedConfig
+) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
     """Return trl's own loss, with all that it logs, as a function of a model and a batch of answers.
 
     GRPOTrainer computes it, without what else a trainer needs. An attribute that it reads, and that is missing, is an error.
