@@ -1,13 +1,15 @@
-"""What one GPU reaches: ceilings, attention by itself, equal results, each lever, and whole models at their best.
+"""What one GPU reaches: ceilings, attention by itself, equal results, each lever, whole models at their best; and memory.
 
     python benchmarks/gpu.py --part 1 --out benchmarks/results/gpu
     python benchmarks/gpu.py --part 2 --out benchmarks/results/gpu
     python benchmarks/gpu.py --part 3 --out benchmarks/results/gpu
+    python benchmarks/gpu.py --part 4 --out benchmarks/results/gpu
     python benchmarks/gpu_report.py
 
     part 1    matmuls and copies; attention by each kernel, with its errors; cuDNN's NaN; tokens decoded one by one
     part 2    losses and gradient norms of four layers of 7B under each strategy; each lever on eight layers
     part 3    7B and 8B in full: tokens/s, MFU, memory, rows that fit, a profile; adapters; Trainer; a checkpoint's copy
+    part 4    peaks of memory that `gpu_predicted.py` predicts by the simulation of `plan`
 
 Models are made from their configurations and rows of random tokens: nothing is downloaded, and needed are torch,
 transformers, accelerate, peft and this library, but not datasets, trl, chess and bitsandbytes. A training step is the
@@ -50,7 +52,7 @@ PACKAGES = ("peft", "triton", "torchao", "bitsandbytes", "flash-attn", "liger-ke
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3), default=1, help="Which part to measure.")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="Which part to measure.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="Folder of the results.")
     parser.add_argument("--minutes", type=float, default=8.0, help="Time of a part.")
     parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="Only these of the part.")

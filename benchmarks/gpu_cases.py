@@ -189,4 +189,27 @@ def depth() -> list[Case]:
     ]  # fmt: skip
 
 
-CASES = {case.name: case for case in [*kernels(), *correctness(), *levers(), *depth()]}
+def memory() -> list[Case]:
+    """Part 4: peaks of four layers of 7B that `gpu_predicted.py` predicts; nothing is compiled, which it cannot simulate."""
+
+    def setting(name: str, **changes: Any) -> Setting:
+        return Setting(name, layers=4, **changes)
+
+    fsdp = (
+        setting("one document a row"),
+        setting("packed, with a mask", attention="sdpa", documents="c4"),
+        setting("4 rows a pass", rows=4, documents="c4"),
+        setting("whole logits", whole_logits=True),
+    )
+    recomputed, passes = "--fsdp_activation_checkpointing true", setting("4 passes", micro_batches=(4,))
+    return [
+        Case("memory: single", 4, "steps", 15, settings=(setting("autocast"),), gib=30),
+        Case("memory: fsdp_full", 4, "steps", 40, "fsdp_full", settings=fsdp, gib=50),
+        Case("memory: recomputation", 4, "steps", 15, "fsdp_full", recomputed, (setting("4 rows a pass", rows=4),), gib=40),
+        Case("memory: fsdp_full, Kahan", 4, "steps", 15, "fsdp_full", FP32, (setting("Kahan", args=KAHAN),), gib=30),
+        Case("memory: fsdp_grad_op", 4, "steps", 15, "fsdp_grad_op", settings=(passes,), gib=40),
+        Case("memory: fsdp_offload", 4, "steps", 25, "fsdp_offload", settings=(setting("offloaded"),), gib=20),
+    ]  # fmt: skip
+
+
+CASES = {case.name: case for case in [*kernels(), *correctness(), *levers(), *depth(), *memory()]}

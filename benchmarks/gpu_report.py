@@ -7,6 +7,7 @@ Rehearsals and runs without a GPU are no results.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from gpu_records import figures, read
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
-COMMAND = "for part in 1 2 3; do python benchmarks/gpu.py --part $part --out benchmarks/results/gpu; done"
+PREDICTED = ROOT / "benchmarks/results/gpu_predicted.json"  # by gpu_predicted.py
+COMMAND = "for part in 1 2 3 4; do python benchmarks/gpu.py --part $part --out benchmarks/results/gpu; done"
 Record = dict[str, Any]
 FULL = ("7B: best", "8B: best")
 IDLE = "idle"
@@ -226,6 +228,22 @@ def sameness(results: Results) -> list[str]:
     )  # fmt: skip
 
 
+def memory(results: Results) -> list[str]:
+    """Set measured peaks beside those that the simulation of `plan` predicts."""
+    found = {(r["case"], r["setting"]): r for r in results.of("steps", part="memory")}
+    rows = []
+    for predicted in json.loads(PREDICTED.read_text())["predicted"]:
+        key = predicted["case"], predicted["setting"]
+        if key in found:
+            values = []
+            for what in ("allocated", "reserved"):
+                expected, measured = predicted[what] / 2**30, found[key][f"peak_{what}_gib"]
+                values += [f"{expected:.2f}", f"{measured:.2f}", f"{expected / measured - 1:+.1%}"]
+            rows.append((*key, *values))
+    columns = ["case", "setting", "allocated, predicted", "GiB measured", "off by"]
+    return table([*columns, "reserved, predicted", "GiB measured", "off by"], rows)
+
+
 def section(results: Results) -> list[str]:
     """Everything of one kind of GPU."""
     device, other = results.device, lambda *kinds: [(r["case"], r["setting"], figures(r)) for r in results.of(*kinds)]
@@ -253,6 +271,7 @@ def section(results: Results) -> list[str]:
     lines += ["### Levers, on eight layers of 7B", "", *speeds(levers, base)]
     lines += ["### The same result under each strategy, on four layers of 7B", ""]
     lines += [f"Off by: relative to `{REFERENCE}`; Kahan's weights in bf16 are others.", "", *sameness(results)]
+    lines += ["### Memory, predicted by `plan` and measured", "", *memory(results)]
     for title, kinds in (
         ("Attention by itself", ("attention", "choice", "finite", "decode")),
         ("Ceilings", ("matmul", "copy")),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpu_cases
 import gpu_kernels
+import gpu_predicted
 import gpu_profile
 import gpu_report
 import gpu_steps
@@ -54,12 +55,13 @@ ELSEWHERE = {
     "vision_baselines",
 }
 HELPERS = {"machine", "pages", "real_steps"}
-GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
+GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_predicted", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {
     1: ["ceilings", "attention: documents", "attention: sdpa", "attention: flex", "attention: NaN", "decode"],
     2: ["same: fsdp_grad_op, regional"],
     3: ["staging", "7B: best", "8B: LoRA", "Trainer", "7B: fp8"],
+    4: ["memory: fsdp_grad_op"],
 }
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
@@ -153,7 +155,7 @@ def test_gpu_needs_no_datasets(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.long), 2, 3])
+@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.long), 2, 3, 4])
 def test_gpu(part, tmp_path):
     """What fails, fails for want of a GPU, and says so."""
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--part", str(part), "--out", str(tmp_path / "out")]
@@ -174,6 +176,7 @@ def test_gpu(part, tmp_path):
             1: {("attention: flex", no_flex)},
             2: {("same: fsdp_grad_op, regional", no_flex)},
             3: {("7B: fp8", "torchao is not installed")},
+            4: set(),
         }[part]
     )
     found = {(record["case"], record.get("what")) for record in records}
@@ -187,6 +190,7 @@ def test_gpu(part, tmp_path):
         2: {("same: fsdp_grad_op, regional", "same")},
         3: {("7B: best", "steps"), ("7B: best", "rows"), ("7B: best", "profile"), ("8B: LoRA", "steps")}
         | {("Trainer", "steps"), ("staging", "staging")},
+        4: {("memory: fsdp_grad_op", "steps")},
     }[part]
     assert wanted <= found
     assert gpu_report.load(tmp_path / "out") == []  # a rehearsal is no result
@@ -207,7 +211,7 @@ def test_gpu_cases(case):
         assert [problem for problem in args.problems(1) if "bitsandbytes" not in problem] == []
 
 
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [1, 2, 3, 4])
 def test_gpu_part_fits(part):
     """A part takes its eight minutes on a GPU of 141 GB, as is expected, with what requirements.txt names."""
     gib = 139.8
@@ -240,6 +244,14 @@ def test_gpu_profile_of_kernels():
         "matmuls": 0.04, "attention": 0.02, gpu_profile.REST: 0.01, "copies and casts": 0.01, "optimizer": 0.01,
     }  # fmt: skip
     assert found["idle_share"] == pytest.approx(0.2)
+
+
+def test_gpu_predictions_are_those_of_this_version():
+    kept = json.loads(gpu_report.PREDICTED.read_text())["predicted"]
+    wanted = {(case.name, setting.name) for case in gpu_cases.memory() for setting in case.settings}
+    assert {(found["case"], found["setting"]) for found in kept} == wanted and len(wanted) > 8
+    name = "memory: fsdp_full, Kahan"
+    assert gpu_predicted.predict([name]) == [found for found in kept if found["case"] == name]
 
 
 def test_gpu_page_is_what_was_measured(tmp_path):
@@ -280,12 +292,14 @@ def test_gpu_page_of_results(tmp_path):
         machine,
         {"case": "7B: best", "skipped": "no time"},
         {"case": "8B: LoRA"} | step | {"setting": "LoRA, r 16", "tokens_per_second": 12000.0},
+        {"case": "memory: single"} | step | {"setting": "autocast", "peak_allocated_gib": 20, "peak_reserved_gib": 18},
     ]
     (tmp_path / "part3.jsonl").write_text("".join(json.dumps(record) + "\n" for record in runs) + '{"case": "cut of')
     results = gpu_report.load(tmp_path)
     page = gpu_report.page(results)
     assert "MFU 62% | 64.6% | reached |" in page  # of two rows
     assert "12,473 tokens/s | 12,000 | missed |" in page
+    assert "memory: single | autocast | 17.85 | 20.00 | -10.8% | 18.19 | 18.00 | +1.1% |" in page
     assert "fp8: 1.15 of bf16 |  | not measured |" in page
     assert "OutOfMemoryError" not in page.split("Failed")[0].split("Goals")[1] and "no time" not in page
     assert gpu_report.draw(tmp_path / "performance.png", results) and (tmp_path / "performance.png").stat().st_size
