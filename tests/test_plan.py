@@ -510,6 +510,8 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     elsewhere = [argv[0], "--nodes", "2", *argv[5:]]  # that of the job may be another
     assert read_request(elsewhere).gpu == read_request(argv).gpu == ""
     assert read_request([argv[0], "--cpu", *argv[5:]]).gpu == ""
+    with pytest.raises(ConfigError, match="the accelerate YAML comes first, not --config_file"):
+        read_request(["--config_file", *argv])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert "Memory of a GPU" not in preflight(["--gpu", "l4", "--no_plan", *argv])[0]

@@ -182,7 +182,9 @@ def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[Pr
                 for field, value in (needed.changes(config, name) if needed.changes else {}).items():
                     setattr(config, field, value)
                 check_reads_text(config, name)
-                (architecture,) = config.architectures or ["no architecture in its config.json"]
+                if not config.architectures:
+                    raise ValueError("its config.json names no architecture")
+                (architecture,) = config.architectures
                 with torch.device("meta"):
                     models.append(model_class(architecture)(config))
             except ConfigError as error:
@@ -456,8 +458,11 @@ def read_request(argv: Sequence[str]) -> Request:
     parser.add_argument("--no-plan", "--no_plan", action="store_true")
     parser.add_argument("--no-checksums", action="store_true")  # a job leaves checksums to its processes
     asked, argv = parser.parse_known_args(argv)
-    if len(argv) < 2:
-        raise ConfigError("usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
+    if len(argv) < 2 or argv[0].startswith("-"):
+        first = f"; the accelerate YAML comes first, not {argv[0]}" if len(argv) > 1 else ""
+        raise ConfigError(
+            f"usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}"
+        )
     for name, number in vars(asked).items():
         if isinstance(number, int) and number < 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
