@@ -70,8 +70,6 @@ class Args(TextArgs, TrainArgs, Architecture):
         found += self.architecture_problems() if is_new else self.stretch_problems(is_adapter_alone)
         if is_new or self.stretches:
             found += self.length_problems(self.max_length)
-        if self.max_steps < 1:
-            found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found
 
 

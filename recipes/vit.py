@@ -6,8 +6,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/vit.py --config recipes/configs/vit/laptop.yaml
 
-The images are rows of a dataset, a folder, Parquet files or tar shards. Before and after training and every --eval_steps,
-loss, top-1 and top-5 accuracy and the calibration error are measured on held-out images; pictures show what is confused.
+The images are rows of a dataset, a folder, Parquet files or tar shards, or tar shards that are streamed. Before and
+after training and every --eval_steps, loss, top-1 and top-5 accuracy and the calibration error are measured on held-out
+images; pictures show what is confused.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
@@ -89,12 +91,19 @@ def main(args: Args) -> None:
     # Images
     processor = load_image_processor(args.base_model) if args.base_model else new_image_processor(args.image_size)
     train_side, heldout_side, names = load_images(args)
-    train_images = Images(train_side, processor, augmentation_of(args), args.seed, args.skip_broken_images)
-    heldout_images = Images(heldout_side, processor, skips_broken=args.skip_broken_images)
+    how = (processor, augmentation_of(args), args.seed, args.skip_broken_images)
     place = (args, run.rank, run.world_size)
-    train_loader = make_train_loader(
-        train_images, *place, collate_fn=collate_images, content=train_side.content, order_class=EpochOrder
-    )
+    if train_side is None:
+        shards = ImageShards(on_first_rank(args.train_shards), names, *how)
+        train_loader = ImageStreams(shards, *place, num_streams=args.num_streams)
+        total_steps, said = args.max_steps, f"the images of {len(shards.shards):,} streamed shards"
+    else:
+        train_images = Images(train_side, *how)
+        train_loader = make_train_loader(
+            train_images, *place, collate_fn=collate_images, content=train_side.content, order_class=EpochOrder
+        )
+        total_steps, said = num_steps(args, len(train_images)), f"{len(train_images):,} images"
+    heldout_images = Images(heldout_side, processor, skips_broken=args.skip_broken_images)
     heldout_loader = make_eval_loader(heldout_images, *place, collate_fn=collate_images)
     run.show_images({"Training": train_loader, "Evaluation": heldout_loader}, names, processor)
 
@@ -102,12 +111,12 @@ def main(args: Args) -> None:
     run.prepare(
         make_model(args, names),
         processor,
-        total_steps=num_steps(args, len(train_images)),
-        flops_fn=partial(flops_per_image, size=train_images.size),
+        total_steps=total_steps,
+        flops_fn=partial(flops_per_image, size=heldout_images.size),
     )
     run.print(
-        f"Data: {len(train_images):,} images of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
-        f"{train_images.size} x {train_images.size} pixels"
+        f"Data: {said} of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
+        f"{heldout_images.size} x {heldout_images.size} pixels"
     )
 
     # Training and evaluation
@@ -144,7 +153,7 @@ def main(args: Args) -> None:
         )
 
     begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
-    finish(run, records, f"{begin} on {len(train_images):,} images from {args.source}.", result)
+    finish(run, records, f"{begin} on {said} from {args.source}.", result)
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ def test_more_than_8_bits_are_refused(dtype, mode):
     """PIL would cut such values: nearly all of the image would become white, or black."""
     Image.fromarray(np.full((4, 4), 1000, dtype=dtype)).save(out := io.BytesIO(), format="tiff")
     with pytest.raises(ValueError, match=rf"more than 8 bits a channel \(PIL's mode {mode}\); convert"):
-        decode({"bytes": out.getvalue(), "path": None})
+        decode(out.getvalue())
 
 
 def test_evaluation_sees_each_image_once(parquet):

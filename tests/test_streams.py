@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,8 +111,8 @@ def make_loader(source, rank: int = 0, world_size: int = 1, num_workers: int = 0
 class Ranks:
     """Several ranks as threads of one process; replaces `on_all_ranks`, and does what the engine does between steps."""
 
-    def __init__(self, loaders: list[StreamLoader]):
-        self.loaders = loaders
+    def __init__(self, loaders: list[StreamLoader], names: Sequence[str] = OF_ROWS):
+        self.loaders, self.names = loaders, names
         self.all_there = threading.Barrier(len(loaders), timeout=60)
         self.values = [None] * len(loaders)
         self.own = threading.local()
@@ -137,7 +138,7 @@ class Ranks:
             try:
                 for _ in range(num_steps):
                     step = [next(batches) for _ in range(num_batches)]
-                    of_rows = [{name: batch[name] for name in OF_ROWS} for batch in step]
+                    of_rows = [{name: batch[name] for name in self.names} for batch in step]
                     steps.append(
                         [dict(zip(b, row, strict=True)) for b in of_rows for row in zip(*b.values(), strict=True)]
                     )
@@ -253,8 +254,8 @@ class Numbered:
             yield index
         self.documents_read[shard] += max(0, self.sizes[shard] - before)
 
-    def tokens(self, shard, documents):
-        for number in (self.starts[shard] + index for index in documents):
+    def tokens(self, shard, documents, first=0, epoch=0):
+        for number in (self.starts[shard] + index for index in documents[first:]):
             yield np.full(self.lengths[number - 1], number, dtype=np.int32)
 
 

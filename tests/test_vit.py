@@ -1,9 +1,12 @@
 """Tests of the vision recipe on a few real images: one trajectory, kill and resume, export, pretrained architectures."""
 
 import copy
+import io
 import json
 import re
-from itertools import product
+import tarfile
+import threading
+from itertools import islice, product
 from pathlib import Path
 
 import attention_maps
@@ -13,8 +16,10 @@ import pytest
 import torch
 import vision_baselines
 import yaml
-from helpers import IN_STEP_5, ROOT, log_of, losses, read_metrics
+from datasets import Dataset
+from helpers import IN_STEP_5, ROOT, launch_ok, log_of, losses, read_metrics
 from safetensors.torch import load_file
+from test_streams import Server
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -151,6 +156,51 @@ def test_resumed_on_another_number_of_processes(forks, arguments, run, tmp_path,
     assert forks.run(out, *args, num_processes=num_processes) == 0, log_of(out)[-3000:]
     assert len(trajectory(out)) == STEPS
     assert trajectory(out) == [pytest.approx(step, rel=1e-5) for step in trajectory(run())]
+
+
+@pytest.fixture(scope="module")
+def streamed(arguments, images_file):
+    """Arguments of the same run on 70 of the images, from unequal tar shards on a server."""
+    rows = Dataset.from_parquet(str(images_file), keep_in_memory=True)
+    names, images = rows.features["label"].names, pq.read_table(images_file)["image"].to_pylist()
+    files, numbers = {}, iter(range(70))
+    for shard, size in enumerate((5, 40, 0, 25)):
+        with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as tar:
+            for i in islice(numbers, size):
+                for suffix, data in (("cls", names[rows[i]["label"]].encode()), ("png", images[i]["bytes"])):
+                    member = tarfile.TarInfo(f"{i:03}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+        files[f"/{shard}.tar"] = content.getvalue()
+    server = Server(files)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    others = arguments[arguments.index("--image_size") :]
+    urls = [f"{server.url}{name}" for name in files]
+    yield "--from_scratch", "--train_files", *urls, "--eval_files", images_file, *others
+    server.shutdown()
+    server.server_close()
+
+
+def test_streamed_shards_train_as_any_other_images(forks, streamed, tmp_path):
+    """Launched on 2 processes with workers, a stream gives the losses of 1 process, also killed in step 5 and run again."""
+    workers = ("--dataloader_num_workers", 2)
+    whole, one, killed = (tmp_path / name / "out" for name in ("whole", "one", "killed"))
+    for out in (whole, one, killed):
+        out.parent.mkdir()
+    done = launch_ok(tmp_path, "fsdp_full", SCRIPT, "--output_dir", whole, *streamed, *workers, flags=("--num_processes", "2"))  # fmt: skip
+    assert "Data: the images of 4 streamed shards of 10 classes to train on, 120 held out" in done.stdout
+    assert forks.run(one, *streamed, "--per_device_train_batch_size", 24, config="single", num_processes=1) == 0, log_of(one)  # fmt: skip
+    assert len(trajectory(whole)) == STEPS
+    for step, wanted in zip(trajectory(whole), trajectory(one), strict=True):
+        assert step == pytest.approx(wanted, rel=1e-5)
+    seen = [record["images_seen"] for record in read_metrics(whole) if "loss" in record]
+    assert seen == [24 * step for step in range(1, STEPS + 1)]
+    assert forks.run(killed, *streamed, *workers, **IN_STEP_5) == -9, log_of(killed)[-3000:]
+    assert [path.name for path in killed.glob("checkpoint-*")] == ["checkpoint-3"] and max(losses(killed)) >= 4
+    assert forks.run(killed, *streamed, *workers) == 0, log_of(killed)[-3000:]
+    assert trajectory(killed) == trajectory(whole) and predictions(killed) == predictions(whole)
+    assert (whole / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert "on the images of 4 streamed shards from http://" in (whole / "export/README.md").read_text()
 
 
 ALONE = """

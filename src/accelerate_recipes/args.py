@@ -308,9 +308,9 @@ class TrainArgs:
             )
         return found
 
-    def file_problems(self, name: str, suffixes: Collection[str]) -> list[str]:
-        """List the files of an argument that are missing or of an unknown kind, one sentence each."""
-        found, files = [], getattr(self, name)
+    def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
+        """List what is missing or of an unknown kind of an argument's files, or of `files` of them, one sentence each."""
+        found, files = [], getattr(self, name) if files is None else files
         for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents):
                 found.append(f"--{name} {file}: no such file")

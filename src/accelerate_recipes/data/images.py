@@ -1,5 +1,7 @@
 """Images with labels: read from the Hub, folders, Parquet or tar shards, split, decoded, and augmented.
 
+Here are images with places of their own, from a disk; `image_streams` reads those of shards on the network.
+
 What chance does to an image of the training data is a pure function of (seed, epoch, row). So a resumed run, and one on
 another number of processes or loader workers, trains on the same pixels.
 """
@@ -8,7 +10,8 @@ import io
 import math
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +28,27 @@ from torch.utils.data import default_collate
 from accelerate_recipes.args import ConfigError, arg, first_line
 from accelerate_recipes.data.files import reading
 from accelerate_recipes.data.heldout import RowsArgs
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.data.shards import (
+    HUB,
+    DataError,
+    downloaded,
+    hub_file,
+    is_named_elsewhere,
+    named_shards,
+    needs_of_shards,
+    parts_of_hub_path,
+)
+from accelerate_recipes.data.streams import StreamArgs
+from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 
-TAR = ".tar"
 THUMBNAIL = 16  # pixels of a side, by which images are compared
 ALIKE = 0.99  # correlation of two thumbnails above which they show the same
 MOST_COMPARED = 50_000  # images; each is compared with all others
 RATIO = 4 / 3  # of the sides of a random crop, at most
+TORCHS_GENERATOR = threading.Lock()  # threads may augment at the same time, where a stream has no workers
 
 
 @dataclass
@@ -63,13 +77,17 @@ class Augmentation:
 
 
 @dataclass
-class ImageArgs(Augmentation, RowsArgs):
+class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     """Arguments that say which images a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
     train_files: list[str] = arg(
-        [], "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset."
+        [],
+        "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset. Shards that "
+        "are URLs or hf://datasets/ORG/NAME/PATH are streamed; PATH may have a *.",
     )
-    eval_files: list[str] = arg([], "Local files to evaluate on, of the same kinds.")
+    eval_files: list[str] = arg(
+        [], "Files to evaluate on, of the same kinds; those of hf://datasets/ORG/NAME/PATH are downloaded."
+    )
     eval_split: str = arg("", "Split of the dataset to evaluate on, instead of a share of the rows.")
     image_column: str = arg("image", "Column with the images.")
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
@@ -95,27 +113,58 @@ class ImageArgs(Augmentation, RowsArgs):
             found.append(f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files")
         if self.eval_split and self.eval_files:
             found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
+        if self.is_streamed and not self.eval_files:
+            found.append(
+                "--train_files are streamed, and no share of a stream can be held out; give --eval_files: .tar or .parquet "
+                "files that are here, or hf://datasets/ORG/NAME/PATH, which is downloaded"
+            )
         return found
 
-    def file_problems(self, name: str, suffixes: Any) -> list[str]:
-        kinds = (".parquet", TAR) if name in ("train_files", "eval_files") else suffixes
-        return super().file_problems(name, kinds)
+    def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
+        if name not in ("train_files", "eval_files"):
+            return super().file_problems(name, suffixes)
+        named: list[str] = getattr(self, name)
+        found = super().file_problems(name, (".parquet", TAR), [file for file in named if not is_named_elsewhere(file)])
+        for file in filter(is_named_elsewhere, named):
+            if name == "train_files" and not file.endswith(TAR):
+                found.append(f"--{name} {file}: what is streamed must end with {TAR}; download it, or pack it so")
+            elif name == "eval_files" and not file.startswith(HUB):
+                found.append(f"--{name} {file}: images to evaluate on are not streamed; download it and give its path")
+            elif file.startswith(HUB):
+                try:
+                    parts_of_hub_path(file)
+                except ConfigError as error:
+                    found.append(f"--{name} {error}")
+        return found
+
+    @property
+    def is_streamed(self) -> bool:
+        """Tell whether the images to train on come from shards that do not lie here."""
+        return any(map(is_named_elsewhere, self.train_files))
+
+    def train_shards(self) -> list[str]:
+        """Find the shards to stream."""
+        return named_shards(self.train_files, [TAR])
 
     @property
     def row_datasets(self) -> list[cache.HubDataset]:
+        evaluated = [hub_file(file, streamed=False) for file in self.eval_files if file.startswith(HUB)]
         if not self.dataset_name:
-            return []
+            return needs_of_shards(self.train_files) + evaluated
         splits = (self.train_split, *filter(None, [self.eval_split]))
-        return [cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=splits)]
+        return [cache.HubDataset(self.dataset_name, config=self.dataset_config, splits=splits), *evaluated]
 
     @property
     def sources(self) -> dict[str, str]:
         return super().sources | ({"test": f"{self.dataset_name}, {self.eval_split}"} if self.eval_split else {})
 
     def read_files(self, files: list[str]) -> datasets.Dataset:
-        return read_tars(files) if files[0].endswith(TAR) else super().read_files(files)
+        here = [path for file in files for path in (downloaded(file) if file.startswith(HUB) else [file])]
+        return read_tars(here) if here[0].endswith(TAR) else super().read_files(here)
 
     def read_rows(self) -> dict[str, datasets.Dataset]:
+        if self.is_streamed:
+            return {"test": self.read_files(self.eval_files)}
         rows = super().read_rows()
         if self.eval_split:
             with reading(self.sources["test"]):
@@ -146,8 +195,10 @@ class Labelled(NamedTuple):
         return digest.hexdigest()
 
 
-def load_images(args: ImageArgs) -> tuple[Labelled, Labelled, list[str]]:
+def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     """Read the images to train and to evaluate on, and the names of the classes. Call it on all ranks.
+
+    If those to train on are streamed, they are None here, and the classes are those of the images to evaluate on.
 
     Raises:
         DataError: for rows that cannot be read, have no such columns, or have no label.
@@ -156,7 +207,8 @@ def load_images(args: ImageArgs) -> tuple[Labelled, Labelled, list[str]]:
     tables = on_first_of_machine_before_others(args.read_rows)
     for name, table in tables.items():
         check_columns(table, args, args.sources[name])
-    names = class_names(tables["train"].features[args.label_column], tables["train"].data.column(args.label_column))
+    all_classes = tables.get("train", tables.get("test"))
+    names = class_names(all_classes.features[args.label_column], all_classes.data.column(args.label_column))
     sides = {}
     for name, table in tables.items():
         images = table.select_columns([args.image_column])
@@ -178,7 +230,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled, Labelled, list[str]]:
                 f"none of the images of {side.source} is left to {'train' if name == 'train' else 'evaluate'} on; change "
                 f"--heldout_share {args.heldout_share}, or give more images"
             )
-    return sides["train"], sides["test"], names
+    return sides.get("train"), sides["test"], names
 
 
 def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None:
@@ -250,15 +302,17 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
     """Yield where each image of the shards begins, and its label; `versions` only tells `datasets` when to list anew."""
     for file in files:
         images, labels = {}, {}
-        with tarfile.open(file, "r:") as shard:  # not compressed: an image is read from its place
-            for member in shard:
-                stem, _, suffix = member.name.rpartition(".")
-                if suffix.lower() in ("jpg", "jpeg", "png", "webp"):
-                    if stem in images:
-                        raise DataError(f"{file} has two images called {stem}; give each its own name")
-                    images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
-                elif suffix == "cls":
-                    labels[stem] = shard.extractfile(member).read().decode().strip()  # pyright: ignore[reportOptionalMemberAccess]
+        with (
+            reading(file),
+            tarfile.open(file, "r:", tarinfo=Member) as shard,
+        ):  # not compressed: images are read from their places
+            for stem, is_image, member in images_and_labels(shard, file):
+                if not is_image:
+                    labels[stem] = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
+                    continue
+                if stem in images:
+                    raise DataError(f"{file} has two images called {stem}; give each its own name")
+                images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
         if lost := images.keys() ^ labels.keys():
             raise DataError(f"{file}: {min(lost)} has no image, or no label in {min(lost)}.cls")
         for stem, place in images.items():
@@ -278,9 +332,9 @@ def read_bytes(image: dict) -> bytes:
         return shard.read(size)
 
 
-def decode(image: dict) -> Image.Image:
+def decode(content: bytes) -> Image.Image:
     """Decode an image to RGB, upright. Raises ValueError for one of which PIL would make white or black places, silently."""
-    with Image.open(io.BytesIO(read_bytes(image))) as opened:
+    with Image.open(io.BytesIO(content)) as opened:
         if opened.mode[0] in "IF":
             raise ValueError(
                 f"it has more than 8 bits a channel (PIL's mode {opened.mode}); convert the images to 8 bits"
@@ -309,8 +363,9 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
         digest: int = number
         try:
             with reading(f"{side.source}, row {side.rows[number]}: the image"):
-                digest = xxhash.xxh64_intdigest(read_bytes(image))
-                small = decode(image).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+                content = read_bytes(image)
+                digest = xxhash.xxh64_intdigest(content)
+                small = decode(content).convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
                 thumbnails[number] = np.asarray(small, dtype=np.float64).ravel()
         except DataError:
             if not skips_broken:
@@ -345,63 +400,57 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     return [find(number) for number in range(len(root))]
 
 
-class Images(torch.utils.data.Dataset):
-    """Images as tensors: prepared by the model's own processor, or with an `augmentation`, to train on.
-
-    Number n is row n % N of epoch n // N. Number -1 stands for places for which no row is left.
-    """
+class Preparation:
+    """Preparation of images as tensors: by the model's own processor, or with an `augmentation`, to train on."""
 
     def __init__(
         self,
-        side: Labelled,
         processor: Any,
         augmentation: Augmentation | None = None,
         seed: int = 0,
         skips_broken: bool = False,
     ):
-        self.side, self.processor, self.seed, self.skips_broken = side, processor, seed, skips_broken
+        self.processor, self.seed, self.skips_broken = processor, seed, skips_broken
         self.augmentation = augmentation
         self.size = image_size(processor)
 
-    def __len__(self) -> int:
-        return len(self.side.images)
+    def trained(
+        self,
+        key: tuple[int, ...],
+        number: int,
+        count: int,
+        image: Callable[[int], Image.Image | None],
+        label: Callable[[int], int],
+    ) -> dict[str, torch.Tensor]:
+        """Return `pixel_values`, (3, H, W), and `labels` of image `number`, as chance changes it, which `key` decides.
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return `pixel_values`, (3, H, W), `labels` and `row`; of mixed images also `other_labels` and the first's `share`.
+        A mixed image also has `other_labels`, of one of `count` images, and the first's `share`.
 
-        An image that cannot be decoded gives `error`: an exception from a loader's worker would bring its whole traceback.
+        Raises:
+            DataError: for an image that cannot be decoded, unless such are left out.
         """
-        epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
-        try:
-            image = self.image(row) if row >= 0 else None
-        except DataError as error:
-            if not self.skips_broken:
-                return {"error": str(error)}
-            image = None
-        label = IGNORE_INDEX if image is None else int(self.side.labels[row])
-        found: dict[str, Any] = {"labels": torch.tensor(label), "row": torch.tensor(row)}
-        if self.augmentation is None:
-            image = image or Image.new("RGB", (self.size, self.size))
-            return found | {"pixel_values": self.processor(images=image, return_tensors="pt")["pixel_values"][0]}
-        generator = np.random.default_rng((self.seed, epoch, max(row, 0)))
-        pixels = self.augmented(image, generator)
-        if self.augmentation.mixup_alpha or self.augmentation.cutmix_alpha:
-            other, share = int(generator.integers(len(self))), 1.0
-            try:
-                pixels, share = self.mixed(pixels, self.augmented(self.image(other), generator), generator)
-            except DataError as error:
-                if not self.skips_broken:
-                    return {"error": str(error)}
-            other_label = IGNORE_INDEX if image is None else int(self.side.labels[other])
+        settings = self.augmentation
+        assert settings is not None
+        generator = np.random.default_rng(key)
+        first = self.decoded(image, number)
+        found = {"labels": torch.tensor(IGNORE_INDEX if first is None else label(number))}
+        pixels = self.augmented(first, generator)
+        if settings.mixup_alpha or settings.cutmix_alpha:
+            other, share = int(generator.integers(count)), 1.0
+            if (second := self.decoded(image, other)) is not None:
+                pixels, share = self.mixed(pixels, self.augmented(second, generator), generator)
+            other_label = IGNORE_INDEX if first is None else label(other)
             found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
-    def image(self, row: int) -> Image.Image:
-        """Decode the image of a row. Raises DataError that names it."""
-        image = self.side.images[row]["image"]
-        name = f" ({image['path']})" if image["path"] else ""
-        with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):
-            return decode(image)
+    def decoded(self, image: Callable[[int], Image.Image | None], number: int) -> Image.Image | None:
+        """Decode an image by `image`; None for a broken one that is left out. Raises DataError."""
+        try:
+            return image(number)
+        except DataError:
+            if not self.skips_broken:
+                raise
+            return None
 
     def augmented(self, image: Image.Image | None, generator: np.random.Generator) -> torch.Tensor:
         """Crop, resize and mirror an image by chance; (3, H, W), from 0 to 255. None is black."""
@@ -437,6 +486,55 @@ class Images(torch.utils.data.Dataset):
         pasted = pixels.clone()
         pasted[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
         return pasted, 1 - (side / self.size) ** 2
+
+
+class Images(Preparation, torch.utils.data.Dataset):
+    """Images of one side as tensors.
+
+    Number n is row n % N of epoch n // N. Number -1 stands for places for which no row is left.
+    """
+
+    def __init__(self, side: Labelled, *args: Any, **settings: Any):
+        super().__init__(*args, **settings)
+        self.side = side
+
+    def __len__(self) -> int:
+        return len(self.side.images)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Return `row`, and what `trained` returns, or without augmentation `pixel_values` and `labels`.
+
+        An image that cannot be decoded gives `error`: an exception from a loader's worker would bring its whole traceback.
+        """
+        epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
+        try:
+            if self.augmentation is None:
+                found = self.evaluated(row)
+            else:
+                found = self.trained((self.seed, epoch, max(row, 0)), row, len(self), self.image, self.label)
+        except DataError as error:
+            return {"error": str(error)}
+        return found | {"row": torch.tensor(row)}
+
+    def evaluated(self, row: int) -> dict[str, torch.Tensor]:
+        """Prepare the image of a row by the model's own processor. Raises DataError."""
+        image = self.decoded(self.image, row)
+        label = IGNORE_INDEX if image is None else self.label(row)
+        image = image or Image.new("RGB", (self.size, self.size))
+        pixels = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return {"pixel_values": pixels, "labels": torch.tensor(label)}
+
+    def label(self, row: int) -> int:
+        return int(self.side.labels[row])
+
+    def image(self, row: int) -> Image.Image | None:
+        """Decode the image of a row; None for -1. Raises DataError that names it."""
+        if row < 0:
+            return None
+        image = self.side.images[row]["image"]
+        name = f" ({image['path']})" if image["path"] else ""
+        with reading(f"{self.side.source}, row {self.side.rows[row]}{name}: the image"):
+            return decode(read_bytes(image))
 
 
 def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
@@ -478,7 +576,7 @@ def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Genera
     """
     from torchvision.transforms.v2 import RandAugment  # pyright: ignore[reportMissingImports]
 
-    with torch.random.fork_rng(devices=[]):
+    with TORCHS_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator.integers(2**63)))
         return RandAugment(num_ops)(pixels).float()
 

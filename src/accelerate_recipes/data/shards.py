@@ -1,7 +1,7 @@
-"""Shards of text: functions that find them, and read their documents one by one, from a disk or over the network.
+"""Shards: functions that find them, and read their documents one by one, from a disk or over the network.
 
-A shard is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line) or
-.parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept.
+A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line) or
+.parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept. Shards of images are in `tars`.
 """
 
 import glob
@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import tarfile
 import time
 import urllib.error
 import urllib.parse
@@ -17,7 +18,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,6 +35,9 @@ CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as 
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
 IDLE_SECONDS = 10.0
+HUB = "hf://"
+
+T = TypeVar("T")
 
 
 class DataError(Exception):
@@ -74,44 +78,67 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
     return found
 
 
-def named_shards(files: Sequence[str]) -> list[str]:
+def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> list[str]:
     """Find the shards that a user names one by one, in that order: paths, http(s) URLs, `hf://datasets/ORG/NAME/PATH`.
+
+    A PATH with `*` stands for all files that match, in the order of their names.
 
     Raises:
         ConfigError: for a file that is missing, or of a kind that cannot be read.
     """
     found = []
     for file in files:
-        if file.startswith("hf://"):
+        if file.startswith(HUB):
             name, revision, path = parts_of_hub_path(file)
-            if constants.HF_HUB_OFFLINE and not revision:
-                (file,) = cache.dataset_files(name, glob.escape(path))
-            elif constants.HF_HUB_OFFLINE:
+            if constants.HF_HUB_OFFLINE and revision:
                 raise ConfigError(f"{file}: HF_HUB_OFFLINE is set, and only files without @REVISION can be downloaded")
+            if constants.HF_HUB_OFFLINE:
+                found += downloaded(file)
+            elif "*" not in path:
+                found.append(hub_url(name, path, revision or pinned_commit(name)))
+            elif listed := on_hub(name, path, revision):
+                found += listed
             else:
-                file = hub_url(name, path, revision or pinned_commit(name))
+                raise ConfigError(f"{file}: no file of the dataset {name} on {constants.ENDPOINT} matches {path!r}")
         elif not is_remote(file) and not Path(file).is_file():
             raise ConfigError(f"{file}: no such file")
-        found.append(file)
-    check_suffixes(found)
+        else:
+            found.append(file)
+    check_suffixes(found, suffixes)
     return found
 
 
 def parts_of_hub_path(file: str) -> tuple[str, str, str]:
-    """Split `hf://datasets/ORG/NAME[@REVISION]/PATH` into dataset, revision (or "") and path."""
-    kind, *repository, path = file.removeprefix("hf://").split("/", 3)
-    if kind != "datasets" or len(repository) != 2:
+    """Split `hf://datasets/ORG/NAME[@REVISION]/PATH` into dataset, revision (or "") and path.
+
+    Raises:
+        ConfigError: for something else.
+    """
+    kind, *repository = file.removeprefix(HUB).split("/", 3)
+    if kind != "datasets" or len(repository) != 3:
         raise ConfigError(f"{file}: write it as hf://datasets/ORG/NAME/PATH")
-    name, _, revision = "/".join(repository).partition("@")
-    return name, revision, path
+    name, _, revision = "/".join(repository[:2]).partition("@")
+    return name, revision, repository[2]
+
+
+def hub_file(file: str, *, streamed: bool) -> cache.HubDataset:
+    """Return what a run reads from the Hub for a file that a user names."""
+    name, revision, path = parts_of_hub_path(file)
+    return cache.HubDataset(
+        name, files=path if "*" in path else glob.escape(path), revision=revision, streamed=streamed
+    )
 
 
 def needs_of_shards(files: Sequence[str]) -> list[cache.HubDataset]:
     """List what `named_shards` reads from the Hub."""
-    found = [parts_of_hub_path(file) for file in files if file.startswith("hf://")]
-    return [
-        cache.HubDataset(name, files=glob.escape(path), streamed=True) for name, revision, path in found if not revision
-    ]
+    found = [hub_file(file, streamed=True) for file in files if file.startswith(HUB)]
+    return [need for need in found if not need.revision]
+
+
+def downloaded(file: str) -> list[str]:
+    """Return the paths of a file on the Hub, or of those that match, which were downloaded."""
+    need = hub_file(file, streamed=False)
+    return cache.dataset_files(need.name, need.files)
 
 
 def pinned_commit(dataset_name: str) -> str:
@@ -120,15 +147,15 @@ def pinned_commit(dataset_name: str) -> str:
     return manifest["revision"] if manifest else "main"
 
 
-def check_suffixes(shards: Sequence[str]) -> None:
+def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> None:
     """Raise ConfigError for a shard whose kind cannot be read, or that is named twice."""
     for shard in shards:
-        if not shard.endswith(SUFFIXES):
-            raise ConfigError(f"{shard}: its name must end with one of {', '.join(SUFFIXES)}")
+        if not shard.endswith(tuple(suffixes)):
+            raise ConfigError(f"{shard}: its name must end with one of {', '.join(suffixes)}")
         if is_remote(shard) and shard.endswith(".parquet"):
             raise ConfigError(f"{shard}: Parquet is read from a disk only; download it first, see docs/offline.md")
     if twice := {shard for shard in shards if shards.count(shard) > 1}:
-        raise ConfigError(f"named twice, its text would be trained on twice: {', '.join(sorted(twice))}")
+        raise ConfigError(f"named twice, it would be trained on twice: {', '.join(sorted(twice))}")
 
 
 def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
@@ -178,6 +205,11 @@ def is_remote(shard: str) -> bool:
     return shard.startswith(("http://", "https://"))
 
 
+def is_named_elsewhere(file: str) -> bool:
+    """Tell whether a user names a file by a URL or on the Hub, not on this disk."""
+    return is_remote(file) or file.startswith(HUB)
+
+
 def read_documents(
     shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
 ) -> Iterator[tuple[int, bytes | str]]:
@@ -190,17 +222,38 @@ def read_documents(
         DataError: naming the shard, what is wrong with it, and how often it was tried.
     """
     if shard.endswith(".parquet"):
-        yield from parquet_rows(shard, text_column, first, stride)
-        return
+        return parquet_rows(shard, text_column, first, stride)
+
+    def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes]:
+        return lines(gunzip(chunks) if shard.endswith(".gz") else chunks, first, stride)
+
+    return read_again(shard, first, stride, parse, retry, on_retry)
+
+
+def read_again(
+    shard: str,
+    first: int,
+    stride: int,
+    parse: Callable[[Iterator[bytes], int], Iterator[T]],
+    retry: Retry,
+    on_retry: Callable[[], None],
+) -> Iterator[tuple[int, T]]:
+    """Yield items `first`, `first + stride`, ... of a shard, as (index, item), reading it again if it came damaged.
+
+    `parse(chunks, first)` yields the items from `first` on, and raises an error of zlib or tarfile, or EOFError, for damage.
+
+    Raises:
+        DataError: naming the shard, what is wrong with it, and how often it was tried.
+    """
     failures = 0
     while True:
         chunks = fetch(shard, retry, on_retry) if is_remote(shard) else read_file(shard)
         try:
-            for line in lines(gunzip(chunks) if shard.endswith(".gz") else chunks, first, stride):
-                yield first, line
+            for item in parse(chunks, first):
+                yield first, item
                 first, failures = first + stride, 0
             return
-        except (zlib.error, EOFError) as error:  # the file is damaged, or was damaged in transfer
+        except (zlib.error, EOFError, tarfile.TarError) as error:  # damaged on the server, or in transfer
             failures += 1
             if not is_remote(shard):
                 raise DataError(f"{shard} {error}") from None

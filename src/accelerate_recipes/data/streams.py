@@ -1,11 +1,12 @@
-"""Streams of text: an endless order of packed rows from shards, which any number of ranks can stop and resume.
+"""Streams: an endless order of rows from shards, of text or of images, which any number of ranks can stop and resume.
 
-The text is divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
+The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
 through its own documents and cuts them into rows of `max_length` tokens without padding: what does not fit continues
-in the stream's next row. The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they
-come in rounds: the first row of each stream, the second of each that has a second, until none is left; then the
-remainders, less than a row from each stream, as many in a row as fit. So each document comes once in each epoch, however
-unequal the shards are, and optimizer step s trains on the B rows from s * B on, on any number of ranks.
+in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.) The rows of the
+run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first row of each stream,
+the second of each that has a second, until none is left; then the remainders, less than a row from each stream, as many in a
+row as fit. So each document comes once in each epoch, however unequal the shards are, and optimizer step s trains on the B
+rows from s * B on, on any number of ranks.
 
 Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
 Once some have ended, the ranks agree which rows come next, and ranks with too many rows hand some to the others.
@@ -60,6 +61,7 @@ from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_r
 
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
+HANDED_OVER = 16  # rows of a rank in one collective: every rank gets those of all, and an image's pixels are large
 ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
 
 
@@ -81,7 +83,39 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
 
 
 @dataclass
-class TextArgs:
+class StreamArgs:
+    """Arguments of a recipe that reads streams. Put it before TrainArgs in the bases of a recipe's arguments."""
+
+    num_streams: int = arg(
+        0,
+        "Number of logical streams, a multiple of each number of processes on which the run may go on; 0: the checkpoint's, "
+        "or for a new run the smallest multiple of 24 that the number of processes divides.",
+        min=0,
+    )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Tell whether the rows to train on are a stream."""
+        return True
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if not self.is_streamed:
+            return found + (["--num_streams is for shards that are streamed; remove it"] if self.num_streams else [])
+        if self.max_steps < 1:
+            found.append("--max_steps is missing: how long a stream is, nobody knows")
+        return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        found = super().settle(saved)
+        if self.num_streams or not self.is_streamed:
+            return found
+        self.num_streams = saved.get("num_streams", NUM_STREAMS) if saved else fewest_streams(self.num_launched)
+        return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
+
+
+@dataclass
+class TextArgs(StreamArgs):
     """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
 
     shares_rows = True
@@ -102,27 +136,9 @@ class TextArgs:
     pretokenize: str = arg(
         "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
     )
-    num_streams: int = arg(
-        0,
-        "Number of logical streams, a multiple of each number of processes on which the run may go on; 0: the checkpoint's, "
-        "or for a new run the smallest multiple of 24 that the number of processes divides.",
-        min=0,
-    )
-
     min_document_tokens: int = arg(
         0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
     )
-
-    def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
-
-    def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        found = super().settle(saved)
-        if self.num_streams:
-            return found
-        self.num_streams = saved.get("num_streams", NUM_STREAMS) if saved else fewest_streams(self.num_launched)
-        return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
@@ -156,7 +172,7 @@ class TextArgs:
 
 
 class Documents(Protocol):
-    """Source of a stream's tokens: text shards, or shards that were tokenised beforehand."""
+    """Source of a stream's tokens: shards of text or of images, or shards that were tokenised beforehand."""
 
     shards: Sequence[str]
 
@@ -168,8 +184,12 @@ class Documents(Protocol):
         """Yield documents `first`, `first + stride`, ... of a shard, in a form that is cheap to skip."""
         ...
 
-    def tokens(self, shard: int, documents: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Return the tokens of some documents, (T,) integers each; each ends with the end token."""
+    def tokens(self, shard: int, documents: Any, first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
+        """Return the tokens of `documents`, from number `first` on: (T,) integers each, which end with the end token.
+
+        The documents are those that a stream shuffles together in an `epoch`. An image is one token, an object; what
+        chance makes of it depends on the epoch, and may need any of the others.
+        """
         ...
 
 
@@ -202,9 +222,11 @@ class TextShards:
     ) -> Iterator[tuple[int, bytes | str]]:
         return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
 
-    def tokens(self, shard: int, documents: Iterable[tuple[int, bytes | str]]) -> Iterator[np.ndarray]:
+    def tokens(
+        self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
+    ) -> Iterator[np.ndarray]:
         texts, size = [], 0
-        for index, document in documents:
+        for index, document in islice(documents, first, None):
             texts.append(text_of(self.shards[shard], index, document, self.text_column))
             size += len(document)
             if size >= ENCODE_BYTES:
@@ -252,7 +274,7 @@ class Row(NamedTuple):
     epoch: int
     is_rest: bool
     place: int  # number of rows before it in the stream's epoch * number of streams + the stream
-    tokens: np.ndarray  # (T,) integers
+    tokens: np.ndarray  # (T,) integers, or one object
     lengths: list[int]  # of the pieces of documents in the row
     state: StreamState  # of its stream, after this row
 
@@ -297,8 +319,8 @@ def stream_documents(
             if not members:
                 break
             shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
-            chosen = [members[i] for i in shuffled[skip:]]
-            for place, tokens in enumerate(source.tokens(shard, chosen), skip):
+            chosen = [members[i] for i in shuffled]
+            for place, tokens in enumerate(source.tokens(shard, chosen, skip, state.epoch), skip):
                 yield (part, block * size + place), tokens
             skip = 0
         skip = 0
@@ -471,11 +493,11 @@ class StreamLoader:
         """Make a batch of the run's first `size` rows, read by this process alone, for a reader.
 
         Raises:
-            DataError: for text that cannot be read.
+            DataError: for shards that cannot be read.
         """
-        streams = range(min(size, self.order.num_streams))
-        first = [next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams]
-        return self._batch([[row] for row in first if len(row.tokens)] or [first[:1]])
+        streams = range(self.order.num_streams)
+        first = (next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams)
+        return self._batch([[row] for row in islice((row for row in first if len(row.tokens)), size)])
 
     def _start_workers(self) -> list[Iterator[Row]]:
         # A worker without streams would have nothing to do.
@@ -546,10 +568,16 @@ class StreamLoader:
             while len(share) < self.share:
                 share.append(left.popleft())
         found = {row.key: row for row in own}
-        moves = [(key, owner) for taker, rows in enumerate(shares) for key, _, owner in chain(*rows) if owner != taker]
-        if moves:
-            for handed_over in on_all_data_ranks({key: found[key] for key, owner in moves if owner == self.rank}):
-                found |= handed_over
+        taken = {key for key, _, _ in chain(*shares[self.rank])}
+        given = [[] for _ in range(self.world_size)]
+        for taker, rows in enumerate(shares):
+            for key, _, owner in chain(*rows):
+                if owner != taker:
+                    given[owner].append(key)
+        for start in range(0, max(map(len, given)), HANDED_OVER):
+            part = {key: found[key] for key in given[self.rank][start : start + HANDED_OVER]}
+            for handed_over in on_all_data_ranks(part):
+                found |= {key: row for key, row in handed_over.items() if key in taken}
         return [[found[key] for key, _, _ in rows] for rows in shares[self.rank]], own
 
     def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:

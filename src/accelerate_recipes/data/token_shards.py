@@ -59,10 +59,10 @@ class TokenShards:
         self._check(shard)
         return iter(range(first, self.manifest["shards"][shard]["documents"], stride))
 
-    def tokens(self, shard: int, documents: Sequence[int]) -> Iterator[np.ndarray]:
+    def tokens(self, shard: int, documents: Sequence[int], first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
         ends = opened(shard_file(self.folder, shard, "ends"), "<u8")
         tokens = opened(shard_file(self.folder, shard, "tokens"), self.manifest["dtype"])
-        for document in documents:
+        for document in documents[first:]:
             yield tokens[int(ends[document - 1]) if document else 0 : int(ends[document])]
 
     def _check(self, shard: int) -> None:

@@ -1,0 +1,94 @@
+"""Images of tar shards that are read as streams, from the network, and never lie on a disk.
+
+Their order, and what a checkpoint holds, are those of `streams`: an image is a document of one token, a row of its own. So
+the images of step n, and what chance does to them, follow from the seed and n. An image is mixed with one of those that its
+stream shuffles together with it: they are in memory, also after a resume.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+from torch.utils.data import default_collate
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data.files import reading
+from accelerate_recipes.data.images import Augmentation, Preparation, decode, some_names
+from accelerate_recipes.data.shards import DataError, Retry, read_again, shards_version
+from accelerate_recipes.data.streams import Row, StreamLoader
+from accelerate_recipes.data.tars import TarImage, stream_images
+
+SHUFFLED = 256  # images, about 28 MB of ImageNet's files, which every stream holds in memory
+
+
+class ImageShards(Preparation):
+    """Source of a stream's images: tar shards. `names` are those of the classes."""
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        names: Sequence[str],
+        processor: Any,
+        augmentation: Augmentation,
+        seed: int,
+        skips_broken: bool = False,
+        retry: Retry | None = None,
+    ):
+        super().__init__(processor, augmentation, seed, skips_broken)
+        self.shards, self.names = shards, names
+        self.number_of = {name: number for number, name in enumerate(names)}
+        self.retry = retry or Retry()
+
+    def version(self) -> dict[str, str]:
+        return shards_version(self.shards) | {"classes": xxhash.xxh3_128_hexdigest(repr(list(self.names)).encode())}
+
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[tuple[int, TarImage]]:
+        name = self.shards[shard]
+
+        def parse(chunks: Iterator[bytes], first: int) -> Iterator[TarImage]:
+            return stream_images(chunks, name, first, stride)
+
+        return read_again(name, first, stride, parse, self.retry, on_retry)
+
+    def tokens(
+        self, shard: int, documents: Sequence[tuple[int, TarImage]], first: int = 0, epoch: int = 0
+    ) -> Iterator[np.ndarray]:
+        def image(place: int) -> Image.Image:
+            _, found = documents[place]
+            with reading(f"{self.shards[shard]}, {found.name}: the image"):
+                return decode(found.content)
+
+        def label(place: int) -> int:
+            _, found = documents[place]
+            if found.label not in self.number_of:
+                raise DataError(
+                    f"{self.shards[shard]}, {found.name}: the label {found.label!r} is none of the {some_names(self.names)} "
+                    "classes of the images to evaluate on; give --eval_files with images of each class"
+                )
+            return self.number_of[found.label]
+
+        for place in range(first, len(documents)):
+            index, _ = documents[place]
+            found = self.trained((self.seed, epoch, shard, index), place, len(documents), image, label)
+            row = np.empty(1, dtype=object)
+            # From a worker, each tensor would come with a file descriptor.
+            row[0] = {name: value.numpy() for name, value in found.items()} | {"row": np.array([epoch, shard, index])}
+            yield row
+
+
+class ImageStreams(StreamLoader):
+    """StreamLoader of images. A batch names its images by epoch, number of the shard, and place in it."""
+
+    def __init__(
+        self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED
+    ):
+        super().__init__(source, args, rank, world_size, max_length=1, num_streams=num_streams, shuffle_block=block)
+
+    def _batch(self, rows: list[list[Row]]) -> dict[str, Any]:
+        return default_collate([row.tokens[0] for (row,) in rows])
+
+    def counts(self) -> dict[str, int]:
+        counts = super().counts()
+        return {"images_seen": counts["documents_seen"], "retries": counts["retries"]}

@@ -1,0 +1,119 @@
+"""Tar shards of images as of WebDataset: an image is a member `NAME.jpg`, its label another one, `NAME.cls`.
+
+tarfile takes a damaged header for the end of a tar, and leaves out what follows. Here a tar is whole, or an error.
+"""
+
+import tarfile
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from typing import NamedTuple
+
+from accelerate_recipes.data.shards import CHUNK, DataError
+
+TAR = ".tar"
+IMAGES = ("jpg", "jpeg", "png", "webp")
+GZIP = b"\x1f\x8b"
+
+
+class TarImage(NamedTuple):
+    """Image of a shard, not decoded, with its label."""
+
+    name: str  # of its member
+    content: bytes
+    label: str
+
+
+class Member(tarfile.TarInfo):
+    """Member of a tar, whose header must be whole."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":  # pyright: ignore[reportIncompatibleMethodOverride]
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:
+            raise
+        except (tarfile.HeaderError, ValueError) as error:
+            raise tarfile.ReadError(f"the header at byte {tar.offset} is missing or damaged ({error})") from None
+
+
+class Chunks:
+    """File of chunks of bytes, which is read once, from its start to its end."""
+
+    def __init__(self, chunks: Iterable[bytes]):
+        self.chunks, self.rest = iter(chunks), memoryview(b"")
+
+    def read(self, size: int) -> memoryview:
+        self.rest = self.rest or memoryview(next(self.chunks, b""))
+        part, self.rest = self.rest[:size], self.rest[size:]
+        return part
+
+
+def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, bool, tarfile.TarInfo]]:
+    """Yield the members that are an image or a label, as (NAME, whether it is an image, member), to the end of a tar.
+
+    Raises:
+        DataError: for a link in place of an image or a label.
+        tarfile.TarError: for a tar that is cut off or damaged.
+    """
+    while member := tar.next():
+        tar.members = []  # it would keep all
+        stem, _, suffix = member.name.rpartition(".")
+        is_image = suffix.lower() in IMAGES
+        if member.isdir() or not (is_image or suffix == "cls"):
+            continue
+        if not member.isreg():
+            raise DataError(
+                f"{shard}: {member.name} is a link, not a file; pack it by `tar --dereference --hard-dereference`"
+            )
+        yield stem, is_image, member
+    while rest := tar.fileobj.read(CHUNK):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("more follows its end; tars cannot be joined by `cat`")
+
+
+def stream_images(chunks: Iterable[bytes], shard: str, first: int, stride: int) -> Iterator[TarImage]:
+    """Yield images `first`, `first + stride`, ... of a shard that is read once; of the others only the names are looked at.
+
+    The two members of an image must follow each other. Those of other kinds are ignored.
+
+    Raises:
+        DataError: for an image without a label or the reverse, two of one name, and a compressed tar.
+        tarfile.ReadError: for a shard that is cut off or damaged.
+    """
+    chunks = iter(chunks)
+    begin = next(chunks, b"")
+    if begin.startswith(GZIP):
+        raise DataError(f"{shard} is compressed; unpack it by `gunzip`: images hardly become smaller")
+    names = set()
+    try:
+        with tarfile.open(fileobj=Chunks(chain([begin], chunks)), mode="r|", tarinfo=Member) as tar:  # pyright: ignore[reportCallIssue]
+            samples = groupby(images_and_labels(tar, shard), key=lambda part: part[0])
+            for index, (name, parts) in enumerate(samples):
+                is_wanted = index >= first and (index - first) % stride == 0
+                found: dict[bool, tuple[str, bytes]] = {}
+                for _, is_image, member in parts:
+                    if is_image in found or name in names:
+                        raise DataError(
+                            f"{shard} has two {'images' if is_image else 'labels'} called {name}; give each image its own "
+                            "name, and put its two members one after the other"
+                        )
+                    found[is_image] = member.name, tar.extractfile(member).read() if is_wanted else b""
+                names.add(name)
+                if len(found) < 2:
+                    raise DataError(
+                        f"{shard}: {name} has no {'label' if True in found else 'image'} beside it; the members {name}.jpg "
+                        f"and {name}.cls must follow each other"
+                    )
+                if is_wanted:
+                    (image, content), (label_file, label) = found[True], found[False]
+                    yield TarImage(image, content, text_of_label(label, f"{shard}: {label_file}"))
+    except tarfile.TarError as error:
+        raise tarfile.ReadError(f"is not a whole tar: {error}") from None
+
+
+def text_of_label(content: bytes, where: str) -> str:
+    """Decode a label. Raises DataError."""
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        raise DataError(f"{where} is not UTF-8, so no label") from None
