@@ -11,6 +11,8 @@ from helpers import CONFIGS, ROOT
 from test_simulate import (  # noqa: F401  with fixtures
     BF16,
     C4,
+    CHESS_DPO,
+    CHESS_GRPO,
     DEEPVIT,
     DPO,
     FP32,
@@ -90,14 +92,12 @@ GPU_COMMANDS = {
     "dpo with adapters": ([*WIDE_DPO, *ADAPTERS], 59),
     "grpo": (WIDE_GRPO, 164),  # with three passes that draw
     "grpo with adapters": ([*WIDE_GRPO, *ADAPTERS, "--beta", "0.1"], 163),
+    "chess_dpo": ([*CHESS_DPO, "WIDE"], 62),
+    "chess_grpo": ([*CHESS_GRPO, "WIDE"], 164),
     "vit": (DEEPVIT, 39),
 }
-WAITS = {
-    "dpo": 15,
-    "dpo with adapters": 15,
-    "grpo": 8,
-    "grpo with adapters": 9,
-}  # for numbers that trl logs, in each micro-batch
+# Waits for numbers that trl logs, in each micro-batch.
+WAITS = {"dpo": 15, "dpo with adapters": 15, "chess_dpo": 15, "grpo": 8, "grpo with adapters": 9, "chess_grpo": 8}
 COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 
@@ -123,7 +123,7 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     # Bytes a parameter that FSDP and the optimizer read and write in a step, beyond which no copy was made. A gather copies
     # the shards, in fp32, to bf16, those into the buffer, and from it into whole weights.
     shards = 2 if config == "fsdp_hybrid" else 4
-    gathers = (1 if config == "fsdp_grad_op" else 2) * found.micro_batches + 3 * name.startswith("grpo")  # to draw
+    gathers = (1 if config == "fsdp_grad_op" else 2) * found.micro_batches + 3 * ("grpo" in name)  # to draw
     most = {
         "_foreach_copy_": (6 / shards * gathers, found.parameters),
         "all_gather_copy_in": ((4 + 4 / shards) * gathers, found.parameters),

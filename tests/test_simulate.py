@@ -5,7 +5,19 @@ from dataclasses import asdict
 
 import pytest
 from helpers import CHILDREN, CONFIGS, ROOT, blocks, launch_ok, log_of
-from transformers import BartConfig, BertConfig, ConvNextConfig, LlamaConfig, MT5Config, SwinConfig, T5Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    BartConfig,
+    BertConfig,
+    ConvNextConfig,
+    LlamaConfig,
+    MT5Config,
+    PreTrainedTokenizerFast,
+    SwinConfig,
+    T5Config,
+)
 
 from accelerate_recipes.launch.preflight import launch_environment
 from accelerate_recipes.plan.simulate import Job, Simulator
@@ -49,6 +61,9 @@ CHESS_DPO = [str(ROOT / "recipes/chess_dpo.py"), "--max_length", "20", *STEP, "-
 GRPO = [
     str(ROOT / "recipes/grpo.py"), "--max_prompt_length", "11", "--max_completion_length", "9", "--num_generations", "4",
     "--rewards", "think_format_reward", "--train_files", TEXTS, *STEP, "--model_name_or_path",
+]  # fmt: skip
+CHESS_GRPO = [
+    str(ROOT / "recipes/chess_grpo.py"), "--max_prompt_length", "11", "--num_generations", "4", *STEP, "--model_name_or_path",
 ]  # fmt: skip
 VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
 DEEPVIT = [
@@ -104,6 +119,10 @@ def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     for name, config in configs.items():
         config.save_pretrained(folder / name)
+    characters = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "?": 2}, unk_token="?"))  # of which a move has four or five
+    characters.pre_tokenizer = Split("", "isolated")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "?"}
+    PreTrainedTokenizerFast(tokenizer_object=characters, **special).save_pretrained(folder / "WIDE")
     for name in ("FLAN", "MT5"):  # as published; transformers would write true
         file = folder / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
