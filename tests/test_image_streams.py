@@ -160,6 +160,12 @@ def test_chance_is_a_function_of_seed_epoch_and_image(streamed):
         assert not any(np.array_equal(a["pixel_values"], b["pixel_values"]) for a, b in zip(first, other, strict=True))
     assert all(np.array_equal(a["pixel_values"], b["pixel_values"]) for a, b in zip(drawn[0, SEED + 1][5:], again, strict=True))  # fmt: skip
     assert len({int(row["other_labels"]) for row in first}) == 3
+    source.augmentation = Augmentation(crop_area=0.5)
+    rows = [
+        {int(row[0]["row"][2]): row[0]["pixel_values"] for row in source.tokens(0, order)}
+        for order in (documents, documents[::-1])
+    ]
+    assert all(np.array_equal(rows[0][i], rows[1][i]) for i in range(len(documents))), "its place plays no role"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -205,7 +211,7 @@ def cut(content: bytes, chunk: int = 1000) -> list[bytes]:
     return [content[start : start + chunk] for start in range(0, len(content), chunk)]
 
 
-LONG = "ordner/" * 30 + "größe" * 20  # longer than a plain header holds
+LONG = "folder/" * 30 + "größe" * 20  # longer than a plain header holds
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -368,13 +374,14 @@ def test_all_problems_at_once():
     assert "--max_steps is missing: how long a stream is, nobody knows" in found
     assert "--train_files are streamed, and no share of a stream can be held out; give --eval_files" in found
     files = [URL, "hf://tiny/a.tar", "hf://a", "https://example.org/b.parquet", "https://example.org/b.tar.gz"]
-    _, found = problems_of("--train_files", *files, "--eval_files", URL, "--max_steps", "3", "--num_streams", "5", world_size=2)  # fmt: skip
+    _, found = problems_of("--train_files", *files, "--eval_files", URL, "hf://datasets/a/b/c.tgz", "--max_steps", "3", "--num_streams", "5", world_size=2)  # fmt: skip
     for expected in (
         "--train_files hf://tiny/a.tar: write it as hf://datasets/ORG/NAME/PATH",
         "--train_files hf://a: what is streamed must end with .tar",
         "--train_files https://example.org/b.parquet: what is streamed must end with .tar; download it, or pack it so",
         "--train_files https://example.org/b.tar.gz: what is streamed must end with .tar",
         f"--eval_files {URL}: images to evaluate on are not streamed; download it and give its path",
+        "--eval_files hf://datasets/a/b/c.tgz: its name must end with one of .parquet, .tar",
         "--num_streams 5 is not a multiple of 2 processes",
     ):
         assert expected in found

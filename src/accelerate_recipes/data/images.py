@@ -124,12 +124,15 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
         if name not in ("train_files", "eval_files"):
             return super().file_problems(name, suffixes)
         named: list[str] = getattr(self, name)
-        found = super().file_problems(name, (".parquet", TAR), [file for file in named if not is_named_elsewhere(file)])
+        kinds = (".parquet", TAR)
+        found = super().file_problems(name, kinds, [file for file in named if not is_named_elsewhere(file)])
         for file in filter(is_named_elsewhere, named):
             if name == "train_files" and not file.endswith(TAR):
                 found.append(f"--{name} {file}: what is streamed must end with {TAR}; download it, or pack it so")
             elif name == "eval_files" and not file.startswith(HUB):
                 found.append(f"--{name} {file}: images to evaluate on are not streamed; download it and give its path")
+            elif not file.endswith(kinds):
+                found.append(f"--{name} {file}: its name must end with one of {', '.join(kinds)}")
             elif file.startswith(HUB):
                 try:
                     parts_of_hub_path(file)
