@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from helpers import CONFIGS, ROOT
@@ -37,6 +38,7 @@ from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event
+from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Search, prediction_of, reason_of, savings, speedups
 from accelerate_recipes.plan.simulate import (
     MICRO_BATCHES,
@@ -406,6 +408,8 @@ def test_hours():
     rows = prediction_of(job("fsdp_full", DEEPVIT), slow, GPUS["l4"])
     assert rows.facts()["hours"] is None and rows.facts()["hours_of_a_million_rows"] == pytest.approx(1250)
     assert "; a million rows take at least 1,250 hours an epoch" in rows.report()
+    drawing = Prediction(replace(slow, before=24), SimpleNamespace(max_steps=200, num_iterations=2), GPUS["l4"], {})
+    assert drawing.hours == pytest.approx(200 * 24 / 3600), "every second step draws"
 
 
 def test_the_size_of_a_checkpoint():

@@ -50,10 +50,16 @@ class Prediction:
         return self.fits and self.needed > NEAR * self.gpu.memory
 
     @property
+    def mean_seconds(self) -> float:
+        """Seconds of a step on average, at least: of --num_iterations steps only one draws answers."""
+        without = 1 - 1 / getattr(self.args, "num_iterations", 1)
+        return self.outcome.seconds - without * self.outcome.before
+
+    @property
     def targets_per_second(self) -> float:
         """Upper bound over all GPUs."""
         outcome = self.outcome
-        return outcome.tokens * outcome.micro_batches * self.world_size / outcome.seconds
+        return outcome.tokens * outcome.micro_batches * self.world_size / self.mean_seconds
 
     @property
     def mfu(self) -> float:
@@ -64,12 +70,12 @@ class Prediction:
     def hours(self) -> float | None:
         """Hours of the run, at least; None where the data say how many steps it has."""
         steps = self.args.max_steps
-        return steps * self.outcome.seconds / 3600 if steps > 0 else None
+        return steps * self.mean_seconds / 3600 if steps > 0 else None
 
     @property
     def hours_of_a_million_rows(self) -> float:
         """Hours to train once on a million of what --total_batch_size counts, at least."""
-        return 1e6 / self.args.total_batch_size * self.outcome.seconds / 3600
+        return 1e6 / self.args.total_batch_size * self.mean_seconds / 3600
 
     @property
     def checkpoint(self) -> int:

@@ -41,7 +41,8 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     others = {
         "--max_prompt_length 0": not args.max_prompt_length,
         "--use_vllm": args.use_vllm,
-        "--use_transformers_continuous_batching": getattr(args, "use_transformers_continuous_batching", False),
+        "--use_transformers_continuous_batching": args.use_transformers_continuous_batching
+        or args.use_transformers_paged,
         "--beta without --use_peft": args.beta != 0 and not args.use_peft,
         "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
         **{
