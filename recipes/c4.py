@@ -131,7 +131,7 @@ def main(args: Args) -> None:
         check_document_mask(run.model, run.accelerator.device)
     run.print(
         f"Data: {len(train_loader.source.shards):,} shards, in rows of {args.max_length} tokens; validation on "
-        f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token"
+        f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token{train_loader.workers_note}"
     )
 
     # Training and evaluation

@@ -97,12 +97,14 @@ def main(args: Args) -> None:
         shards = ImageShards(on_first_rank(args.train_shards), names, *how)
         train_loader = ImageStreams(shards, *place, num_streams=args.num_streams)
         total_steps, said = args.max_steps, f"the images of {len(shards.shards):,} streamed shards"
+        note = train_loader.workers_note
     else:
         train_images = Images(train_side, *how)
         train_loader = make_train_loader(
             train_images, *place, collate_fn=collate_images, content=train_side.content, order_class=EpochOrder
         )
         total_steps, said = num_steps(args, len(train_images)), f"{len(train_images):,} images"
+        note = ""
     heldout_images = Images(heldout_side, processor, skips_broken=args.skip_broken_images)
     heldout_loader = make_eval_loader(heldout_images, *place, collate_fn=collate_images)
     run.show_images({"Training": train_loader, "Evaluation": heldout_loader}, names, processor)
@@ -116,7 +118,7 @@ def main(args: Args) -> None:
     )
     run.print(
         f"Data: {said} of {len(names):,} classes to train on, {len(heldout_images):,} held out; "
-        f"{heldout_images.size} x {heldout_images.size} pixels"
+        f"{heldout_images.size} x {heldout_images.size} pixels{note}"
     )
 
     # Training and evaluation

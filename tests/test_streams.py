@@ -208,6 +208,11 @@ def alone(source) -> tuple[list[list[list[int]]], StreamLoader]:
     return expected_rows(source, NUM_STEPS), loader
 
 
+def test_workers_without_streams_are_named(source):
+    assert [make_loader(source, 0, 12, number).workers_note for number in (0, 1, 2)] == ["", "", ""]
+    assert make_loader(source, 0, 12, 3).workers_note == "; 2 of 3 workers read, one a stream: see --num_streams"
+
+
 @pytest.mark.parametrize("world_size, num_workers", [(1, 0), (1, 2), (2, 0), (3, 2), (4, 0)])
 def test_ranks_divide_the_same_rows(source, alone, world_size, num_workers):
     """Ranks divide the same rows, across ends of epochs, with 5, 6 and 8 streams a rank, and unequal shares of two workers."""

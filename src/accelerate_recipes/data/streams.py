@@ -499,6 +499,12 @@ class StreamLoader:
         first = (next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams)
         return self._batch([[row] for row in islice((row for row in first if len(row.tokens)), size)])
 
+    @property
+    def workers_note(self) -> str:
+        """Say how many workers read, at the end of a line, if those asked for are more than a rank's streams; else nothing."""
+        asked, streams = self.args.dataloader_num_workers, len(self.consumed)
+        return f"; {streams} of {asked} workers read, one a stream: see --num_streams" if asked > streams else ""
+
     def _start_workers(self) -> list[Iterator[Row]]:
         # A worker without streams would have nothing to do.
         num_workers = min(self.args.dataloader_num_workers, len(self.consumed))
