@@ -501,7 +501,7 @@ class StreamLoader:
 
     @property
     def workers_note(self) -> str:
-        """Say how many workers read, at the end of a line, if those asked for are more than a rank's streams; else nothing."""
+        """Say, for the end of a line, how many workers read if more were asked for than a rank has streams; else nothing."""
         asked, streams = self.args.dataloader_num_workers, len(self.consumed)
         return f"; {streams} of {asked} workers read, one a stream: see --num_streams" if asked > streams else ""
 
