@@ -119,7 +119,9 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     assert found.value_reads == 5 + WAITS.get(name, 0) * min(found.micro_batches, MICRO_BATCHES), case
     if name in SEES_DOCUMENTS:
         assert not [shape for shape in found.shapes if shape.count(72) > 1], case
-    if name == "grpo":  # of 2 rows with 19 places for a target, 9 are of the answer: trl multiplies no others, in one tile
+    if (
+        name == "grpo"
+    ):  # of 2 rows with 19 places for a target, 9 are of the answer: trl multiplies no others, in one tile
         assert {shape[0] for shape in found.shapes if shape[1:] == [2**15]} == {18}, case
     assert (found.host_peak > 2**14) == (config == "fsdp_offload"), case
     if config == "single":
