@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_cases import CASES, MODELS, ROW, Case, Setting
+from gpu_cases import CASES, MODELS, ROW, Case, Setting, memory
 from gpu_kernels import packed_batch
 from machine import machine
 from transformers import LlamaConfig
@@ -27,7 +27,6 @@ from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[1]
-PART = 4
 
 
 @dataclass
@@ -94,7 +93,7 @@ def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     flags = parser.parse_args()
-    found = machine(torch.device("cpu")) | {"predicted": predict([c.name for c in CASES.values() if c.part == PART])}
+    found = machine(torch.device("cpu")) | {"predicted": predict([case.name for case in memory()])}
     flags.out.write_text(json.dumps(found, indent=1) + "\n")
     for prediction in found["predicted"]:
         sizes = ", ".join(f"{prediction[what] / 2**30:.2f} GiB {what}" for what in ("allocated", "reserved"))

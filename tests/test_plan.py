@@ -414,6 +414,8 @@ def test_hours():
     assert "; a million rows take at least 1,250 hours an epoch" in rows.report()
     drawing = Prediction(replace(slow, before=24), SimpleNamespace(max_steps=200, num_iterations=2), GPUS["l4"], {})
     assert drawing.hours == pytest.approx(200 * 24 / 3600), "every second step draws"
+    steps.outcome.before = 24
+    assert "; drawing answers takes 24 s of the step" in steps.report()
 
 
 def test_the_size_of_a_checkpoint():

@@ -28,6 +28,16 @@ class NotSimulatedError(Exception):
     """A run cannot be simulated; the text names the part."""
 
 
+def refuse(what: str, settings: dict[str, Any]) -> None:
+    """Refuse to simulate a run with any of these settings that is so: they are named as they are given.
+
+    Raises:
+        NotSimulatedError: naming them.
+    """
+    if found := [name for name, is_so in settings.items() if is_so]:
+        raise NotSimulatedError(f"{what} with {', '.join(found)}")
+
+
 @dataclass
 class Trial:
     """Model, loss and one micro-batch of a recipe with its arguments.

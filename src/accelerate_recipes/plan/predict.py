@@ -132,7 +132,7 @@ class Prediction:
                 "compute_seconds": outcome.compute,
                 "memory_seconds": outcome.memory,
                 "communication_seconds": outcome.communication,
-                "seconds_before_micro_batches": outcome.before,
+                "drawing_seconds": outcome.before,
                 "hidden_seconds": outcome.compute + outcome.memory + outcome.communication - outcome.seconds,
                 "collectives": {
                     key: counts | {"inside_node": outcome.inside_node[key]}
@@ -177,11 +177,11 @@ class Prediction:
                     f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {in_gib(counts['sent'])} GiB sent"
                 )
         hidden = outcome.compute + outcome.memory + outcome.communication - outcome.seconds
+        drawing = f"; drawing answers takes {outcome.before:.3g} s of the step" if outcome.before else ""
         lines += [
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
-            f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others"
-            + (f"; {outcome.before:.3g} s of the step pass before its micro-batches" if outcome.before else ""),
+            f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others{drawing}",
             f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",
         ]
         if self.hours is not None:

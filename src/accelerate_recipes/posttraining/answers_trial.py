@@ -23,7 +23,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.trainers import count_targets, loss_of_experts, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+from accelerate_recipes.trial import Trial, config_of, refuse
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -46,12 +46,11 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         "--beta without --use_peft": args.beta != 0 and not args.use_peft,
         "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
         **{
-            f"--{name}": bool(getattr(args, name))
+            f"--{name}": getattr(args, name)
             for name in ("cache_implementation", "generation_kwargs", "neftune_noise_alpha", "use_liger_kernel")
         },
     }
-    if found := [what for what, is_so in others.items() if is_so]:
-        raise NotSimulatedError(f"GRPO with {', '.join(found)}")
+    refuse("GRPO", others)
     config = config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)

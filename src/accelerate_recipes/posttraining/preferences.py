@@ -53,7 +53,7 @@ from accelerate_recipes.posttraining.trainers import (
 )
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+from accelerate_recipes.trial import Trial, config_of, refuse
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
@@ -367,10 +367,9 @@ def preference_trial(args: Any) -> Trial:
         "--max_length none": not args.max_length,
         "--precompute_ref_log_probs false": not args.precompute_ref_log_probs,
         f"--precompute_ref_batch_size {args.precompute_ref_batch_size}": (args.precompute_ref_batch_size or 0) > rows,
-        **{f"--{name}": bool(getattr(args, name)) for name in ("use_liger_kernel", "neftune_noise_alpha")},
+        **{f"--{name}": getattr(args, name) for name in ("use_liger_kernel", "neftune_noise_alpha")},
     }
-    if found := [what for what, is_so in others.items() if is_so]:
-        raise NotSimulatedError(f"DPO with {', '.join(found)}")
+    refuse("DPO", others)
     config = config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)

@@ -21,7 +21,7 @@ from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
+from accelerate_recipes.trial import Trial, config_of, refuse
 
 
 class SupervisedTrainer(RecipeTrainer, SFTTrainer):
@@ -110,15 +110,14 @@ def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
     others = {
         "--max_length none": not args.max_length,
         "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
-        "--new_tokens": bool(args.new_tokens),
+        "--new_tokens": args.new_tokens,
         f"--loss_type {args.loss_type}": args.loss_type != "nll",
         **{
-            f"--{name}": bool(getattr(args, name))
+            f"--{name}": getattr(args, name)
             for name in ("use_liger_kernel", "label_smoothing_factor", "neftune_noise_alpha")
         },
     }
-    if found := [what for what, is_so in others.items() if is_so]:
-        raise NotSimulatedError(f"SFT with {', '.join(found)}")
+    refuse("SFT", others)
     config = new_config(args) if args.from_scratch else config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
