@@ -110,7 +110,10 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
                     "that was built for this torch, from the same index, or give --rand_augment 0"
                 )
         if self.eval_split and self.train_files:
-            found.append(f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files")
+            found.append(
+                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give --eval_files, "
+                "and --eval_split ''"
+            )
         if self.eval_split and self.eval_files:
             found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
         if self.is_streamed and not self.eval_files:
