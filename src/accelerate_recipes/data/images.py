@@ -111,8 +111,8 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
                 )
         if self.eval_split and self.train_files:
             found.append(
-                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give --eval_files, "
-                "and --eval_split ''"
+                f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
+                "--eval_files, and --eval_split ''"
             )
         if self.eval_split and self.eval_files:
             found.append(f"--eval_split {self.eval_split} and --eval_files both say what to evaluate on; remove one")
