@@ -4,10 +4,12 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import gpu_cases
 import gpu_kernels
+import gpu_layer
 import gpu_predicted
 import gpu_profile
 import gpu_report
@@ -23,6 +25,7 @@ from accelerate_recipes.models import new_bpe_tokenizer, new_llama
 from accelerate_recipes.strategy import environment_problems, lever_problems
 from accelerate_recipes.weights import initialize
 
+GPU_LAYER = ROOT / "benchmarks/results/gpu_layer.json"
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"
 TINY_HEADS = "--intermediate_size 64 --num_attention_heads 2"
 LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no"
@@ -55,7 +58,17 @@ ELSEWHERE = {
     "vision_baselines",
 }
 HELPERS = {"machine", "pages", "real_steps"}
-GPU = {"gpu", "gpu_cases", "gpu_kernels", "gpu_predicted", "gpu_profile", "gpu_records", "gpu_report", "gpu_steps"}
+GPU = {
+    "gpu",
+    "gpu_cases",
+    "gpu_kernels",
+    "gpu_layer",
+    "gpu_predicted",
+    "gpu_profile",
+    "gpu_records",
+    "gpu_report",
+    "gpu_steps",
+}
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {
     1: ["ceilings", "attention: documents", "attention: sdpa", "attention: flex", "attention: NaN", "decode"],
@@ -252,6 +265,26 @@ def test_gpu_predictions_are_those_of_this_version():
     assert {(found["case"], found["setting"]) for found in kept} == wanted and len(wanted) > 8
     name = "memory: fsdp_full, Kahan"
     assert gpu_predicted.predict([name]) == [found for found in kept if found["case"] == name]
+
+
+@pytest.mark.slow
+def test_gpu_layer_is_that_of_this_version():
+    kept = json.loads(GPU_LAYER.read_text())["layers"]
+    name = "all in bf16, not compiled"
+    assert gpu_layer.of_one_layer(*gpu_layer.SIMULATED[name]) == kept[name]
+    if find_spec("triton"):
+        kernels, moved, activations = gpu_layer.in_process(gpu_layer.compiled, False)
+        wanted = kept[gpu_layer.COMPILED]
+        assert activations == wanted["kept_activations"]
+        assert {part: moved[part] for part in moved} == {part: wanted["bytes"][part] for part in moved}
+        assert {part: kernels[part] for part in kernels} == {part: wanted["kernels"][part] for part in kernels}
+
+
+def test_gpu_layer_is_on_the_page():
+    layers = json.loads(GPU_LAYER.read_text())["layers"]
+    assert "\n".join(gpu_layer.table(layers)) in (ROOT / "docs/levers.md").read_text()
+    # A parameter is read and written in bf16: 5 tensors, several times; a layer of 7B has 202,383,360.
+    assert layers[gpu_layer.COMPILED]["bytes"][gpu_layer.OPTIMIZER] == pytest.approx(42 * 202_383_360, rel=1e-6)
 
 
 def test_gpu_page_is_what_was_measured(tmp_path):

@@ -44,6 +44,14 @@ COLLECTIVES = {
 COPIED_BY_GLOO = {"allgather_base", "reduce_scatter_base"}
 
 
+# Operators that read as much of their first argument as they return; and the argument that others do not read.
+LOOKUPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+UNREAD = {
+    "bernoulli_": 0, "copy_": 0, "fill_": 0, "full_like": 0, "new_ones": 0, "new_zeros": 0, "ones_like": 0, "zero_": 0,
+    "zeros_like": 0, "nll_loss_backward": 1,
+}  # fmt: skip
+
+
 class Event(NamedTuple):
     """Change of a storage: its size and kind from now on; size 0 once it is freed. `at` counts operators."""
 
@@ -316,8 +324,7 @@ class Ledger(TorchDispatchMode):
             if builds_graph(func) and torch._C._current_graph_task_id() != -1:
                 self.recomputed += flops
         self.calls[name] += 1
-        is_free = func.is_view or name.startswith("empty") or "c10d" in func.namespace
-        moved = 0 if is_free else sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
+        moved = bytes_moved(func, args, kwargs, out)
         self.moved[name] += moved
         if self.clock and tensors:
             if func is fsdp.split_with_sizes_copy.default:
@@ -353,6 +360,33 @@ class Ledger(TorchDispatchMode):
         elif name == "reduce_scatter_base":
             self.tag(tensors, WHOLE_GRADIENTS)
             self.tag([out], GRADIENTS)
+
+
+def bytes_moved(func, args, kwargs, out) -> int:
+    """Count the bytes that an operator reads and writes, at least."""
+    name = func._schema.name.partition("::")[2]
+    if func.is_view or name == "_unsafe_view" or name.startswith("empty") or "c10d" in func.namespace:
+        return 0
+    if name == "all_gather_copy_in":  # the shards go into their place in the buffer, of which it returns views
+        return 2 * tensor_bytes(args[0])
+    moved = tensor_bytes((args, kwargs, out))
+    if name in LOOKUPS:
+        moved -= max(0, tensor_bytes(args[0]) - tensor_bytes(out))
+    elif name in UNREAD:
+        moved -= tensor_bytes(args[UNREAD[name]])
+    elif name == "index_add_":  # reads and writes the rows that it changes
+        moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
+    elif name == "_fused_adamw_":  # what it changes, it does not return
+        moved += tensor_bytes((args[0], args[2], args[3]))
+    elif name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_":
+        moved += tensor_bytes(args[0])
+    return moved
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Sum the bytes of tensors; an expanded one has those of its storage."""
+    tensors = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+    return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def builds_graph(func) -> bool:
