@@ -1,6 +1,6 @@
 """Kernels, bytes and kept activations of one layer of Llama 2 7B in a training step on one GPU, counted without a GPU.
 
-    pip install torchao==0.18.0 triton==3.7.1
+    pip install triton==3.7.1
     python benchmarks/gpu_layer.py --out benchmarks/results/gpu_layer.json
 
 A step of one row of 4,096 tokens is simulated as `plan` does it, with two layers and with one: the difference is a layer,
