@@ -16,8 +16,8 @@ transformers, accelerate, peft and this library (where it is not installed, by P
 chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt. A training step is the library's own, under the
 environment that `accelerate launch` makes of a YAML of accelerate_configs/.
 
-A part ends within --minutes; parts 1 and 4 should take five together. Each case is a launch of its own, whose end, whatever it
-is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the time, the
+A part ends within --minutes; parts 1 and 4 should take five together. Each case is a launch of its own, whose end, whatever
+it is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the time, the
 device's memory or a lacking package rules out is left out, and said so. What is found is appended to OUT/partN.jsonl line by
 line; what the launches print, to OUT/partN.log. A table closes it.
 
