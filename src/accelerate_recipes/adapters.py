@@ -86,7 +86,8 @@ def gets_weights_later() -> bool:
 
     Under FSDP2 `fsdp_cpu_ram_efficient_loading: true` means that one process of a machine reads. transformers 5.23 reads in
     all of them; where it converts the dtype, each then holds a whole model: 8 billion parameters in fp32 are 256 GB in eight
-    processes. tests/test_distributed.py fails when upstream no longer needs this.
+    processes. tests/test_distributed.py fails when upstream no longer needs this. The first process of another machine reads
+    too, though its weights come from rank 0: transformers makes buffers where LOCAL_RANK is not 0.
     """
     return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not is_first_of_machine()
 
