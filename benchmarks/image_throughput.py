@@ -3,18 +3,24 @@
     python benchmarks/image_throughput.py --out benchmarks/results/image_throughput.json
 
 The images are photographs of no content: smooth noise of 500 x 375 pixels, as JPEG in a Parquet file. Each loader decodes,
-crops by chance, resizes to 224 x 224, mirrors, and normalises. They run in turns, so that a disturbance meets all alike;
-a loader's figure is its median round. "datasets and DataLoader" is `with_transform` with PIL's resize, as in transformers'
+crops by chance, resizes to 224 x 224, mirrors, and normalises. "this recipe, streamed" reads them as tar shards from a web
+server, a process of its own on the same machine. They run in turns, so that a disturbance meets all alike; a loader's figure
+is its median round. "datasets and DataLoader" is `with_transform` with PIL's resize, as in transformers'
 examples without torchvision. torchvision's is measured where `import torchvision` works, else it is "not run".
 """
 
 import argparse
+import contextlib
 import io
 import json
+import re
 import statistics
+import subprocess
+import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -26,11 +32,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import Augmentation, Images, Labelled, collate_images, random_box
 from accelerate_recipes.data.rows import EpochOrder, make_train_loader
 from accelerate_recipes.vision.classifiers import new_image_processor
 
-SIZE, BATCH = 224, 32
+SIZE, BATCH, SHARDS = 224, 32, 8
 
 
 def photographs(number: int) -> datasets.Dataset:
@@ -51,6 +58,43 @@ def ours(table: datasets.Dataset, workers: int) -> Iterable[dict]:
     args = TrainArgs(total_batch_size=BATCH, per_device_train_batch_size=BATCH, dataloader_num_workers=workers)
     rows = Images(side, new_image_processor(SIZE), Augmentation())
     return make_train_loader(rows, args, 0, 1, collate_fn=collate_images, order_class=EpochOrder)
+
+
+def write_shards(table: datasets.Dataset, folder: Path) -> list[str]:
+    """Write the images as tar shards, each member's name being its place; returns the names of the files."""
+    names = [f"images-{number}.tar" for number in range(SHARDS)]
+    images = table.cast_column("image", datasets.Image(decode=False))["image"]
+    for number, name in enumerate(names):
+        with tarfile.open(folder / name, "w") as tar:
+            for place in range(number, len(table), SHARDS):
+                for suffix, content in (("jpg", images[place]["bytes"]), ("cls", b"0")):
+                    member = tarfile.TarInfo(f"{place:06}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return names
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """Serve a folder; yields its address."""
+    argv = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(folder)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            address = re.search(r"http://[\d.:]+", process.stdout.readline())
+            yield address[0]
+        finally:
+            process.kill()
+
+
+def streamed(shards: list[str]) -> Callable:
+    """Make the loader of the recipe for tar shards at these addresses."""
+
+    def make(table: datasets.Dataset, workers: int) -> Iterable[dict]:
+        args = TrainArgs(total_batch_size=BATCH, per_device_train_batch_size=BATCH, dataloader_num_workers=workers)
+        source = ImageShards(shards, ["0"], new_image_processor(SIZE), Augmentation(), seed=0)
+        return ImageStreams(source, args, 0, 1, num_streams=SHARDS)
+
+    return make
 
 
 def with_transform(table: datasets.Dataset, workers: int) -> Iterable[dict]:
@@ -112,9 +156,11 @@ def main() -> None:
         loaders["datasets and torchvision"] = with_torchvision
     except Exception as error:  # its PyPI build does not load beside a CPU build of torch
         found["datasets and torchvision"] = f"not run: {type(error).__name__}: {error}"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as address:
         photographs(flags.images).to_parquet(Path(folder) / "images.parquet")
         table = datasets.load_dataset("parquet", data_files=f"{folder}/images.parquet", split="train", cache_dir=folder)
+        names = write_shards(table, Path(folder))
+        loaders["this recipe, streamed"] = streamed([f"{address}/{name}" for name in names])
         rounds: dict = {(name, workers): [] for workers in flags.workers for name in loaders}
         for _ in range(flags.rounds):
             for (name, workers), speeds in rounds.items():
