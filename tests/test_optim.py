@@ -11,7 +11,7 @@ from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
-from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn
+from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn, parts
 from accelerate_recipes.weights import WRAPPERS
 
 STEPS = 20
@@ -57,6 +57,24 @@ def test_kahan_is_adamw():
         ends[optim] = model[0].detach().float()
     whole = (ends["adamw_torch_fused"] - start).norm()
     assert (ends["adamw_bf16_kahan"] - ends["adamw_torch_fused"]).norm() < 0.02 * whole
+
+
+def test_kahan_takes_tensors_together():
+    """Tensors of any sizes, also empty shards, are updated as each by itself: to the bit."""
+    shapes = [(n, 1) for n in (1, 5, 0, 2, 3, 7, 1)]
+    assert list(parts([torch.empty(n) for n in shapes])) == [slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)]
+    assert list(parts([torch.empty(0), torch.empty(0)])) == [slice(0, 2)] and not list(parts([]))
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    together = nn.ParameterList([tensor.clone() for tensor in start])
+    follow(build(together, "adamw_bf16_kahan", **settings), together, gradients)
+    for i, tensor in enumerate(start):
+        alone = nn.ParameterList([tensor.clone()])
+        follow(build(alone, "adamw_bf16_kahan", **settings), alone, [[step[i]] for step in gradients])
+        assert torch.equal(together[i], alone[0])
+    assert not torch.equal(together[5], start[5])
 
 
 def test_adafactor_is_that_of_transformers():

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -81,11 +81,26 @@ class KahanAdamW(torch.optim.AdamW):
                 compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
             )  # fmt: skip
-            for parameter, compensation in zip(params, compensations, strict=True):
-                compensation.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
-                before = parameter.clone()
-                parameter.add_(compensation)
-                compensation.add_(before.sub_(parameter))
+            for part in parts(params):
+                weights, lost = params[part], compensations[part]
+                torch._foreach_add_(lost, weights, alpha=-group["lr"] * group["weight_decay"])
+                rounded = torch._foreach_add(weights, lost)
+                torch._foreach_sub_(weights, rounded)  # what they change by, negative
+                torch._foreach_add_(lost, weights)
+                torch._foreach_copy_(weights, rounded)
+
+
+def parts(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Divide a list into parts of not more numbers than its largest tensor has: few kernels, which need little memory."""
+    largest = max((tensor.numel() for tensor in tensors), default=0)
+    start = size = 0
+    for end, tensor in enumerate(tensors):
+        if size + tensor.numel() > largest:
+            yield slice(start, end)
+            start, size = end, 0
+        size += tensor.numel()
+    if tensors:
+        yield slice(start, len(tensors))
 
 
 class Adafactor(torch.optim.Optimizer):
