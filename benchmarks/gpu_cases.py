@@ -3,6 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
+from accelerate_recipes.attention import FLASH_3
+
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 8192}
 # Of the published config.json; nothing is downloaded.
 MODELS = {
@@ -71,6 +73,7 @@ def kernels() -> list[Case]:
     return [
         Case("ceilings", 1, "ceilings", 30),
         Case("attention: documents", 1, "attention_documents", 25),
+        Case("attention: FlashAttention 3", 1, "attention_flash_3", 25, package=FLASH_3),
         Case("attention: sdpa", 1, "attention_sdpa", 45),
         Case("attention: flex", 1, "attention_flex", 40),
         Case("attention: NaN", 1, "attention_nan", 10),

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig
 
-from accelerate_recipes.attention import boundaries, documents, sdpa
+from accelerate_recipes.attention import boundaries, documents, sdpa, use_flash_3
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_model
 from accelerate_recipes.weights import initialize
@@ -208,6 +208,14 @@ def attention_documents(device: torch.device, tiny: bool, report: Report) -> Non
             report.attempt(
                 f"documents{heads}: {name}", "attention", lambda i=inputs, a=attend, r=repeats: i.measure(a, device, r)
             )
+
+
+def attention_flash_3(device: torch.device, tiny: bool, report: Report) -> None:
+    """The library's own, by FlashAttention 3."""
+    if not use_flash_3():
+        report(skipped="the device is not of Hopper's kind")
+        return
+    attention_documents(device, tiny, report)
 
 
 def attention_sdpa(device: torch.device, tiny: bool, report: Report) -> None:

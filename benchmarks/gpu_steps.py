@@ -27,6 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.attention import DOCUMENTS, use_flash_3
 from accelerate_recipes.checkpoint.checkpointer import HostCopy
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.engine import Batch, Step, to_device, train_step
@@ -108,6 +109,8 @@ class Bench:
             share = trained_share(model)
             self.flops = partial(decoder_flops, model.config, model.num_parameters(), trained_share=share)
             run.shard(model)
+            if setting.attention == DOCUMENTS and self.device.type == "cuda":
+                use_flash_3()  # as `run.prepare` does
             del model
             run.model.train()
             yield run

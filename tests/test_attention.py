@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import CHILDREN, ROOT
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import activate_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AttentionInterface,
@@ -357,6 +358,21 @@ def test_choices_that_cannot_be_are_errors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="documents computes in bf16 on a GPU; set `mixed_precision: bf16`"):
         choose("documents", LlamaConfig(), torch.float32)
+
+
+def test_flash_attention_3_where_it_can_be(monkeypatch):
+    """On Hopper, where its package is installed; a package that does not work is an error, and not left out silently."""
+    activated = []
+    monkeypatch.setattr(attention, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
+    for major, expected in ((8, []), (10, []), (9, ["FA3"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
+        assert attention.use_flash_3() == bool(expected) and activated == expected
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate_flash_attention_impl)  # torch's
+    with pytest.raises(ConfigError, match=r"flash_attn_interface .* does not work with torch .*No module named"):
+        attention.use_flash_3()
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    assert not attention.use_flash_3()
 
 
 def test_what_it_cannot_compute_is_an_error():

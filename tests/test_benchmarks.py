@@ -71,7 +71,15 @@ GPU = {
 }
 # Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
 GPU_CASES = {
-    1: ["ceilings", "attention: documents", "attention: sdpa", "attention: flex", "attention: NaN", "decode"],
+    1: [
+        "ceilings",
+        "attention: documents",
+        "attention: FlashAttention 3",
+        "attention: sdpa",
+        "attention: flex",
+        "attention: NaN",
+        "decode",
+    ],
     2: ["same: fsdp_grad_op, regional"],
     3: ["staging", "7B: best", "8B: LoRA", "Trainer", "7B: fp8"],
     4: ["memory: fsdp_grad_op"],
@@ -186,7 +194,7 @@ def test_gpu(part, tmp_path):
     assert (
         skipped
         == {
-            1: {("attention: flex", no_flex)},
+            1: {("attention: flex", no_flex), ("attention: FlashAttention 3", "flash_attn_interface is not installed")},
             2: {("same: fsdp_grad_op, regional", no_flex)},
             3: {("7B: fp8", "torchao is not installed")},
             4: set(),

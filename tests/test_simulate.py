@@ -219,8 +219,10 @@ def test_micro_batches_follow_from_two(simulator, bases, config, more):
     assert found.micro_batches == whole.micro_batches == 5
     for name in ("flops", "recomputed", "collectives"):
         assert getattr(found, name) == getattr(whole, name), name
-    for name in ("seconds", "compute", "memory", "communication"):
+    for name in ("compute", "memory", "communication"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-3), name
+    # The second gathers are hidden by more than the first, but by less than those that follow.
+    assert found.seconds == pytest.approx(whole.seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize("config, flags, num_processes, variants", CASES)

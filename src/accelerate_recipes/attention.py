@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,6 +29,7 @@ ALL_KERNELS = [
     SDPBackend.MATH,
     SDPBackend.OVERRIDEABLE,  # kernel of one kind of device, such as Intel's GPUs
 ]
+FLASH_3 = "flash_attn_interface"  # package of FlashAttention 3
 BLOCK = 128  # queries that the CPU's kernel computes at a time
 FEWEST_BOUNDARIES = 64
 # In torch 2.11's kernel keys and values have as many heads as queries.
@@ -100,7 +101,8 @@ def documents(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention inside each document, as an attention function of transformers; no tile outside is touched.
 
-    On a GPU this is torch's varlen attention (FlashAttention), which needs bf16. On a CPU a plain kernel computes the same.
+    On a GPU this is torch's varlen attention (FlashAttention; see `use_flash_3`), which needs bf16. On a CPU a plain kernel
+    computes the same.
 
     Args:
         query: (B, H, T, D); key and value (B, H or a divisor, T, D).
@@ -226,7 +228,7 @@ def choose(
             "YAML, or give sdpa"
         )
     # Without the package, transformers would load the kernel from the Hub with `kernels`.
-    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": FLASH_3}
     if name in packages and not any(map(find_spec, (packages[name], "kernels"))):
         raise ConfigError(
             f"--attn_implementation {name}: its package is not installed; pip install flash-attn, or give auto"
@@ -327,6 +329,29 @@ def _attend_backward_on_cpu(
         grads[i] = grads[i].unflatten(1, (-1, repeats)).sum(2)
     # Keep the strides of the inputs, as torch's shape function promises: inductor's code relies on them.
     return tuple(torch.empty_like(t).copy_(g) for g, t in zip(grads, (query, key, value), strict=True))
+
+
+def use_flash_3() -> bool:
+    """Let torch compute its FlashAttention by version 3, in this process, from now on, if the GPU and the packages allow it.
+
+    Then torch's FlashAttention raises an error for dropout, which `documents` does not compute either.
+
+    Returns:
+        Whether it does.
+
+    Raises:
+        ConfigError: if the package is installed, but does not work.
+    """
+    if not find_spec(FLASH_3) or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the package {FLASH_3} (FlashAttention 3) does not work with torch {torch.__version__}: {error}; install a "
+            "build for this torch, or uninstall it"
+        ) from error
+    return True
 
 
 def keep_cudnn_from_masks() -> None:

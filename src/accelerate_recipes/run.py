@@ -26,7 +26,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
-from accelerate_recipes.attention import choose
+from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
@@ -218,6 +218,8 @@ class Run(Generic[Args]):
         )
         if why:
             self.print(f"Attention: {attention}, since {why}")
+        if attention == DOCUMENTS and self.accelerator.device.type == "cuda" and use_flash_3():
+            self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)
         self.checkpointer = Checkpointer(
