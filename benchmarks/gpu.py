@@ -13,8 +13,8 @@
 
 Models are made from their configurations and rows of random tokens: nothing is downloaded, and needed are torch,
 transformers, accelerate, peft and this library (where it is not installed, by PYTHONPATH=src), but not datasets, trl and
-chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt. A training step is the library's own, under the
-environment that `accelerate launch` makes of a YAML of accelerate_configs/.
+chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt; for cases of theirs Liger and FlashAttention 3.
+A training step is the library's own, under the environment that `accelerate launch` makes of a YAML of accelerate_configs/.
 
 A part ends within --minutes; parts 1 and 4 should take five together. Each case is a launch of its own, whose end, whatever
 it is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the time, the

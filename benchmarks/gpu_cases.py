@@ -19,6 +19,7 @@ TINY = {
 }  # fmt: skip
 TINY_DEPTH, TINY_ROW = 2, 128
 
+LIGER = "liger_kernel"  # package
 REGIONAL = "--dynamo_backend inductor --dynamo_use_regional_compilation"
 BEST = "single_bf16"  # with KAHAN: pure bf16, compiled
 FP8 = "single_fp8"
@@ -38,6 +39,7 @@ class Setting(NamedTuple):
     rows: int = 1  # a forward pass
     micro_batches: tuple[int, ...] = (1,)  # a step; measured one after the other
     whole_logits: bool = False
+    liger: bool = False  # norms, RoPE and SwiGLU by Liger's kernels
     args: dict[str, Any] = {}  # noqa: RUF012  of the recipe, as TrainArgs has them
     is_profiled: bool = False
     searches_rows: bool = False  # how many fit a forward pass
@@ -130,6 +132,7 @@ def levers() -> list[Case]:
         Case("lever: attention", 2, "steps", 60, BEST, settings=attention, gib=40),
         Case("lever: loss, clipping, rows", 2, "steps", 50, BEST, settings=rest, gib=50),
         Case("lever: not compiled", 2, "steps", 15, launch=FP32, settings=(setting("not compiled"),), gib=40),
+        Case("lever: Liger", 2, "steps", 15, launch=FP32, settings=(setting("Liger", liger=True),), gib=40, package=LIGER),
         Case("lever: fp32 masters", 2, "steps", 20, launch=REGIONAL, settings=(master("fp32 masters"),), gib=50),
         Case("lever: fsdp_full", 2, "steps", 30, "fsdp_full", REGIONAL, prefetch, gib=50),
         Case("lever: fsdp_grad_op", 2, "steps", 20, "fsdp_grad_op", REGIONAL, (master("fsdp_grad_op"),), gib=50),

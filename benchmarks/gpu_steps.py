@@ -23,6 +23,7 @@ from gpu_records import Report, free_memory, in_words
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_callback import PrinterCallback
 
 from accelerate_recipes.adapters import add_adapters, load_settings
@@ -66,6 +67,8 @@ class Bench:
         """Say why a setting cannot be measured on this device; empty if it can."""
         if setting.attention == "flex_attention" and self.device.type == "cpu":
             return NO_FLEX
+        if setting.liger and self.device.type == "cpu":
+            return "Liger's kernels need a GPU"
         return ""
 
     def config(self, setting: Setting) -> LlamaConfig:
@@ -85,7 +88,10 @@ class Bench:
         """A model to train: on the meta device, as `prepare` wants it; or to freeze, with weights in bf16."""
         config = self.config(setting)
         if not args.use_peft:
-            return new_model(config, setting.attention, args.param_dtype)
+            model = new_model(config, setting.attention, args.param_dtype)
+            if setting.liger:
+                apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+            return model
         model = initialize(new_model(config, setting.attention, torch.bfloat16), args.seed, self.device)
         args.model_name_or_path = str(self.folder / "base")
         if args.load_in_4bit:
