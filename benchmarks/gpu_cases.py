@@ -171,7 +171,7 @@ def depth() -> list[Case]:
     turns = Setting("8 layers, whole logits", layers=8, attention="sdpa", micro_batches=(4,), whole_logits=True)
     return [
         Case("staging", 3, "staging", 20, launch=FP32, settings=(staging,), gib=25),
-        Case("7B: best", 3, "steps", 110, config=BEST, settings=ours("7B", 32), gib=76),
+        Case("7B: best", 3, "steps", 110, config=BEST, settings=ours("7B", 32), gib=84),
         Case("7B, 24 of 32 layers: best", 3, "steps", 90, config=BEST, settings=ours("7B", 24), gib=60, below_gib=100),
         Case("8B: best", 3, "steps", 110, config=BEST, settings=ours("8B", 32), gib=95),
         Case("8B, 24 of 32 layers: best", 3, "steps", 90, config=BEST, settings=ours("8B", 24), gib=72, below_gib=100),
@@ -184,7 +184,7 @@ def depth() -> list[Case]:
         ),
         Case("Trainer", 3, "trainer_turns", 40, settings=(turns,), gib=50),
         Case("8B: fp8", 3, "steps", 60, settings=fp8("8B", 32), gib=95, **torchao),
-        Case("7B: fp8", 3, "steps", 60, settings=fp8("7B", 32), gib=76, **torchao),
+        Case("7B: fp8", 3, "steps", 60, settings=fp8("7B", 32), gib=84, **torchao),
         Case("8B, 24 of 32 layers: fp8", 3, "steps", 60, settings=fp8("8B", 24), gib=72, below_gib=100, **torchao),
         Case("7B, 24 of 32 layers: fp8", 3, "steps", 60, settings=fp8("7B", 24), gib=60, below_gib=100, **torchao),
         Case("8B: DoRA", 3, "steps", 45, launch=REGIONAL, settings=adapters("DoRA, r 16", use_dora=True), gib=60),

@@ -4,6 +4,7 @@ Also, cuDNN's attention is switched on only where it is correct and fast: in tra
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from accelerate_recipes import attention, recipe
+from accelerate_recipes import attention, recipe, run
 from accelerate_recipes.args import ConfigError, resolve
 from accelerate_recipes.attention import beyond_documents, boundaries, choose, keep_cudnn_from_masks, with_padding
 from accelerate_recipes.losses import next_token_loss
@@ -373,6 +374,21 @@ def test_flash_attention_3_where_it_can_be(monkeypatch):
         attention.use_flash_3()
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert not attention.use_flash_3()
+
+
+def test_a_run_takes_flash_attention_3(monkeypatch):
+    """Where a run on a GPU attends by documents, and only there."""
+    said, args = [], {"param_dtype": torch.bfloat16, "has_boundaries": True}
+    for name in ("add_adapters", "make_scheduler", "Checkpointer"):
+        monkeypatch.setattr(run, name, lambda *_: None)
+    monkeypatch.setattr(run, "use_flash_3", lambda: True)
+    for device, name, expected in (("cpu", "documents", 0), ("cuda", "sdpa", 0), ("cuda", "documents", 1)):
+        fake = SimpleNamespace(
+            args=SimpleNamespace(attn_implementation=name, **args), accelerator=SimpleNamespace(device=torch.device(device)),
+            shard=lambda _: None, print=said.append, adapter=None, model=None, optimizer=None, resumed_from=None,
+        )  # fmt: skip
+        run.Run.prepare(fake, make(LlamaConfig(**WIDTHS), name), None, 1)
+        assert said == ["Attention: by FlashAttention 3"] * expected
 
 
 def test_what_it_cannot_compute_is_an_error():

@@ -42,8 +42,6 @@ COLLECTIVES = {
 }  # fmt: skip
 # On a CPU gloo (torch 2.13) exchanges a copy of the whole tensor; benchmarks/plan_shapes.py measures it.
 COPIED_BY_GLOO = {"allgather_base", "reduce_scatter_base"}
-
-
 # Operators that read as much of their first argument as they return; and the argument that others do not read.
 LOOKUPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 UNREAD = {
