@@ -3,12 +3,14 @@
     make plans
 
 simulates each command that benchmarks/results/plans.json does not have yet, and writes that file, the memory comments of
-recipes/configs, and the tables of docs/plan.md and docs/levers.md. `make plans ARGS=--again` simulates all of them anew: a
-change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so too, and compares them with what is
-written; ARGS=--pages simulates none. Models of the Hub are made from the sizes that are published; nothing is downloaded.
+recipes/configs, and the tables of docs/plan.md, docs/levers.md and docs/long-context.md. `make plans ARGS=--again` simulates
+all of them anew: a change of `plan/`, of the engine or of a recipe's trial asks for it. ARGS=--check does so too, and
+compares them with what is written; ARGS=--pages simulates none. Models of the Hub are made from sizes that are published;
+nothing is downloaded.
 """
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -123,6 +125,18 @@ LEVERS = {
 }  # fmt: skip
 
 
+# Models of the page on long rows.
+LONG = {"8B on 8 GPUs": ("llama3_1_8b", 1), "70B on 32 GPUs": ("llama3_1_70b", 4)}  # with its number of nodes
+LENGTHS = {"32k tokens": 2**15, "64k": 2**16, "128k": 2**17}
+SHARE = "recomputation, 8 GPUs share a row"
+WAYS = {
+    "all kept": "",
+    "recomputation": RECOMPUTE,
+    "... and inputs on the CPU": f"{RECOMPUTE} --fsdp_activation_checkpointing_offload true",
+    SHARE: "--parallelism_config_cp_size 8",  # fsdp_long.yaml recomputes
+}
+
+
 def presets() -> dict[str, str]:
     """Map each preset for GPUs to the name of its GPU, which its line on hardware has in brackets.
 
@@ -176,6 +190,20 @@ def of_lever(lever: str) -> str:
     words = [
         f"accelerate_configs/{config}.yaml --gpu h100 --num_processes 8", flags,
         "recipes/c4.py --config recipes/configs/c4/llama3_1_8b.yaml", arguments,
+    ]  # fmt: skip
+    return " ".join(filter(None, words))
+
+
+def of_long_rows(model: str, length: str, way: str) -> str:
+    """Return the command of `plan` for a row of so many tokens on each GPU, or on each 8."""
+    preset, nodes = LONG[model]
+    rows, config, flags = nodes * GPUS_PER_NODE, "fsdp_full", WAYS[way]  # of a forward pass
+    if way == SHARE:
+        rows, config, flags = nodes, "fsdp_long", f"{flags} --parallelism_config_dp_shard_size {nodes}"
+    words = [
+        f"accelerate_configs/{config}.yaml --gpu h100 --nodes {nodes} --gpus-per-node {GPUS_PER_NODE}", flags,
+        f"recipes/c4.py --config recipes/configs/c4/{preset}.yaml --max_length {LENGTHS[length]}",
+        f"--per_device_train_batch_size 1 --total_batch_size {2 * rows}",
     ]  # fmt: skip
     return " ".join(filter(None, words))
 
@@ -249,6 +277,7 @@ def wanted(plans: dict[str, Any]) -> list[str]:
             found.append(of_model(model, setting))
             if found[-1] not in plans or need_of(plans, model, 1, setting) <= SIZES[24].memory:
                 break
+    found += [of_long_rows(*cell) for cell in itertools.product(LONG, LENGTHS, WAYS)]
     return list(dict.fromkeys([*found, *map(of_lever, LEVERS)]))
 
 
@@ -326,7 +355,22 @@ def lever_table(plans: dict[str, Any]) -> list[str]:
     return lines
 
 
-TABLES = {"docs/plan.md": ("fits", fit_table), "docs/levers.md": ("levers", lever_table)}
+def long_table(plans: dict[str, Any]) -> list[str]:
+    """Write the table of docs/long-context.md: what a GPU needs for a row of each length."""
+    lines = [f"| | | {' | '.join(WAYS)} |", "|---" * (2 + len(WAYS)) + "|"]
+    for model, length in itertools.product(LONG, LENGTHS):
+        facts = [plans[of_long_rows(model, length, way)] for way in WAYS]
+        over = ["" if one["needed"] <= GPUS["h100"].memory else ", does not fit" for one in facts]
+        cells = [f"{one['needed'] / GIB:,.0f}{text}" for one, text in zip(facts, over, strict=True)]
+        lines.append(f"| {model if length == next(iter(LENGTHS)) else ''} | {length} | {' | '.join(cells)} |")
+    return lines
+
+
+TABLES = {
+    "docs/plan.md": ("fits", fit_table),
+    "docs/levers.md": ("levers", lever_table),
+    "docs/long-context.md": ("long rows", long_table),
+}
 
 
 def with_table(text: str, name: str, lines: Sequence[str]) -> str:
