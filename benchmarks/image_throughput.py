@@ -142,7 +142,7 @@ def images_per_second(make: Callable, table: datasets.Dataset, workers: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="Loader workers.")
     parser.add_argument("--out", type=Path, help="File for the result.")
     flags = parser.parse_args()
