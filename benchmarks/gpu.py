@@ -13,13 +13,14 @@
 
 Models are made from their configurations and rows of random tokens: nothing is downloaded, and needed are torch,
 transformers, accelerate, peft and this library (where it is not installed, by PYTHONPATH=src), but not datasets, trl and
-chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt; for cases of theirs Liger and FlashAttention 3.
-A training step is the library's own, under the environment that `accelerate launch` makes of a YAML of accelerate_configs/.
+chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt. Liger and FlashAttention 3 are measured where
+they are installed. A training step is the library's own, under the environment that `accelerate launch` makes of a YAML of
+accelerate_configs/.
 
-A part ends within --minutes; parts 1 and 4 should take five together. Each case is a launch of its own, whose end, whatever
-it is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the time, the
-device's memory or a lacking package rules out is left out, and said so. What is found is appended to OUT/partN.jsonl line by
-line; what the launches print, to OUT/partN.log. A table closes it.
+A part ends within --minutes; parts 1 and 4 together should take five minutes. Each case is a launch of its own, whose end,
+whatever it is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the
+time, the device's memory or a lacking package rules out is left out, and said so. What is found is appended to
+OUT/partN.jsonl line by line; what the launches print, to OUT/partN.log. A table closes it.
 
 --tiny is a rehearsal on any machine, on models of two layers: cases of the same launch share a process, and compile by
 the backend `eager`. Its numbers mean nothing.

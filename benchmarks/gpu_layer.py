@@ -11,10 +11,8 @@ kind, for which it needs triton, but no GPU. Times are arithmetic. It prints the
 
 import argparse
 import contextlib
-import ctypes
 import json
 import multiprocessing
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,6 +33,7 @@ from accelerate_recipes.attention import DOCUMENTS, FEWEST_BOUNDARIES
 from accelerate_recipes.models import new_model
 from accelerate_recipes.plan import simulate
 from accelerate_recipes.plan.ledger import ACTIVATIONS, Ledger
+from accelerate_recipes.plan.pretence import guard_nothing
 from accelerate_recipes.strategy import fp8_layers
 
 BYTES_A_SECOND = 4.3e12  # assumed: about what an H200 copies, read and written
@@ -49,7 +48,7 @@ SIMULATED = {
     "single.yaml, fp32 masters": ("memory: single", "autocast"),
     "all in bf16, not compiled": ("lever: not compiled", "not compiled"),
 }
-COMPILED, FP8 = "single_bf16.yaml: compiled", "single_fp8.yaml: compiled"  # weights and optimizer in bf16
+COMPILED, FP8 = "single_bf16.yaml: compiled", "single_fp8.yaml, weights in bf16: compiled"
 CUDA = torch.device("cuda", 0)
 
 
@@ -81,33 +80,33 @@ class ByPart(Ledger):
         return COPIES if name in COPYING else REST
 
 
-def simulated(case: str, setting: str, layers: int) -> dict[str, Counter[str]]:
-    """Count a step of a setting with so many layers; this process is good for nothing else afterwards."""
+def simulated(case: str, setting: str, layers: int) -> tuple[Counter[str], Counter[str], int]:
+    """Simulate a step of a setting with so many layers; returns as `compiled`. The process is good for nothing else then."""
     found = next(one for one in CASES[case].settings if one.name == setting)
     job = replace(job_of(CASES[case], found._replace(micro_batches=(1,))), num_layers=layers)
     ledgers: list[ByPart] = []
 
-    class Kept(ByPart):
-        def __init__(self, *args):
-            super().__init__(*args)
-            ledgers.append(self)
+    def make_ledger(*args: Any) -> ByPart:
+        ledgers.append(ByPart(*args))
+        return ledgers[0]
 
-    with mock.patch.object(simulate, "Ledger", Kept):
+    with mock.patch.object(simulate, "Ledger", make_ledger):
         outcome = simulate.simulate_here(job)
     (ledger,) = ledgers
     # Of the forward pass's end: what is at hand then, but not what was before it.
     kept = max(
         kinds.get(ACTIVATIONS, 0) for name, segments in outcome.phases for _, kinds in segments if name == "forward"
     )
-    return {"kernels": ledger.kernels, "bytes": ledger.bytes, "kept": Counter(kept=kept)}
+    return ledger.kernels, ledger.bytes, kept
 
 
 def of_one_layer(case: str, setting: str) -> dict[str, Any]:
     """Count a layer: what a second one adds."""
-    two, one = in_process(simulated, case, setting, 2), in_process(simulated, case, setting, 1)
-    for what, counts in two.items():
-        counts.subtract(one[what])
-    return layer(two["kernels"], two["bytes"], two["kept"]["kept"])
+    kernels, moved, kept = in_process(simulated, case, setting, 2)
+    kernels_of_one, moved_of_one, kept_of_one = in_process(simulated, case, setting, 1)
+    kernels.subtract(kernels_of_one)
+    moved.subtract(moved_of_one)
+    return layer(kernels, moved, kept - kept_of_one)
 
 
 def layer(kernels: Counter, moved: Counter, kept: int) -> dict[str, Any]:
@@ -209,10 +208,8 @@ def hopper() -> Iterator[None]:
     properties = DeviceProperties(type="cuda", index=0, cc=90, **sizes)
     device = SimpleNamespace(name="H200", gcnArchName="", minor=0, total_memory=141 * 10**9, **sizes)
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
-    if torch.version.cuda is None:  # C++ knows no device guard for CUDA: give it the CPU's, which does nothing
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
-        registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-        registry[1] = registry[0]
+    if torch.version.cuda is None:
+        guard_nothing()
     triton.runtime.driver.set_active(target)
     replaced = {
         "is_available": lambda: True,

@@ -115,7 +115,7 @@ class Bench:
             share = trained_share(model)
             self.flops = partial(decoder_flops, model.config, model.num_parameters(), trained_share=share)
             run.shard(model)
-            if setting.attention == DOCUMENTS and self.device.type == "cuda":
+            if setting.attention == DOCUMENTS:
                 use_flash_3()  # as `run.prepare` does
             del model
             run.model.train()

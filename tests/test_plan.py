@@ -264,7 +264,7 @@ def outcome(needed: int) -> Outcome:
     )  # fmt: skip
 
 
-# Work on tensors of 1,024 numbers, and the bytes that it reads and writes; to the right what each operator is about.
+# What is done with 1,024 numbers in fp32, and the bytes that it reads and writes.
 MOVED = {
     "a sum": (lambda x: x + x[:32].sum(), 4096 + 128 + 4 + 4 + 4096),
     "a cast": (lambda x: x.bfloat16(), 4096 + 2048),
@@ -275,7 +275,7 @@ MOVED = {
     "a sum into some rows": (
         lambda x: x.view(32, 32).index_add_(0, torch.tensor([1, 2]), torch.empty(2, 32)), 16 + 3 * 2 * 128),
     "numbers that are scaled in place": (lambda x: torch._foreach_mul_([x, x.clone()], 2.0), 2 * 4096 + 4 * 4096),
-    "AdamW": (lambda x: adamw_on(x), 7 * 4096),
+    "AdamW": (lambda x: adamw_on(x), 7 * 4096 + 4 + 4 + 4 + 4),
 }  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def test_bytes_that_operators_read_and_write(what):
     with torch.no_grad(), Ledger("cpu", 0) as ledger:
         work(x)
     found = sum(ledger.moved.values())
-    assert found == expected or (what == "AdamW" and expected <= found <= expected + 16), ledger.moved
+    assert found == expected, ledger.moved
 
 
 def test_the_buckets_of_ddp_are_held_by_the_allocator_too():

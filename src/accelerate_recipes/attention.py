@@ -342,7 +342,7 @@ def use_flash_3() -> bool:
     Raises:
         ConfigError: if the package is installed, but does not work.
     """
-    if not find_spec(FLASH_3) or torch.cuda.get_device_capability()[0] != 9:
+    if not find_spec(FLASH_3) or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     try:
         activate_flash_attention_impl("FA3")

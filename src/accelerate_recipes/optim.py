@@ -82,16 +82,16 @@ class KahanAdamW(torch.optim.AdamW):
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
             )  # fmt: skip
             for part in parts(params):
-                weights, lost = params[part], compensations[part]
-                torch._foreach_add_(lost, weights, alpha=-group["lr"] * group["weight_decay"])
-                rounded = torch._foreach_add(weights, lost)
-                torch._foreach_sub_(weights, rounded)  # what they change by, negative
-                torch._foreach_add_(lost, weights)
+                weights, pending = params[part], compensations[part]
+                torch._foreach_add_(pending, weights, alpha=-group["lr"] * group["weight_decay"])
+                rounded = torch._foreach_add(weights, pending)
+                torch._foreach_sub_(weights, rounded)  # minus what they change by
+                torch._foreach_add_(pending, weights)
                 torch._foreach_copy_(weights, rounded)
 
 
 def parts(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Divide a list into parts of not more numbers than its largest tensor has: few kernels, which need little memory."""
+    """Divide a list into slices, none with more numbers than its largest tensor: few kernels, little memory."""
     largest = max((tensor.numel() for tensor in tensors), default=0)
     start = size = 0
     for end, tensor in enumerate(tensors):

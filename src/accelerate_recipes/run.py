@@ -218,7 +218,7 @@ class Run(Generic[Args]):
         )
         if why:
             self.print(f"Attention: {attention}, since {why}")
-        if attention == DOCUMENTS and self.accelerator.device.type == "cuda" and use_flash_3():
+        if attention == DOCUMENTS and use_flash_3():
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
         self.scheduler = make_scheduler(self.optimizer, self.args, total_steps)

@@ -179,12 +179,17 @@ def truthful(owner: Any, name: str) -> Any:
     return mock.patch.object(owner, name, wrapped)
 
 
+def guard_nothing() -> None:
+    """Give C++, which knows no device guard for CUDA where torch is built without it, the CPU's, which does nothing."""
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
+    registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    registry[1] = registry[0]
+
+
 def of_gpu() -> list[Any]:
     """List patches with which fake tensors on `cuda` pass through FSDP2 and a backward pass where there is no CUDA."""
-    if torch.version.cuda is None:  # C++ knows no device guard for CUDA: give it the CPU's, which does nothing
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
-        registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-        registry[1] = registry[0]
+    if torch.version.cuda is None:
+        guard_nothing()
         for name in COMPOSED:
             _kernels.impl(name, lambda *_: None, "CUDA")
     replaced = {
