@@ -228,11 +228,13 @@ def choose(
             "YAML, or give sdpa"
         )
     # Without the package, transformers would load the kernel from the Hub with `kernels`.
-    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": FLASH_3}
-    if name in packages and not any(map(find_spec, (packages[name], "kernels"))):
-        raise ConfigError(
-            f"--attn_implementation {name}: its package is not installed; pip install flash-attn, or give auto"
-        )
+    packages = {
+        "flash_attention_2": ("flash_attn", "pip install flash-attn"),
+        "flash_attention_3": (FLASH_3, "build it in the folder hopper of github.com/Dao-AILab/flash-attention"),
+    }
+    package, how = packages.get(name, ("", ""))
+    if package and not any(map(find_spec, (package, "kernels"))):
+        raise ConfigError(f"--attn_implementation {name}: its package {package} is not installed; {how}, or give auto")
     if name != "auto":
         return name, ""
     if why := ", ".join(beyond_documents(config)):
