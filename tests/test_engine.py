@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from accelerate_recipes import metrics
+from accelerate_recipes import engine, metrics
 from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
@@ -175,7 +176,7 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     agenda.log = SimpleNamespace(progress=SimpleNamespace(update=lambda: None))
     limits = []
     for seconds in (100.0, 1000.0, 1.0):
-        agenda.completed(1, seconds, wants_stop=False)
+        agenda.completed(1, seconds, wants_save=False, wants_stop=False)
         limits.append(agenda.step_timeout)
     assert limits == [400, 400, 400]
 
@@ -207,6 +208,24 @@ def test_every_target_counts_in_the_log(run, monkeypatch, capsys):
     assert of_two != pytest.approx(step_losses[:2].mean(), rel=1e-6), "a mean of means would pass"
     lines = re.findall(r"Loss: (\S+), .* (\d+) tokens/sec, .*MFU: (\S+),", capsys.readouterr().out)
     assert lines == [(f"{r['loss']:.5f}", f"{r['tokens_per_second']:.0f}", f"{r['mfu']:.3f}") for r in windows]
+
+
+@pytest.mark.parametrize("due", [{}, {"eval_steps": 1}, {"save_steps": 1}], ids=["log", "evaluation", "save"])
+def test_the_logged_speed_counts_what_the_device_still_does(run, monkeypatch, due):
+    """A GPU still updates the weights when `train_step` is back; the next reading waits for it, as that of the norm here."""
+    waits = []
+
+    def wait() -> float:
+        waits.append(0.1)
+        time.sleep(0.1)
+        return 1.0
+
+    monkeypatch.setattr(
+        engine, "train_step", lambda *args: train_step(*args)._replace(grad_norm=SimpleNamespace(item=wait))
+    )
+    records, _ = run(logging_steps=5, **due)
+    assert len(waits) == (5 if due else 1), "a step that only the next step follows does not wait"
+    assert 5 * ARGS.total_batch_size / records[-1]["samples_per_second"] >= sum(waits)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])

@@ -30,6 +30,7 @@ class Agenda:
 
     log: MetricsLog
     step = 0  # completed
+    wants_save = False
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
     def __init__(self, run: Run, evaluate_fn: EvaluateFn, data_state_fn: Callable[[], dict]):
@@ -94,9 +95,12 @@ class Agenda:
         """Tell whether --save_minutes have passed; rank 0's clock counts."""
         return self.run.is_first and 0 < 60 * self.run.args.save_minutes < time.perf_counter() - self.last_save
 
-    def completed(self, step: int, seconds: float, *, wants_stop: bool) -> None:
-        """Note a step and its duration. With `wants_stop` a rank was asked to stop; a log line and a save are still due."""
-        self.step = step
+    def completed(self, step: int, seconds: float, *, wants_save: bool, wants_stop: bool) -> None:
+        """Note a step, its duration, and whether a rank wants a checkpoint.
+
+        With `wants_stop` a rank was asked to stop; a log line and a save are still due.
+        """
+        self.step, self.wants_save = step, wants_save
         stop.step_took(seconds)
         if self.step_timeout is None:
             self.step_timeout = max(self.run.args.step_timeout, 4 * seconds)
@@ -106,13 +110,25 @@ class Agenda:
 
     @property
     def log_is_due(self) -> bool:
-        run = self.run
-        return self.stopped is not None or self.step == run.total_steps or self.step % run.args.logging_steps == 0
+        return self.ends or self.step % self.run.args.logging_steps == 0
 
     @property
     def evaluation_is_due(self) -> bool:
         eval_steps = self.run.args.eval_steps
         return self.step in (0, self.run.total_steps) or (eval_steps > 0 and self.step % eval_steps == 0)
+
+    @property
+    def save_is_due(self) -> bool:
+        save_steps = self.run.args.save_steps
+        return self.wants_save or self.ends or (save_steps > 0 and self.step % save_steps == 0)
+
+    @property
+    def ends(self) -> bool:
+        return self.stopped is not None or self.step == self.run.total_steps
+
+    @property
+    def something_is_due(self) -> bool:
+        return self.log_is_due or self.evaluation_is_due or self.save_is_due
 
     def log_window(self, window: Window, grad_norm: float, learning_rate: float, values: dict[str, float]) -> None:
         """Log the steps of the window in one line, with the additional `values`."""
@@ -120,23 +136,22 @@ class Agenda:
         gib = max_over_ranks(peak_memory_gib(device), device)
         self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)
 
-    def evaluate_and_save(self, *, wants_save: bool) -> None:
-        """Evaluate and save if due, after a step and its log line. `wants_save` says that a rank wants a checkpoint.
+    def evaluate_and_save(self) -> None:
+        """Evaluate and save if due, after a step and its log line.
 
         Raises:
             Stopped: where a rank was asked to stop, also during the evaluation; what was done until then is saved.
         """
-        run, save_steps = self.run, self.run.args.save_steps
+        run = self.run
         if not self.stopped and self.evaluation_is_due:
             try:
                 self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
             except Stopped as error:
                 self.stopped = error
-        ends = self.stopped is not None or self.step == run.total_steps
-        if wants_save or ends or (save_steps > 0 and self.step % save_steps == 0):
+        if self.save_is_due:
             run.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
-        if ends:
+        if self.ends:
             run.checkpointer.wait()
         if self.stopped:
             run.accelerator.end_training()

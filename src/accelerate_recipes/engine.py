@@ -162,15 +162,18 @@ def train(
         lr = run.scheduler.get_last_lr()[0]
         run.scheduler.step()
         step += 1
+        agenda.completed(step, time.perf_counter() - start, wants_save=done.save, wants_stop=done.stop)
+        # A GPU still updates the weights. The next step waits for that; before anything else the step waits itself, so
+        # that the logged speed counts it.
+        grad_norm = done.grad_norm.item() if agenda.something_is_due else float("nan")
         seconds = time.perf_counter() - start
         window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
-        agenda.completed(step, seconds, wants_stop=done.stop)
         if agenda.log_is_due:
             parts = on_all_data_ranks(train_loader.counts())
             counts = {name: sum(part[name] for part in parts) for name in parts[0]}
-            agenda.log_window(window, done.grad_norm.item(), lr, counts)
+            agenda.log_window(window, grad_norm, lr, counts)
             window = Window()
-        agenda.evaluate_and_save(wants_save=done.save)
+        agenda.evaluate_and_save()
     return agenda.end()
 
 

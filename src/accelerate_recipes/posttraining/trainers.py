@@ -593,19 +593,19 @@ class RecipeTrainer:
         wishes = [int(agenda.save_is_overdue()), int(stop.requested() is not None)]
         wishes = sum_over_ranks(torch.tensor(wishes, device=self.accelerator.device))
         wants_save, wants_stop = (n > 0 for n in wishes.tolist())
-        agenda.completed(step, seconds, wants_stop=wants_stop)
+        agenda.completed(step, seconds, wants_save=wants_save, wants_stop=wants_stop)
         if agenda.log_is_due:
             self._log_window(step, tr_loss, grad_norm, learning_rate)
-        agenda.evaluate_and_save(wants_save=wants_save)
+        agenda.evaluate_and_save()
         agenda.expect(f"step {step + 1}")
         self.step_start = time.perf_counter()
 
     def _log_window(self, step: int, tr_loss: torch.Tensor, grad_norm: torch.Tensor, learning_rate: float) -> None:
         """Log the steps since the last log line in one line, with the values that trl has gathered."""
         steps = step - self._globalstep_last_logged
-        seconds = time.perf_counter() - self.window_start
         loss = sum_over_ranks(tr_loss.detach().clone()) / (steps * self.accelerator.num_processes)
-        self._total_loss_scalar += loss.item() * steps
+        self._total_loss_scalar += loss.item() * steps  # waits until a GPU has updated the weights
+        seconds = time.perf_counter() - self.window_start
         self._globalstep_last_logged = step
         tr_loss.zero_()
         values: dict[str, Any] = {}
