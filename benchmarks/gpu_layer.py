@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 from transformers import LlamaConfig
 
-from accelerate_recipes.attention import DOCUMENTS, FEWEST_BOUNDARIES
+from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.models import new_model
 from accelerate_recipes.plan import simulate
 from accelerate_recipes.plan.ledger import ACTIVATIONS, Ledger
@@ -182,7 +182,7 @@ def compiled(in_fp8: bool) -> tuple[Counter[str], Counter[str], int]:
     with mock.patch.object(GraphLowering, "_compile_to_module_lines", count), mode:
         for one in model.layers:
             one.compile(backend=lambda graph, inputs: inductor.compile_fx(graph, inputs, inner_compile=compile_for_gpu))
-        ends = torch.zeros(FEWEST_BOUNDARIES + 1, dtype=torch.int32)
+        ends = torch.zeros(2, dtype=torch.int32)
         ids = torch.zeros(1, ROW, dtype=torch.long)
         boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": ROW, "max_length_k": ROW}
         model(input_ids=ids, position_ids=ids, use_cache=False, **boundaries)

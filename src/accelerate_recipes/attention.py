@@ -31,7 +31,6 @@ ALL_KERNELS = [
 ]
 FLASH_3 = "flash_attn_interface"  # package of FlashAttention 3
 BLOCK = 128  # queries that the CPU's kernel computes at a time
-FEWEST_BOUNDARIES = 64
 # In torch 2.11's kernel keys and values have as many heads as queries.
 HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -43,21 +42,14 @@ def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
         position_ids: (B, T).
 
     Returns:
-        `cu_seqlens`, (N + 1,) int32: where documents begin when the rows are laid one after the other, and the end, B x T.
-        The end is repeated until N + 1 is a power of two, at least 64: these are documents without tokens, so that
-        compiled code meets few lengths. `max_seqlen` is the length of the longest document, rounded up to a power of two
-        for the same reason, but at most T.
+        `cu_seqlens`, (N + 1,) int32: where the N documents begin when the rows are laid one after the other, and the end,
+        B x T. `max_seqlen` is the length of the longest document. Both are exact: FlashAttention launches as many blocks
+        as N documents of the longest length need, also for documents without tokens. Compiled code takes both as
+        variables after two values.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
-    total, (_, row) = position_ids.numel(), position_ids.shape
-    ends = torch.cat([starts, starts.new_tensor([total])])
-    num_boundaries = max(FEWEST_BOUNDARIES, 1 << (len(ends) - 1).bit_length())
-    padding = ends.new_full((num_boundaries - len(ends),), total)
-    longest = int(ends.diff().max())
-    return {
-        "cu_seqlens": torch.cat([ends, padding]).to(torch.int32),
-        "max_seqlen": min(row, 1 << (longest - 1).bit_length()),
-    }
+    ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
+    return {"cu_seqlens": ends.to(torch.int32), "max_seqlen": int(ends.diff().max())}
 
 
 def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:

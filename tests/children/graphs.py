@@ -24,7 +24,7 @@ from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
-# Documents in a row; each act computes all of them. The longest document is rounded up to a power of two.
+# Documents in a row; each act computes all of them.
 ACTS = {
     "training": [[50, 50], [100]],
     "training again": [[50, 50], [100]],
