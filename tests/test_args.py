@@ -22,7 +22,8 @@ from accelerate_recipes.optim import make_scheduler, optimizer_fn
 # Arguments for which neither `transformers.TrainingArguments` nor (for adapters) trl's `ModelConfig` has a name.
 OURS = {
     "total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout",
-    "prefetch_layers", "checkpoint_every_n_layers", "reduce_dtype", "merge_adapter",
+    "prefetch_layers", "checkpoint_every_n_layers", "activation_memory_budget", "reduce_dtype",
+    "merge_adapter",
     "data_only",
 }  # fmt: skip
 
@@ -56,6 +57,7 @@ DEFAULTS = {
     "max_grad_norm": (1.0, "at least 0"),
     "prefetch_layers": (0, "at least 0"),
     "checkpoint_every_n_layers": (1, "at least 1"),
+    "activation_memory_budget": (1.0, "at least 0, and at most 1"),
     "reduce_dtype": ("fp32", None),
     "logging_steps": (10, "at least 1"),
     "eval_steps": (0, "at least 0"),

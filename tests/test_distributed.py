@@ -120,6 +120,8 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
 SHARED = HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
+INDUCTOR = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+BUDGET = {"activation_memory_budget": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,9 @@ RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
             FSDP2,
             ["--checkpoint_every_n_layers 2", "fsdp_activation_checkpointing: true"],
         ),
+        (BUDGET, FSDP2, ["--activation_memory_budget 0.5", "dynamo_backend: inductor"]),
+        (BUDGET, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, ["compiled by inductor"]),
+        (BUDGET, RECOMPUTED | INDUCTOR, ["--activation_memory_budget 0.5", "fsdp_activation_checkpointing: true"]),
         ({"reduce_dtype": "bf16"}, DDP, ["--reduce_dtype bf16", "here fp32; set it to fp32"]),
         ({"optim": "adamw_bf16_kahan"}, DDP, ["--reduce_dtype fp32", "here bf16; set it to bf16"]),
         ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
@@ -157,6 +162,8 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
     [
         ({"prefetch_layers": 2}, FSDP2),
         ({"checkpoint_every_n_layers": 2}, RECOMPUTED),
+        (BUDGET, FSDP2 | INDUCTOR),
+        (BUDGET, INDUCTOR),
         ({"optim": "adamw_bf16_kahan"}, FSDP2),
         ({"optim": "adamw_bf16_kahan"}, {}),
         ({"optim": "adamw_bf16_kahan", "reduce_dtype": "bf16"}, DDP),

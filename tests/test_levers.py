@@ -7,9 +7,16 @@ from collections import defaultdict
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from helpers import CHILDREN, launch_ok, losses
 from test_adapters import make_base
 from transformers import AutoModelForCausalLM
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.run import Run
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
 KAHAN = ("--optim", "adamw_bf16_kahan")
@@ -61,6 +68,39 @@ def test_where_inputs_are_kept_on_the_cpu_the_other_layers_keep_theirs(levers):
     assert found["calls"] == [2, 1, 2] and found["offloads"] == 2
     assert found["losses"] == levers()[0]["losses"]
     assert "activations of 2 of 3 layers recomputed from inputs kept on the CPU" in log
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_what_the_budget_allows():
+    """The smaller the budget, the fewer bytes wait for the backward pass; loss and gradients stay."""
+    found = {}
+    for budget in (0.0, 0.5, 1.0):  # the last, the default, stays in force
+        torch._dynamo.reset()
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+        run = Run(TrainArgs(activation_memory_budget=budget), Accelerator(cpu=True, dynamo_plugin=plugin))
+        model = new_llama(
+            "sdpa", vocab_size=64, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4,
+        )  # fmt: skip
+        run.shard(model)
+        kept = {}
+
+        def note(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids = torch.arange(64)[None]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = run.model(ids, labels=ids).loss
+        loss.backward()
+        gradients = [p.grad for p in run.model.parameters()]
+        found[budget] = sum(kept.values()), [loss.detach(), *gradients]
+        AcceleratorState._reset_state(reset_partial_state=True)
+    least, half, whole = (kept for kept, _ in found.values())
+    assert least < half < whole
+    for _, values in found.values():
+        for value, expected in zip(values, found[1.0][1], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
 
 
 # Each precision with gradients summed in the other one; the slow tests sum them in the same, and under FSDP1.

@@ -218,6 +218,7 @@ def test_every_lever_exists_and_has_its_line():
     for lever in (
         "prefetch_layers",
         "checkpoint_every_n_layers",
+        "activation_memory_budget",
         "reduce_dtype",
         "fsdp_activation_checkpointing_offload",
     ):

@@ -160,6 +160,12 @@ class TrainArgs:
     checkpoint_every_n_layers: int = arg(
         1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1
     )
+    activation_memory_budget: float = arg(
+        1.0,
+        "Share of the activations that compiled layers keep; the rest, what is cheapest, is computed again.",
+        min=0,
+        max=1,
+    )
     reduce_dtype: str = arg("fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES))
     logging_steps: int = arg(10, "Steps between log lines.", min=1)
     eval_steps: int = arg(0, "Steps between evaluations; 0: evaluate only before and after training.", min=0)

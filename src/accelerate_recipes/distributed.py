@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     AORecipeKwargs,
@@ -225,6 +226,7 @@ def prepare(
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
+    functorch_config.activation_memory_budget = args.activation_memory_budget
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
         accelerator.ao_recipe_handler.module_filter_func = lambda module, name: name in layers

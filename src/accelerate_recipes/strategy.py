@@ -244,6 +244,18 @@ def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
             f"--checkpoint_every_n_layers {args.checkpoint_every_n_layers} says which layers are recomputed, but the "
             "accelerate YAML asks for none; set fsdp_activation_checkpointing: true under fsdp_config:, or it to 1"
         )
+    if args.activation_memory_budget < 1:
+        budget = f"--activation_memory_budget {args.activation_memory_budget}"
+        if env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "INDUCTOR":
+            found.append(
+                f"{budget} says what layers keep that are compiled by inductor, but the accelerate YAML asks for none; set "
+                "dynamo_backend: inductor and dynamo_use_regional_compilation: true under dynamo_config:, or it to 1"
+            )
+        elif use_fsdp and env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
+            found.append(
+                f"{budget} says what compiled layers keep, but fsdp_activation_checkpointing: true computes them again "
+                "whole; set that to false, or it to 1"
+            )
     grad_dtype = next(name for name, dtype in DTYPES.items() if dtype == args.param_dtype)
     if not use_fsdp and int(env.get("WORLD_SIZE", 1)) > 1 and args.reduce_dtype != grad_dtype:
         found.append(
