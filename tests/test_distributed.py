@@ -1,17 +1,22 @@
 """Tests of strategies: what is refused by name, what gets a warning, and which workarounds upstream still needs."""
 
+import functools
 import inspect
 import os
+import shutil
+import subprocess
+import sys
 import textwrap
 
 import pytest
 import torch
+from helpers import environment
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from accelerate_recipes import distributed
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.distributed import choose_interface, make_accelerator
 from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems, lever_warnings
 
 FSDP2 = {
@@ -120,7 +125,6 @@ def test_refused_by_name_with_the_remedy(env, num_devices, names):
 SHARED = HYBRID | {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RECOMPUTED = FSDP2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
-INDUCTOR = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
 BUDGET = {"activation_memory_budget": 0.5}
 
 
@@ -137,7 +141,7 @@ BUDGET = {"activation_memory_budget": 0.5}
         ),
         (BUDGET, FSDP2, ["--activation_memory_budget 0.5", "dynamo_backend: inductor"]),
         (BUDGET, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, ["compiled by inductor"]),
-        (BUDGET, RECOMPUTED | INDUCTOR, ["--activation_memory_budget 0.5", "fsdp_activation_checkpointing: true"]),
+        (BUDGET, RECOMPUTED | COMPILED, ["--activation_memory_budget 0.5", "fsdp_activation_checkpointing: true"]),
         ({"reduce_dtype": "bf16"}, DDP, ["--reduce_dtype bf16", "here fp32; set it to fp32"]),
         ({"optim": "adamw_bf16_kahan"}, DDP, ["--reduce_dtype fp32", "here bf16; set it to bf16"]),
         ({"optim": "adafactor"}, FSDP1, ["--optim adafactor", "fsdp_version: 2"]),
@@ -162,8 +166,8 @@ def test_an_argument_that_the_strategy_cannot_follow_is_refused(values, env, nam
     [
         ({"prefetch_layers": 2}, FSDP2),
         ({"checkpoint_every_n_layers": 2}, RECOMPUTED),
-        (BUDGET, FSDP2 | INDUCTOR),
-        (BUDGET, INDUCTOR),
+        (BUDGET, FSDP2 | COMPILED),
+        (BUDGET, COMPILED),
         ({"optim": "adamw_bf16_kahan"}, FSDP2),
         ({"optim": "adamw_bf16_kahan"}, {}),
         ({"optim": "adamw_bf16_kahan", "reduce_dtype": "bf16"}, DDP),
@@ -508,3 +512,71 @@ def test_segments_of_memory_grow_unless_the_user_says_otherwise(on_gpu, env, set
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     distributed.keep_memory_in_one_piece()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == settings
+
+
+REDUCE = """
+import torch
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.distributed import make_accelerator
+
+accelerator = make_accelerator(TrainArgs(ddp_timeout=20))
+print("sum", accelerator.reduce(torch.tensor(accelerator.process_index + 1)).item())
+"""
+
+
+@pytest.fixture
+def two_machines():
+    """Names of two network namespaces with one cable between them, at 10.231.0.1 and 10.231.0.2."""
+    names = [f"ranks{os.getpid()}{end}" for end in "ab"]
+    ip = functools.partial(subprocess.run, check=True)
+    try:
+        for name in names:
+            ip(["ip", "netns", "add", name])
+        cable = [f"v{name[5:]}" for name in names]
+        ip(["ip", "link", "add", cable[0], "netns", names[0], "type", "veth", "peer", cable[1], "netns", names[1]])
+        for number, (name, end) in enumerate(zip(names, cable, strict=True), start=1):
+            ip(["ip", "-n", name, "addr", "add", f"10.231.0.{number}/24", "dev", end])
+            for device in ("lo", end):
+                ip(["ip", "-n", name, "link", "set", device, "up"])
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, and ip for network namespaces")
+def test_machines_find_each_other_whatever_their_own_name_means(two_machines, tmp_path):
+    """A machine often resolves its name to 127.0.0.1, which gloo would tell the others."""
+
+    def start(rank: int, name: str, **settings: str) -> subprocess.Popen:
+        env = environment(tmp_path) | {
+            "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.231.0.1",
+            "MASTER_PORT": "29411",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", name, sys.executable, "-c", REDUCE]
+        return subprocess.Popen(command, env=env | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    ranks = [start(rank, name) for rank, name in enumerate(two_machines)]
+    results = [rank.communicate(timeout=120) for rank in ranks]
+    assert [out.split()[-2:] for out, _ in results] == [["sum", "3"]] * 2, results
+
+
+@pytest.mark.parametrize(
+    "given, master, expected",
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "127.0.0.1", "eth7"),
+        ({}, "127.0.0.1", "lo"),
+        ({}, "localhost", "lo"),
+        ({}, "no.such.host.invalid", None),
+        ({}, None, None),
+    ],
+)
+def test_the_interface_of_gloo(given, master, expected, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in (given | ({"MASTER_ADDR": master} if master else {})).items():
+        monkeypatch.setenv(name, value)
+    choose_interface()
+    found = os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert found == expected

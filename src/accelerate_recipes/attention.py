@@ -31,8 +31,8 @@ ALL_KERNELS = [
 ]
 FLASH_3 = "flash_attn_interface"  # package of FlashAttention 3
 BLOCK = 128  # queries that the CPU's kernel computes at a time
-# In torch 2.11's kernel keys and values have as many heads as queries.
-HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# Fewer heads of keys and values than of queries: torch 2.11 takes them without being told.
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
@@ -122,16 +122,11 @@ def documents(
     if torch.is_autocast_enabled(query.device.type):  # under autocast, RoPE leaves queries and keys in fp32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = {"enable_gqa": True}
-    if not HAS_GQA:
-        groups = {}
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
     found = varlen_attn(
         query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-        scale=scaling, window_size=(window, 0), **groups,
+        scale=scaling, window_size=(window, 0), **GROUPED_HEADS,
     )  # fmt: skip
     return found.unflatten(0, (rows, length)), None
 

@@ -8,12 +8,14 @@ Only this module corrects what Accelerate 1.15 gets wrong, each time with the up
 import contextlib
 import math
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch._functorch.config as functorch_config
 from accelerate import Accelerator, PartialState
@@ -76,6 +78,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         share_attention()
     if args.full_determinism:
         make_deterministic()
+    choose_interface()
     timeout = timedelta(seconds=args.ddp_timeout)
     is_fp8 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
@@ -156,6 +159,27 @@ def make_deterministic() -> None:
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers, for the flash-attn package
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def choose_interface() -> None:
+    """Let gloo use the network by which this machine reaches the first process, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself gloo (torch 2.13) tells the others the address to which this machine resolves its own name: often 127.0.0.1,
+    where the processes of other machines find nobody. On GPUs too checkpoints are agreed on by gloo.
+    """
+    master = os.environ.get("MASTER_ADDR")
+    if master is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as route:
+            route.connect(address)  # sends nothing
+            own = route.getsockname()[0]
+    except OSError:  # the rendezvous says more
+        return
+    for interface, addresses in psutil.net_if_addrs().items():
+        if own in (entry.address.split("%")[0] for entry in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
