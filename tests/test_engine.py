@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from accelerate_recipes import engine, metrics
+from accelerate_recipes import distributed, engine, metrics
 from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
@@ -104,10 +104,15 @@ def test_five_losses_are_those_of_trainer(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Train for 5 steps with a checkpointer that saves nothing; return the log of the steps, and what was due when."""
+    """Train for 5 steps with a checkpointer that saves nothing; return the log of the steps, and what was due when.
+
+    `evaluated` are batches for each evaluation.
+    """
     monkeypatch.setattr(stop, "listen", lambda output_dir: None)
 
-    def train_with(resumed_at: int = 0, **changes) -> tuple[list[dict], list[tuple]]:
+    def train_with(
+        resumed_at: int = 0, evaluated: list[dict] | None = None, **changes
+    ) -> tuple[list[dict], list[tuple]]:
         done = []
         args = replace(ARGS, output_dir=str(tmp_path / str(changes)), **changes)
         run = make_run(args)
@@ -120,6 +125,7 @@ def run(tmp_path, monkeypatch):
 
         def evaluate_fn(step: int) -> dict[str, float]:
             done.append(("evaluate", step))
+            evaluate_loss(run.accelerator, run.model, evaluated or [], next_token_loss, count_next_tokens)
             return {"loss": 0.0}
 
         records = train(
@@ -148,6 +154,33 @@ def test_what_is_due_at_a_step(run):
     assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
     _, done = run(resumed_at=4, eval_steps=2, save_steps=0)  # stopped before its evaluation
     assert done == [("evaluate", 4), ("evaluate", 5), ("save", 5)]
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_an_evaluation_leaves_the_sizes_of_training_constant(run, monkeypatch, forgets):
+    """Compiled layers have no symbolic sizes, though rows are evaluated one by one. When it holds for the second case too,
+    upstream no longer needs the workaround."""
+    graphs = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list):
+        if torch.is_grad_enabled():
+            sizes = [node.meta.get("example_value") for node in graph.graph.nodes]
+            graphs.append([size for size in sizes if isinstance(size, torch.SymInt)])
+        return graph.forward
+
+    def compiled_model():
+        model = make_model()
+        for layer in model.model.layers:
+            layer.compile(backend=note)
+        return model
+
+    make_model = globals()["make_model"]
+    monkeypatch.setitem(globals(), "make_model", compiled_model)
+    monkeypatch.setattr(distributed, "is_compiled", lambda env: forgets)
+    torch._dynamo.reset()
+    run(evaluated=[torch.utils.data.default_collate([make_rows()[0]])], eval_steps=2)
+    torch._dynamo.reset()
+    assert graphs and any(graphs) != forgets
 
 
 def test_what_the_watch_expects(run, monkeypatch):

@@ -7,6 +7,7 @@ from accelerate.utils import set_seed
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.distributed import forget_evaluated_shapes
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.life.stop import Stopped
@@ -78,6 +79,7 @@ class Agenda:
         # Evaluate if it is due, as before the first step, unless this run was stopped here after it had evaluated.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+            forget_evaluated_shapes()
         best = args.metric_for_best_model
         found = {name for record in self.log.records for name in record if name.startswith("eval_")}
         measured = {name.removeprefix("eval_") for name in found}

@@ -182,6 +182,18 @@ def choose_interface() -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
+def forget_evaluated_shapes() -> None:
+    """Let compiled code take the sizes of the first training step as constants, whatever was evaluated before it.
+
+    torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer: after an evaluation with
+    another batch size, training would get slower kernels. What was compiled for the evaluation stays.
+    """
+    if is_compiled(os.environ):
+        from torch._dynamo import pgo  # loads the compiler
+
+        pgo.reset_code_state()
+
+
 def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
     """Start the process group on gloo, so that the launcher's processes become one world.
 
