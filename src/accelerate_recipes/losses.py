@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -52,8 +53,8 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     (`packing.collate`), or transformers sees it from the position ids, which restart.
 
     For a mixture of experts in training, the loss that balances the experts is added (`router_aux_loss_coef` of its
-    configuration, for each target). It measures the balance within this batch, so it is the only value that depends
-    a little on how a global batch is divided.
+    configuration, for each target). It measures the balance within this batch, also of rows that ranks share, so it is the
+    only value that depends a little on how a global batch is divided.
     """
     output, balance = predict(model, batch)
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
@@ -114,7 +115,36 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     if is_shared:
         inputs["sequence_group"] = batch["sequence_group"]
     output = model(**inputs, use_cache=False)
-    return output, coefficient * output.aux_loss * count_next_tokens(batch) if coefficient else 0.0
+    if not coefficient:
+        return output, 0.0
+    if not is_shared:
+        return output, coefficient * output.aux_loss * count_next_tokens(batch)
+    counts = count_next_tokens(batch).to(output.router_logits[0].device, torch.float32)
+    balance, mean_count = balance_of_rows(
+        output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]
+    )
+    return output, coefficient * balance * mean_count
+
+
+def balance_of_rows(
+    router_logits: tuple[torch.Tensor, ...], top_k: int, num_targets: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute this rank's loss that balances experts, of which the mean over the ranks of `group` is that of whole rows.
+
+    It is the model's own loss, but the experts' shares of the tokens, which have no gradient, are those of all ranks.
+
+    Returns:
+        The loss, and the mean over the ranks of `num_targets`.
+    """
+    probabilities = torch.cat([logits.flatten(0, -2) for logits in router_logits]).float().softmax(-1)
+    num_tokens, num_experts = probabilities.shape
+    chosen = probabilities.topk(top_k).indices.flatten()
+    shares = probabilities.new_zeros(num_experts).index_add(0, chosen, probabilities.new_ones(len(chosen))) / num_tokens
+    found = torch.cat([shares, num_targets[None]])
+    if group is not None:
+        dist.all_reduce(found, group=group)
+        found /= group.size()
+    return num_experts * (found[:-1] * probabilities.mean(0)).sum(), found[-1]
 
 
 def alone(
@@ -161,6 +191,11 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
             "call attention by transformers' interface: a rank would see only its part of a row; set "
             "parallelism_config_cp_size to 1"
         )
+    elif getattr(config, "router_aux_loss_coef", 0) and not balances_as_known(config):
+        found.append(
+            f"{name} balances its experts by a loss of its own, which would be that of a part of a row; set "
+            "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
+        )
     if moving := {kind for kind in rope_types(text) if kind in ("dynamic", "longrope")}:
         found.append(
             f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
@@ -169,8 +204,13 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
     return found
 
 
-def check_shared_masks(attention: str, max_length: int) -> None:
-    """Raise ConfigError if rows of `max_length` tokens that ranks share would have too large a mask with this attention."""
+def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
+    """Raise ConfigError if rows of `max_length` tokens that ranks share cannot have their mask with this attention."""
+    if attention == "sdpa" and getattr(config, "router_aux_loss_coef", 0):
+        raise ConfigError(
+            f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
+            f"--attn_implementation {DOCUMENTS}, or set router_aux_loss_coef in its config.json to 0"
+        )
     if attention == "sdpa" and max_length > LONGEST_MASK:
         raise ConfigError(
             f"--max_length {max_length}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for at most "
@@ -206,6 +246,23 @@ def shares_in_small(config: PreTrainedConfig) -> bool:
         except (TypeError, ValueError, RuntimeError, KeyError):
             return False
     return bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
+
+
+@torch.no_grad()
+def balances_as_known(config: PreTrainedConfig) -> bool:
+    """Tell whether a tiny model of this configuration computes the loss that balances experts as `balance_of_rows` does."""
+    model = tiny_model(config, "alone", sequence_group=None)
+    if model is None:
+        return False
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        try:
+            output = model(
+                input_ids=torch.arange(12)[None], use_cache=False, output_router_logits=True, sequence_group=None
+            )
+            found, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
+            return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
+        except (AttributeError, TypeError, ValueError, RuntimeError, KeyError):
+            return False
 
 
 class Packing(Enum):
