@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, read_metrics
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from accelerate_recipes import losses
 from accelerate_recipes.args import ConfigError
@@ -232,6 +234,32 @@ def test_models_whose_attention_crosses_games(config, tmp_path):
         load_model(str(tmp_path), "auto", packed=True)
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # the weights would be next
         load_model(str(tmp_path), "auto")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
+    """A causal convolution of width 2 in the layers, however little it adds, also where a rank's part of a row begins."""
+
+    def convolved(self, hidden):
+        return forward(self, hidden + strength * functional.pad(hidden, (0, 0, 1, -1)))
+
+    forward, strength = LlamaMLP.forward, 0.0
+    monkeypatch.setattr(LlamaMLP, "forward", convolved)
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, vocab_size=64, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(config)
+    for strength, has_tiny in ((0.0, True), (1e-6, True), (0.0, False), (1e-2, False)):
+        monkeypatch.setattr(losses, "_packing", {})
+        if has_tiny:
+            assert packing_of(model.config) is (Packing.NONE if strength else Packing.POSITIONS)
+            assert bool(losses.model_sharing_problems(config, 2)) == bool(strength)
+        else:
+            monkeypatch.setattr(losses, "tiny_model", lambda *_: None)
+        if strength:
+            with pytest.raises(ConfigError, match="llama models do not keep attention inside a document"):
+                check_document_mask(model, torch.device("cpu"))
+        else:
+            check_document_mask(model, torch.device("cpu"))
 
 
 def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
