@@ -108,8 +108,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)
     is_shared = "sequence_group" in batch
-    needs_mask = is_shared and config._attn_implementation not in READ_BOUNDARIES
-    if needs_mask or packing_of(config) is Packing.MASK:
+    is_told = config._attn_implementation in READ_BOUNDARIES
+    if not is_told and (is_shared or packing_of(config) is Packing.MASK):
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
         inputs |= document_masks(config, batch["row_position_ids" if is_shared else "position_ids"], dtype)
     if is_shared:
@@ -300,17 +300,20 @@ def packing_of(config: PreTrainedConfig) -> Packing:
     """
     text, attention = config.get_text_config(), config._attn_implementation
     if attention in READ_BOUNDARIES:
-        return Packing.POSITIONS
-    if attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
+        attention = "alone"  # the kernel is told; layers beside attention are not
+    elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
         attention = unsupported_kernels(config).get("sdpa", "sdpa")
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
     key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
     if key not in _packing:
-        model = tiny_model(config, attention)
-        if model is None:
-            _packing[key] = Packing.UNKNOWN
-        elif is_packed_as_alone(model):
+        group = {"sequence_group": None} if attention == "alone" else {}
+        model = tiny_model(config, attention, **group)
+        if model is None:  # one that hands nothing on to its attention is tried itself
+            _packing[key] = Packing.POSITIONS if group else Packing.UNKNOWN
+        elif is_packed_as_alone(model, **group):
             _packing[key] = Packing.POSITIONS
+        elif group:
+            _packing[key] = Packing.NONE
         else:
             _packing[key] = Packing.MASK if is_packed_as_alone(model, with_masks=True) else Packing.NONE
     return _packing[key]
@@ -361,15 +364,17 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
 
 
 @torch.no_grad()
-def is_packed_as_alone(model: nn.Module, with_masks: bool = False) -> bool:
+def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
     """Tell whether a tiny model on the CPU predicts the same in the second document of a row as for the document alone."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         tokens, positions = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])
         masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
+        inputs |= {"use_cache": False}
+        row = {"input_ids": tokens, "position_ids": positions} | masks | inputs
         try:
-            packed = model(input_ids=tokens, position_ids=positions, use_cache=False, **masks).logits[:, 5:]
-            alone = model(input_ids=tokens[:, 5:], position_ids=positions[:, 5:], use_cache=False).logits
-            is_seen = sees_before(model, 5, input_ids=tokens, position_ids=positions, use_cache=False, **masks)
+            packed = model(**row).logits[:, 5:]
+            alone = model(input_ids=tokens[:, 5:], position_ids=positions[:, 5:], **inputs).logits
+            is_seen = sees_before(model, 5, **row)
         except (TypeError, ValueError, RuntimeError, KeyError):  # it takes no positions, or no such masks
             return False
     return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
