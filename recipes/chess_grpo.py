@@ -21,9 +21,9 @@ from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.games.rules import PHASES
-from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.rewards import GRPOArgs
+from accelerate_recipes.posttraining.rewards import GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
@@ -85,8 +85,7 @@ def main(args: Args) -> None:
 
     # Model and trainer
     model = make_model(args)
-    room = max_positions(model.config) - next_moves.max_new_tokens
-    room = min(room, args.max_prompt_length or room)
+    room = room_for_prompts(args, model.config, next_moves.max_new_tokens)
     found = datasets.Dataset.load_from_disk(folder / "train").to_list()
     lengths = [len(prompt_of(tokenizer, position["prefix"])) for position in found]
     positions = [

@@ -23,16 +23,18 @@ from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.generation import Sampling
-from accelerate_recipes.models import load_tokenizer, max_positions
+from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import (
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
+    check_prompts,
     check_settings,
     load_rewards,
     reward_problems,
+    room_for_prompts,
     tokenize_prompts,
 )
 from accelerate_recipes.posttraining.samples import Samples
@@ -79,10 +81,10 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
+        check_prompts(side, args.sources[name])
         check_settings(side, args.template_settings, args.sources[name])
-        lengths += (
-            found := [len(ids) for ids in tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings)]
-        )
+        tokens = tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings, args.sources[name])
+        lengths += (found := [len(ids) for ids in tokens])
         rows[name] = side.select([i for i, length in enumerate(found) if length <= room])
         if not len(rows[name]):
             raise ConfigError(
@@ -121,8 +123,7 @@ def main(args: Args) -> None:
     # Tokenizer, model and data
     tokenizer = load_tokenizer(args.model_name_or_path)
     model = make_model(args)
-    room = max_positions(model.config) - args.max_completion_length
-    room = min(room, args.max_prompt_length or room)
+    room = room_for_prompts(args, model.config, args.max_completion_length)
     rows, counts = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer, room))
     columns = [name for name in rows["train"].column_names if name in rows["test"].column_names]
     rewards = load_rewards(args.rewards, columns)

@@ -10,11 +10,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, read_metrics
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -22,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from accelerate_recipes import losses
 from accelerate_recipes.args import ConfigError
@@ -223,6 +226,15 @@ QWEN3_NEXT = Qwen3NextConfig(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "documents", "flash_attention_2"])
+def test_convolutions_cross_documents(attention):
+    """A kernel that is told where documents begin does not help what is no attention."""
+    config = Lfm2Config(**SIZES, vocab_size=64, layer_types=["conv", "full_attention"])
+    for kinds, found in (("conv", Packing.NONE), ("full_attention", Packing.POSITIONS)):
+        config.layer_types, config._attn_implementation = [kinds, "full_attention"], attention
+        assert packing_of(config) is found
+
+
 @pytest.mark.parametrize("config", [QWEN3_NEXT, BloomConfig()], ids=lambda config: config.model_type)
 def test_models_whose_attention_crosses_games(config, tmp_path):
     """Linear attention carries its state from game to game; BLOOM takes no positions. Refused before weights are read."""
@@ -234,8 +246,34 @@ def test_models_whose_attention_crosses_games(config, tmp_path):
         load_model(str(tmp_path), "auto")
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "documents"])
+def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
+    """A causal convolution of width 2 in the layers, however little it adds, also where a rank's part of a row begins."""
+
+    def convolved(self, hidden):
+        return forward(self, hidden + strength * functional.pad(hidden, (0, 0, 1, -1)))
+
+    forward, strength = LlamaMLP.forward, 0.0
+    monkeypatch.setattr(LlamaMLP, "forward", convolved)
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, vocab_size=64, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(config)
+    for strength, has_tiny in ((0.0, True), (1e-6, True), (0.0, False), (1e-2, False)):
+        monkeypatch.setattr(losses, "_packing", {})
+        if has_tiny:
+            assert packing_of(model.config) is (Packing.NONE if strength else Packing.POSITIONS)
+            assert bool(losses.model_sharing_problems(config, 2)) == bool(strength)
+        else:
+            monkeypatch.setattr(losses, "tiny_model", lambda *_, **__: None)
+        if strength:
+            with pytest.raises(ConfigError, match="llama models do not keep attention inside a document"):
+                check_document_mask(model, torch.device("cpu"))
+        else:
+            check_document_mask(model, torch.device("cpu"))
+
+
 def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
-    monkeypatch.setattr(losses, "tiny_model", lambda *_: None)
+    monkeypatch.setattr(losses, "tiny_model", lambda *_, **__: None)
     monkeypatch.setattr(losses, "_packing", {})
     config = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4)
     config.vocab_size = 64

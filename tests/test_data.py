@@ -149,6 +149,19 @@ def test_every_row_once_in_each_epoch_on_any_number_of_ranks(world_size):
     assert seen == [row for micro, _ in zip(StepOrder(num_rows, args, 0, 1), range(44), strict=False) for row in micro]
 
 
+@pytest.mark.parametrize("lengths", [None, np.arange(4)], ids=["plain", "by length"])
+def test_the_order_ends_with_the_last_row(lengths):
+    """So nobody waits for a row for ever, where a rank has fewer rows than are shown, or none."""
+    args = TrainArgs(total_batch_size=8, per_device_train_batch_size=2, num_train_epochs=1)
+    for world_size in (2, 4):
+        for rank in range(world_size):
+            loader = make_train_loader(range(4), args, rank, world_size, lengths, collate_fn=list)
+            batches = list(itertools.islice(loader.batch_sampler, 100))
+            assert len(batches) == args.accumulation_steps(world_size), "one step"
+            mine = [row for batch in batches for row in batch if row >= 0]
+            assert loader.first_batch(5) == mine and (mine or rank)
+
+
 def test_starting_later_is_the_same_order():
     args = TrainArgs(total_batch_size=4, per_device_train_batch_size=4, max_steps=100)
     order, later = StepOrder(10, args, 0, 1), StepOrder(10, args, 0, 1)

@@ -13,11 +13,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
+from accelerate_recipes import agenda as agenda_module
 from accelerate_recipes import distributed, engine, metrics
 from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import StepLoader, StepOrder, make_train_loader
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import NonFiniteError, evaluate_loss, to_device, train, train_step
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
@@ -111,7 +113,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(stop, "listen", lambda output_dir: None)
 
     def train_with(
-        resumed_at: int = 0, evaluated: list[dict] | None = None, **changes
+        resumed_at: int = 0, count_fn=count_next_tokens, evaluated: list[dict] | None = None, **changes
     ) -> tuple[list[dict], list[tuple]]:
         done = []
         args = replace(ARGS, output_dir=str(tmp_path / str(changes)), **changes)
@@ -125,14 +127,15 @@ def run(tmp_path, monkeypatch):
 
         def evaluate_fn(step: int) -> dict[str, float]:
             done.append(("evaluate", step))
-            evaluate_loss(run.accelerator, run.model, evaluated or [], next_token_loss, count_next_tokens)
+            if evaluated:
+                evaluate_loss(run.accelerator, run.model, evaluated, next_token_loss, count_next_tokens)
             return {"loss": 0.0}
 
         records = train(
             run,
             make_train_loader(make_rows(), args, 0, 1),
             loss_fn=next_token_loss,
-            count_fn=count_next_tokens,
+            count_fn=count_fn,
             evaluate_fn=evaluate_fn,
         )
         return [record for record in records if "loss" in record], done
@@ -278,6 +281,42 @@ def test_a_step_that_is_not_finite_leaves_the_weights(poison):
         train_step(run, [batch], loss_fn, count_next_tokens)
     for parameter, old in zip(run.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
+
+
+def without_targets(batch: dict) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def test_a_step_without_targets_leaves_the_weights():
+    """Neither weight decay nor the optimizer's memory of earlier steps changes them."""
+    run = make_run(ARGS)
+    micro = [next(iter(make_train_loader(make_rows(), ARGS, 0, 1)))]
+    for count_fn, is_trained in ((count_next_tokens, True), (without_targets, False)):
+        before = [parameter.clone() for parameter in run.model.parameters()]
+        train_step(run, micro, lambda *some, n=is_trained: next_token_loss(*some) * n, count_fn)
+        is_same = [torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True)]
+        assert not any(is_same) if is_trained else all(is_same)
+
+
+@pytest.mark.parametrize("idle, logging_steps", [(3, 1), (3, 2), (5, 1), (5, 2)])
+def test_steps_without_targets(run, monkeypatch, idle, logging_steps):
+    """Some are left out, and their log line has no loss; many in a row, or all, end the run."""
+    monkeypatch.setattr(agenda_module, "MOST_IDLE", 4)
+    left = [idle * 2]  # micro-batches
+
+    def count_fn(batch):
+        left[0] -= 1
+        return count_next_tokens(batch) * (left[0] < 0)
+
+    if idle == 5:
+        with pytest.raises(DataError, match=r"no row of the steps 1 to 4 has a target of the loss: .* mend the data"):
+            run(logging_steps=logging_steps, count_fn=count_fn)
+        return
+    records, _ = run(logging_steps=logging_steps, count_fn=count_fn)
+    assert [record["step"] for record in records] == [4, 5]
+    assert all(np.isfinite(record["loss"]) for record in records)
+    with pytest.raises(DataError, match="no row to evaluate on has a target"):
+        evaluate_loss(Accelerator(cpu=True), make_model(), [], next_token_loss, count_next_tokens)
 
 
 def test_evaluation_weights_tokens_and_skips_empty_rows():

@@ -3,14 +3,19 @@
 The base is a new Llama of two layers, made by sft.py; the reward is the share of a digit in an answer.
 """
 
+import copy
 import json
+import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from accelerate.utils import set_seed
 from helpers import CHILDREN, ROOT, STEPS, log_of, read_metrics
 from test_conversations import save_base
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  a fixture
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
@@ -288,8 +293,41 @@ def test_what_a_reward_gives_is_checked(rewards_file):
     assert ones(["a", "b"], ["111111", ""], weather=["sun", "rain"]) == [1.0, 0.0]
     nothing = Reward("nothing", lambda completions: [torch.tensor(1), None, True][: len(completions)])
     assert nothing(["a"] * 3, ["x"] * 3, solution=["y"] * 3) == [1.0, None, 1.0]
+    for given, said in (({"a": 1}, "a dict"), ({1.0}, "a set"), ("1", "a str")):
+        with pytest.raises(ConfigError, match=f"the reward one gave {said} for 1 answers; give a list with a number"):
+            Reward("one", lambda completions, given=given: given)(["a"], ["x"])
+    with pytest.raises(ConfigError, match=r"is 1e\+308 for 'x'; give a number of at most 1e\+16, or None"):
+        Reward("large", lambda completions: [1e308])(["a"], ["x"])
     with pytest.raises(ConfigError, match="the reward word failed: ValueError"):
         Reward("word", lambda completions: ["good"])(["a"], ["x"])
+
+
+def test_a_reward_changes_nothing_of_the_run():
+    """Neither what it was given, nor what is drawn next; what it draws follows from the seed and the step alone."""
+
+    def careless(prompts, completions, words, **_):
+        drawn.append(draw())
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        completions.pop()[0]["content"] = words[0].pop()
+        return [1.0] * len(prompts)
+
+    def draw() -> tuple:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    reward, drawn, expected = Reward("careless", careless), [], []
+    given = [["a"] * 2, [[{"role": "assistant", "content": "x"}] for _ in "ab"]]
+    before = copy.deepcopy(given)
+    for with_reward in (False, True):
+        set_seed(5)
+        for step in (1, 2, 1):
+            if with_reward:
+                words = [["b"]] * 2
+                reward(*given, words=words, trainer_state=SimpleNamespace(global_step=step))
+                assert given == before and words == [["b"]] * 2
+            expected.append(draw())
+    assert expected[:3] == expected[3:] and len({*expected}) == 3
+    assert drawn[0] == drawn[2] != drawn[1] and not {*drawn} & {*expected}
 
 
 def test_built_in_rewards_take_texts_and_messages():
@@ -382,6 +420,29 @@ def test_rows(tmp_path, base):
         load(rows, [{"prompt": "1+1="}] * 2)
     with pytest.raises(ConfigError, match="no prompt is left: all 18 have more than 3 tokens"):
         load(rows, None, room=3)
+    for more, said in (
+        ({"completions": "x"}, "has the column completions, but trl passes something else to rewards by that name"),
+        ({"prompt": ""}, "row 18: 'prompt' has no token, since the tokenizer adds no begin token"),
+    ):
+        tokenizer.add_bos_token = False
+        with pytest.raises((ConfigError, DataError), match=said):
+            load([*rows, rows[0] | more], [{"prompt": "1+1="}])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ raise_exception('no') if m.role == 'x' else m.content }}{% endfor %}"
+    )
+    for message, said in (
+        ({"role": "user"}, 'row 1: .prompt. has the message {"role": "user"}; a message has a role and a content'),
+        ({"content": "1"}, 'row 1: .prompt. has the message {"content": "1"}'),
+        ({"role": "x", "content": "1"}, "row 1: the chat template cannot render it: no"),
+        ({"role": "user", "content": ""}, "row 1: 'prompt' has no token"),
+    ):
+        with pytest.raises(DataError, match=said):
+            load([{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [message]}], None)
+    module, args = recipe.load(SCRIPT), SimpleNamespace(base_model="base", max_prompt_length=0)
+    with pytest.raises(
+        ConfigError, match=r"answers of 64 tokens leave no room .* among the 20 positions of base; lower"
+    ):
+        module.room_for_prompts(args, LlamaConfig(max_position_embeddings=20), 64)
     with pytest.raises(DataError, match="has no column 'prompt'; there are question"):
         load([{"question": "1+1="}], None)
     with pytest.raises(ConfigError, match=r"none of \d+ rows is left to"):

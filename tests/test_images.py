@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 from datasets import Image as ImageColumn
 from helpers import ROOT
@@ -21,6 +22,7 @@ from accelerate_recipes.data.images import (
     Augmentation,
     ImageArgs,
     Images,
+    Labelled,
     augmentation_of,
     collate_images,
     decode,
@@ -32,6 +34,7 @@ from accelerate_recipes.data.images import (
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.vision.classifiers import new_image_processor
+from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
 PROCESSOR = new_image_processor(16)
 
@@ -298,6 +301,23 @@ def test_a_broken_image_is_named_or_left_out(broken, parquet):
         assert [row for row, label in found.items() if label < 0] == [7] and len(found) == 40
     skipped = sides([broken], skip_broken_images=True)
     assert sum(len(side.images) for side in skipped[:2]) == 40
+
+
+def test_all_images_to_evaluate_on_are_broken(broken, parquet, tmp_path):
+    _, test, names = sides([parquet], eval_files=[broken])
+    only = Labelled(test.images.select([7]), test.labels[7:8], np.array([0]), test.source)
+    images = Images(only, PROCESSOR, skips_broken=True)
+    loader = make_eval_loader(images, Args(), 0, 1, collate_fn=collate_images)
+    evaluation = ImageEvaluation(ROOT / "recipes/metrics/image_classes.py", images, loader, names, tmp_path)
+
+    class Model(torch.nn.Linear):
+        def forward(self, pixel_values):
+            return SimpleNamespace(logits=super().forward(pixel_values.flatten(1)[:, :2]))
+
+    with pytest.raises(
+        DataError, match=r"all 1 images to evaluate on \(.*broken.parquet\) are broken; leave out --skip"
+    ):
+        evaluation.evaluate(Accelerator(cpu=True), Model(2, 3), 0)
 
 
 @pytest.mark.parametrize(("dtype", "mode"), [(np.uint16, "I;16"), (np.int32, "I"), (np.float32, "F")])

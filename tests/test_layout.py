@@ -47,8 +47,8 @@ MAY_IMPORT = {
         "weights",
     },
     "games": {"args", "data", "disk", "generation", "hub", "ranks"},
-    "agenda": {"args", "checkpoint", "life", "metrics", "ranks", "run"},
-    "engine": {"agenda", "checkpoint", "distributed", "life", "metrics", "ranks", "run", "sequence"},
+    "agenda": {"args", "checkpoint", "data", "life", "metrics", "ranks", "run"},
+    "engine": {"agenda", "checkpoint", "data", "distributed", "life", "metrics", "ranks", "run", "sequence"},
     "trial": {"adapters", "args", "data", "hub", "losses", "models"},
     "posttraining": {
         "adapters",

@@ -7,6 +7,7 @@ from accelerate.utils import set_seed
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import forget_evaluated_shapes
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import update_status
@@ -16,6 +17,7 @@ from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
 
 EvaluateFn = Callable[[int], dict[str, float]]
+MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
 
 
 class Agenda:
@@ -32,6 +34,7 @@ class Agenda:
     log: MetricsLog
     step = 0  # completed
     wants_save = False
+    begun_at = trained_at = 0  # steps completed when this run began, and at the last log line with a target
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
     def __init__(self, run: Run, evaluate_fn: EvaluateFn, data_state_fn: Callable[[], dict]):
@@ -63,7 +66,7 @@ class Agenda:
                 f"{checkpoint} is further on than the {run.total_steps} steps of this run; give as many steps or more, or "
                 "begin anew in another --output_dir"
             )
-        self.step = run.checkpointer.resume()
+        self.step = self.begun_at = self.trained_at = run.checkpointer.resume()
         self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops)
         self.log.restore(checkpoint)
         if args.trackers:
@@ -133,7 +136,18 @@ class Agenda:
         return self.log_is_due or self.evaluation_is_due or self.save_is_due
 
     def log_window(self, window: Window, grad_norm: float, learning_rate: float, values: dict[str, float]) -> None:
-        """Log the steps of the window in one line, with the additional `values`."""
+        """Log the steps of the window in one line, with the additional `values`.
+
+        Raises:
+            DataError: if the last steps had no target, at least MOST_IDLE of them, or all of this run.
+        """
+        if window.num_targets:
+            self.trained_at = self.step
+        elif self.step - self.trained_at >= min(MOST_IDLE, self.run.total_steps - self.begun_at):
+            raise DataError(
+                f"no row of the steps {self.trained_at + 1} to {self.step} has a target of the loss: all are masked, empty "
+                f"or broken; look at the first rows in {self.run.output_dir}, and mend the data"
+            )
         device = self.run.accelerator.device
         gib = max_over_ranks(peak_memory_gib(device), device)
         self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)

@@ -19,6 +19,7 @@ from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
@@ -83,7 +84,7 @@ def train_step(
     wants_save: bool = False,
     is_uneven: bool = False,
 ) -> Step:
-    """Take one optimizer step on this rank's micro-batches, which lie on its device.
+    """Take one optimizer step on this rank's micro-batches, which lie on its device; without a target no weight changes.
 
     Raises:
         NonFiniteError: before the weights change.
@@ -108,12 +109,14 @@ def train_step(
     loss = sum_over_ranks(torch.stack(micro_losses).sum()) / num_targets.clamp(min=1)
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
     # A step waits for the device only here. All values are sums over all ranks, so all ranks decide alike.
-    flags = torch.stack([torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device)), *(n > 0 for n in num_wishes)])
-    loss_is_finite, norm_is_finite, *wanted = flags.tolist()
+    are_finite = torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device))
+    flags = torch.stack([*are_finite, *(n > 0 for n in (num_targets, *num_wishes))])
+    loss_is_finite, norm_is_finite, has_targets, *wanted = flags.tolist()
     if not (loss_is_finite and norm_is_finite):
         message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
         raise NonFiniteError(message, torch.stack(micro_losses).tolist())
-    run.optimizer.step()
+    if has_targets:  # else weight decay, and what the optimizer remembers of earlier steps, would change the weights
+        run.optimizer.step()
     run.optimizer.zero_grad()
     return Step(loss, grad_norm, num_targets, *wanted)
 
@@ -131,6 +134,7 @@ def train(
     Raises:
         Stopped: when a rank was asked to stop; what was done until then is saved.
         NonFiniteError: naming the step and the last good checkpoint.
+        DataError: for many steps without a target.
     """
     accelerator, args, checkpointer = run.accelerator, run.args, run.checkpointer
     agenda = Agenda(run, evaluate_fn, train_loader.state)
@@ -214,6 +218,7 @@ def evaluate_loss(
 
     Raises:
         Stopped: between two batches.
+        DataError: if there is no target at all.
     """
     model.eval()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float64)
@@ -224,7 +229,9 @@ def evaluate_loss(
         loss_sum += loss_fn(model, batch)
         num_targets += count_fn(batch)
     model.train()
-    return (sum_over_ranks(loss_sum) / sum_over_ranks(num_targets)).item()
+    if not sum_over_ranks(num_targets).item():
+        raise DataError("no row to evaluate on has a target of the loss; give others, or hold out a larger share")
+    return (sum_over_ranks(loss_sum) / num_targets).item()
 
 
 def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:

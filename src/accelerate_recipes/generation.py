@@ -1,9 +1,11 @@
 """Text generation with a sharded model: each rank generates for its share of the prompts, and all ranks get all texts."""
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -113,13 +115,20 @@ def generate_texts(
 
 @contextlib.contextmanager
 def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
-    """Draw from generators with this seed, so that training draws the same with and without an evaluation."""
+    """Draw from generators with this seed, torch's, Python's and numpy's, so that training draws the same afterwards."""
     if seed is None:
         yield
         return
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
-        yield
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 @contextlib.contextmanager

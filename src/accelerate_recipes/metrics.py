@@ -200,18 +200,18 @@ class MetricsLog:
     ) -> None:
         """Log the steps of the window in one line: mean loss, throughput of all ranks, peak memory, wait for data.
 
-        `counts` are additional values: what all ranks have read so far, or a reward.
+        `counts` are additional values: what all ranks have read so far, or a reward. Without a target there is no `loss`.
         """
-        record = {
-            "step": step,
-            "loss": window.mean_loss,
+        record = {"step": step} | ({"loss": window.mean_loss} if window.num_targets else {})
+        record |= {
             "samples_per_second": window.samples / window.seconds,
             "tokens_per_second": window.num_targets.item() / window.seconds,
             "learning_rate": lr,
             "grad_norm": grad_norm,
         }
+        loss = f"{record['loss']:.5f}" if "loss" in record else "none, since there was no target"
         line = (
-            f"Step {step}/{self.total_steps} Loss: {record['loss']:.5f}, "
+            f"Step {step}/{self.total_steps} Loss: {loss}, "
             f"Speed: {record['samples_per_second']:.2f} samples/sec, {record['tokens_per_second']:.0f} tokens/sec, "
             f"lr: {lr:.6f}, grad norm: {grad_norm:.2f}"
         )

@@ -204,7 +204,7 @@ class Run(Generic[Args]):
             ConfigError: for adapters, a strategy or settings that do not fit the model.
         """
         if ranks_a_row() > 1:
-            check_shared_masks(model.config._attn_implementation, getattr(self.args, "max_length", 0))
+            check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]

@@ -12,7 +12,15 @@ import toy
 from accelerate.utils import set_seed
 from torch.distributed.tensor import DTensor
 from toy import requirements
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from accelerate_recipes.attention import choose
 from accelerate_recipes.data.packing import PackedRows, collate
@@ -27,6 +35,7 @@ SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0,
 }  # fmt: skip
+EXPERTS = SIZES | {"head_dim": 8, "moe_intermediate_size": 16}
 KINDS = ["sliding_attention", "full_attention"]
 MODELS = {
     "as many heads for keys as queries": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -34,6 +43,7 @@ MODELS = {
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.0),
     "mixtral, balanced": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=1.0),
+    "qwen3 moe, balanced": Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=1.0),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "mistral with a window": MistralConfig(**SIZES, sliding_window=5),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=KINDS),

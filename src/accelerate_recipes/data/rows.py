@@ -84,7 +84,10 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epo
 
 
 class StepOrder(Sampler[list[int]]):
-    """Sampler of one rank's micro-batches from `start_step` on, without end: rank r takes slice r of each global batch."""
+    """Sampler of one rank's micro-batches from `start_step` to the last row: rank r takes slice r of each global batch.
+
+    With `max_steps` rows come again and again, without end.
+    """
 
     def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
         self.num_rows = num_rows
@@ -98,7 +101,7 @@ class StepOrder(Sampler[list[int]]):
         end = math.inf if args.max_steps > 0 else round(args.num_train_epochs * self.num_rows)
         share = args.total_batch_size // self.world_size
         step = self.start_step
-        while True:
+        while step * args.total_batch_size < end:
             mine = self.share_of(rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, end, self.epoch))
             for start in range(0, share, args.per_device_train_batch_size):
                 yield mine[start : start + args.per_device_train_batch_size]

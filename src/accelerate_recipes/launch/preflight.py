@@ -229,7 +229,7 @@ def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
         model.config._attn_implementation = attention
         if size > 1:
-            check_shared_masks(attention, getattr(args, "max_length", 0))
+            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
         if getattr(args, "document_mask", False):
             check_packing(model.config)
         if not getattr(args, "whole_logits", True):

@@ -18,9 +18,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.attention import choose
-from accelerate_recipes.models import max_positions
+from accelerate_recipes.posttraining.rewards import room_for_prompts
 from accelerate_recipes.posttraining.trainers import count_targets, loss_of_experts, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -55,13 +54,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
-    room = max_positions(config) - answer_length
-    if room < 1:
-        raise ConfigError(
-            f"answers of {answer_length} tokens leave no room for a prompt among the {room + answer_length} positions of "
-            f"{args.base_model}; lower --max_completion_length"
-        )
-    lengths = {"prompt": min(args.max_prompt_length, room), "completion": answer_length}
+    lengths = {"prompt": room_for_prompts(args, config, answer_length), "completion": answer_length}
     batch: dict[str, Any] = {"advantages": torch.zeros(rows), "num_items_in_batch": torch.tensor(1.0)}
     for name, length in lengths.items():
         padded = -(-length // multiple) * multiple

@@ -9,11 +9,10 @@ import ast
 import importlib.util
 import inspect
 import json
-import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +20,9 @@ from types import ModuleType
 from typing import Any
 
 import datasets
+import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from accelerate_recipes.args import ConfigError, Range, arg, first_line
@@ -35,12 +35,16 @@ from accelerate_recipes.data.rendering import (
     prompt_alone,
     shown_ends,
 )
-from accelerate_recipes.generation import Generated, Sampling, generate_texts
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.generation import Generated, Sampling, generate_texts, own_draws
+from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
+from accelerate_recipes.weights import seed_of
 
+LARGEST = 1e16  # reward: trl computes variances in fp32
 BUILT_IN = ("accuracy_reward", "think_format_reward")
 MATH_VERIFY = "math-verify==0.9.0"
 # What trl passes to a reward besides the columns of the data.
@@ -194,23 +198,41 @@ class Reward:
         passed = {"prompts": prompts, "completions": completions} | columns
         if not self.takes_all:
             passed = {name: value for name, value in passed.items() if name in self.takes}
+        # A function that seeds torch would make the model draw the same answers again. An evaluation has no state.
+        step = getattr(columns.get("trainer_state"), "global_step", -1)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        rewards = None
         try:
-            rewards = list(self.function(**passed))
-            rewards = [None if reward is None else float(reward) for reward in rewards]
+            with own_draws(device, seed_of(f"rewards of step {step}", torch.initial_seed())):
+                given = self.function(**copied(passed))
+                if not isinstance(given, str | Mapping | Set):
+                    rewards = [None if reward is None else float(reward) for reward in given]
         except (Exception, SystemExit) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
                 f"the reward {self.__name__} failed: {type(error).__name__}: {first_line(error)} ({place.filename}, line "
                 f"{place.lineno}); it had {len(completions)} answers, first {completions[0]!r:.80} to {prompts[0]!r:.80}"
             ) from error
-        if len(rewards) != len(completions):
-            raise ConfigError(f"the reward {self.__name__} gave {len(rewards)} values for {len(completions)} answers")
+        if rewards is None or len(rewards) != len(completions):
+            what = f"a {type(given).__name__}" if rewards is None else f"{len(rewards)} values"
+            raise ConfigError(
+                f"the reward {self.__name__} gave {what} for {len(completions)} answers; give a list with a number, or "
+                "None, for each"
+            )
         for reward, completion in zip(rewards, completions, strict=True):
-            if reward is not None and not math.isfinite(reward):
+            if reward is not None and not abs(reward) <= LARGEST:
                 raise ConfigError(
-                    f"the reward {self.__name__} is {reward} for {completion!r:.80}; give a number, or None"
+                    f"the reward {self.__name__} is {reward} for {completion!r:.80}; give a number of at most {LARGEST:g}, "
+                    "or None"
                 )
         return rewards
+
+
+def copied(value: Any) -> Any:
+    """Copy the lists and dicts of a nested value, which a reward may change."""
+    if isinstance(value, dict):
+        return {name: copied(entry) for name, entry in value.items()}
+    return [copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 def load_rewards(specs: Sequence[str], columns: Sequence[str]) -> list[Reward]:
@@ -240,8 +262,25 @@ def load_rewards(specs: Sequence[str], columns: Sequence[str]) -> list[Reward]:
             raise ConfigError(
                 f"--rewards {spec} needs {', '.join(missing)}; the data have the columns {', '.join(columns)}"
             )
+        if "completion" in reward.needs:
+            raise ConfigError(f"--rewards {spec} needs completion, a column that trl passes to no reward; rename both")
         rewards.append(reward)
     return rewards
+
+
+def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: int) -> int:
+    """Return the length of the longest prompt to which a model can answer in `answer_length` tokens.
+
+    Raises:
+        ConfigError: if an answer leaves no room for a prompt.
+    """
+    room = max_positions(config) - answer_length
+    if room < 1:
+        raise ConfigError(
+            f"answers of {answer_length} tokens leave no room for a prompt among the {room + answer_length} positions of "
+            f"{args.base_model}; lower --max_completion_length"
+        )
+    return min(room, args.max_prompt_length or room)
 
 
 def run_file(file: str) -> ModuleType:
@@ -267,6 +306,28 @@ def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float 
     return sum(said) if said else None
 
 
+def check_prompts(rows: datasets.Dataset, source: str) -> None:
+    """Check that trl can pass all columns to the rewards, and that every message of a prompt has a role and a content.
+
+    Raises:
+        ConfigError: for a column that is called like what trl passes besides.
+        DataError: for such a message.
+    """
+    if taken := sorted(NO_COLUMNS & set(rows.column_names)):
+        raise ConfigError(
+            f"{source} has the column {taken[0]}, but trl passes something else to rewards by that name; rename it"
+        )
+    for number, prompt in enumerate(rows["prompt"][:]):
+        for message in prompt if isinstance(prompt, list) else ():
+            fields = message if isinstance(message, dict) else {}
+            is_said = isinstance(fields.get("content"), str) or fields.get("tool_calls")
+            if not (isinstance(fields.get("role"), str) and is_said):
+                raise DataError(
+                    f"{source}, row {number}: 'prompt' has the message {json.dumps(message):.60}; a message has a role and "
+                    "a content, both of them texts"
+                )
+
+
 def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) -> None:
     """Check that no row, as `select` gives it, asks for a rendering of its own: trl renders all prompts with `common`.
 
@@ -285,12 +346,27 @@ def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) 
 
 
 def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any], source: str = "the data"
 ) -> list[list[int]]:
-    """Tokenise prompts, texts or conversations, as trl does for an answer."""
+    """Tokenise prompts of a source, texts or conversations, as trl does for an answer.
+
+    Raises:
+        DataError: for a prompt that the template cannot render, or of which no token is left.
+    """
     if isinstance(prompts[0], str):
-        return tokenizer(list(prompts))["input_ids"]  # pyright: ignore[reportReturnType]
-    return [prompt_alone(tokenizer, prompt, settings) for prompt in prompts]
+        found: Any = tokenizer(list(prompts))["input_ids"]
+    else:
+        found = []
+        for number, prompt in enumerate(prompts):
+            try:
+                found.append(prompt_alone(tokenizer, prompt, settings))
+            except (TemplateError, ValueError, TypeError) as error:
+                raise DataError(f"{source}, row {number}: the chat template cannot render it: {error}") from error
+    if not all(found):
+        raise DataError(
+            f"{source}, row {found.index([])}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
+        )
+    return found
 
 
 class RewardTrainer(RecipeTrainer, GRPOTrainer):

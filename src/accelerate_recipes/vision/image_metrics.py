@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes.data.images import Images
 from accelerate_recipes.data.rows import RowLoader
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.engine import on_this_rank
 from accelerate_recipes.life import stop
@@ -40,11 +41,20 @@ class ImageEvaluation:
         return self.folder / f"step-{step}.jsonl"
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, step: int) -> dict[str, float]:
-        """Evaluate `model`. Every rank takes its share; all get `loss` and the metrics over all images."""
+        """Evaluate `model`. Every rank takes its share; all get `loss` and the metrics over all images.
+
+        Raises:
+            DataError: if no image can be decoded.
+        """
         mine = predict_classes(accelerator, model, self.loader)
         lines = sorted((line for part in on_all_ranks(mine) for line in part), key=lambda line: line["row"])
 
         def measure() -> dict[str, float]:
+            if not lines:
+                raise DataError(
+                    f"all {len(self.heldout)} images to evaluate on ({self.heldout.side.source}) are broken; leave out "
+                    "--skip_broken_images to see why"
+                )
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file(step), "".join(json.dumps(line) + "\n" for line in lines))
             values = self.measure(lines)
