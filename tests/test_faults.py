@@ -213,10 +213,11 @@ def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     assert not (out / "lock.json").exists()
 
 
-# The signal goes to each process of the run: both ranks and their data workers. The shell that sends it is one of them.
+# The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
+# the session stands for the launcher; the shell that sends the signal is one of them.
 SIGTERM_TO_ALL = {
     "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
-    "command": "trap '' TERM; for rank in $(pgrep -P $(ps -o ppid= -p $PPID)); do pkill -TERM -P $rank; kill -TERM $rank; done",
+    "command": "trap '' TERM; session=$(ps -o sid= -p $$ | tr -d ' '); kill -TERM $(pgrep -s $session | grep -vx $session) 2>&-; true",
 }  # fmt: skip
 
 

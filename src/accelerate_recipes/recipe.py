@@ -33,7 +33,7 @@ from accelerate_recipes.disk import existing
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
-from accelerate_recipes.life import lock, parent, watch
+from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
@@ -166,6 +166,8 @@ def run_recipe(
         if is_first():
             arguments = {"arguments": args.values()}
             print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
+        if args.dataloader_num_workers:
+            workers.start_fork_server()  # before the first thread
         watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
         with read_only_as_permission():
             provide(requirements(args), sys.argv)
@@ -256,6 +258,7 @@ def leave(code: int) -> NoReturn:
     torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that nobody
     joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished before.
     """
+    workers.remove_socket()
     with contextlib.suppress(OSError):  # a pipe that nobody reads any more
         sys.stdout.flush()
         sys.stderr.flush()
