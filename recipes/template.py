@@ -5,6 +5,7 @@
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,13 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
+def make_row(tokenizer: PreTrainedTokenizerBase, length: int, labels: list[str], item: dict, number: int) -> Batch:
+    found = tokenizer(item["text"], max_length=length, truncation=True, padding="max_length")
+    label = labels.index(item["label"]) if number >= 0 else -100
+    row = {name: found[name] for name in ("input_ids", "attention_mask")} | {"labels": label, "row": number}
+    return {name: torch.tensor(value) for name, value in row.items()}
+
+
 def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
     args, place = run.args, (run.args, run.data_rank, run.data_world_size)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
@@ -42,13 +50,8 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
         check_texts_or_messages(table, ["text", "label"], args.sources[part])
     labels = sorted({label for table in tables.values() for label in table["label"]})
 
-    def make_row(item: dict[str, str], number: int) -> Batch:
-        found = tokenizer(item["text"], max_length=args.max_length, truncation=True, padding="max_length")
-        label = labels.index(item["label"]) if number >= 0 else -100
-        row = {name: found[name] for name in ("input_ids", "attention_mask")} | {"labels": label, "row": number}
-        return {name: torch.tensor(value) for name, value in row.items()}
-
-    rows = {part: Rows(table, make_row) for part, table in args.sides(tables, "text").items()}
+    make = partial(make_row, tokenizer, args.max_length, labels)
+    rows = {part: Rows(table, make) for part, table in args.sides(tables, "text").items()}
     content = checksum_of_rows(tables["train"], tables["train"].column_names)
     loaders = make_train_loader(rows["train"], *place, content=content), make_eval_loader(rows["test"], *place)
     return tokenizer, *loaders, labels

@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 
 from accelerate_recipes import recipe
+from accelerate_recipes.__main__ import main
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.text_pairs import PairSource, load_rows
 from accelerate_recipes.games.rules import all_uci_moves
@@ -33,6 +34,7 @@ from accelerate_recipes.hub.cache import (
     folder,
     lacking,
     pinned,
+    repository,
 )
 from accelerate_recipes.models import new_llama, new_word_tokenizer
 from accelerate_recipes.weights import initialize
@@ -484,3 +486,32 @@ def test_commands_of_the_pages(commands, tmp_path):
         assert "warning: model" not in output and "warning: dataset" not in output
     assert len(list((tmp_path / "hub").glob(f"*/{MANIFEST}"))) == 4
     assert not list(tmp_path.glob("hub/models--meta-llama--*/snapshots/*/*.safetensors"))  # only its tokenizer is used
+
+
+RECORD = {
+    "name": "tiny/llama", "type": "model", "branch": "main", "revision": "0123", "configs": {},
+    "files": {"config.json": {"size": 2, "checksum": "sha256:0"}},
+    "asked": {"model": {"files": ["config.json"], "recipes": ["recipes/c4.py"]}},
+}  # fmt: skip
+DAMAGED = [
+    "", json.dumps(RECORD)[:50], "null", "[]", "{}", "[" * 10**5, json.dumps(RECORD | {"revision": None}), json.dumps(RECORD | {"files": []}),
+    json.dumps(RECORD | {"files": {"config.json": {"size": "2"}}}), json.dumps(RECORD | {"asked": {}}),
+    json.dumps(RECORD | {"asked": {"model": {"files": ["config.json"], "recipes": []}}}), json.dumps(RECORD | {"configs": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_record_is_one_message(tmp_path, monkeypatch, capsys, content):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    file = repository("model", "tiny/llama") / MANIFEST
+    file.parent.mkdir()
+    file.write_text(json.dumps(RECORD))
+    assert lacking(HubModel("tiny/llama")) == ["config.json"], "this one is whole"
+    file.write_text(content)
+    preflight = ["preflight", str(CONFIGS / "single.yaml"), *C4]
+    for command in (["list"], ["verify"], preflight):
+        monkeypatch.setattr("sys.argv", ["accelerate_recipes", *command])
+        with pytest.raises(SystemExit, match="1"):
+            main()
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"error: {file}, the record of a download, is damaged; remove it" in said

@@ -202,6 +202,24 @@ def test_a_rank_that_hangs_is_named(forks, tmp_path):
     assert status["state"] == "crashed" and "rank 1" in status["reason"], status
 
 
+def test_a_single_process_that_hangs_ends(forks, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "out.log"
+    assert forks.run(out, "--step_timeout", 3, TOY_HANG="5", config="single", num_processes=1) == 1
+    said = "step 5 has not ended within [0-9]+ s .*; the process is in faulty_loss [(]toy.py"
+    assert re.search(f"^error: {said}", log.read_text(), re.MULTILINE), log.read_text()[-3000:]
+    status = json.loads((out / "status.json").read_text())
+    assert status["state"] == "crashed" and re.match(said, status["reason"]), status
+
+
+def test_a_full_disk_while_logging_is_a_failure(forks, tmp_path):
+    """Files may not grow beyond 1 kB: neither can the log line be printed, nor the error, but status.json says it."""
+    out = tmp_path / "out"
+    assert forks.run(out, TOY_FSIZE="1000") == 2
+    status = json.loads((out / "status.json").read_text())
+    assert status["state"] == "failed" and "[Errno 27] File too large" in status["reason"], status
+    assert not (out / "lock.json").exists()
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""
@@ -213,10 +231,11 @@ def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     assert not (out / "lock.json").exists()
 
 
-# The signal goes to each process of the run: both ranks and their data workers. The shell that sends it is one of them.
+# The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
+# the session stands for the launcher; the shell that sends the signal is one of them.
 SIGTERM_TO_ALL = {
     "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
-    "command": "trap '' TERM; for rank in $(pgrep -P $(ps -o ppid= -p $PPID)); do pkill -TERM -P $rank; kill -TERM $rank; done",
+    "command": "trap '' TERM; session=$(ps -o sid= -p $$ | tr -d ' '); kill -TERM $(pgrep -s $session | grep -vx $session) 2>&-; true",
 }  # fmt: skip
 
 

@@ -12,10 +12,11 @@ import time
 import psutil
 import pytest
 import torch
+from helpers import CHILDREN
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import StepOrder, make_train_loader
-from accelerate_recipes.life import parent
+from accelerate_recipes.life import parent, workers
 
 # Starts the command in its arguments, as a launcher does, in a new session or not.
 LAUNCHER = """
@@ -158,14 +159,15 @@ ARGS = TrainArgs(total_batch_size=1, dataloader_num_workers=2)
 def first_rows(connection) -> None:
     """Send, from a new process, the ids of its workers, and its rows, the last four after SIGTERM to all workers."""
     parent.follow_launcher()
+    workers.start_fork_server()
     batches = iter(make_train_loader(Rows(), ARGS, 0, 1))
     rows = [next(batches).item() for _ in range(2)]  # one from each worker, so that both have started before the signal
-    workers = [process.pid for process in multiprocessing.active_children()]
-    for worker in workers:
+    started = [process.pid for process in multiprocessing.active_children()]
+    for worker in started:
         os.kill(worker, signal.SIGTERM)
     time.sleep(0.2)
     rows += [next(batches).item() for _ in range(4)]
-    connection.send((workers, rows))
+    connection.send((started, rows))
     time.sleep(60)
 
 
@@ -177,8 +179,27 @@ def test_workers_live_as_long_as_their_process():
     process.start()
     there.close()
     assert here.poll(60)
-    workers, rows = here.recv()
+    started, rows = here.recv()
     assert [[row] for row in rows] == list(itertools.islice(StepOrder(8, ARGS, 0, 1), 6))
     process.kill()
     process.join()
-    assert len(workers) == 2 and [ends(worker) for worker in workers] == [True, True]
+    assert len(started) == 2 and [ends(worker) for worker in started] == [True, True]
+
+
+def starts_of_workers(folder, *args: object) -> int:
+    """Run tests/children/worker_starts.py; return its exit code."""
+    command = [sys.executable, str(CHILDREN / "worker_starts.py"), str(folder), *map(str, args)]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+
+
+@pytest.mark.slow
+def test_workers_start_beside_other_threads(tmp_path):
+    """They neither hang nor end by a signal while saves run in the background; a fork of the process itself soon hangs."""
+    assert starts_of_workers(tmp_path, 100, "server", "signals") == 0
+
+
+@pytest.mark.long
+def test_20_000_workers_start_beside_other_threads(tmp_path):
+    assert starts_of_workers(tmp_path, 20_000, "server") == 0
+    assert starts_of_workers(tmp_path, 500, "server", "signals") == 0
+    assert starts_of_workers(tmp_path, 20_000) == -signal.SIGALRM, "forks do not hang any more: the server is needless"

@@ -1,6 +1,7 @@
 """Tests of how a recipe is loaded, what it refuses, and how it ends: its exit code and status.json."""
 
 import errno
+import io
 import json
 
 import pytest
@@ -8,8 +9,9 @@ from helpers import ROOT
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, TrainArgs, parse
+from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.life import lock, parent
+from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.stop import Stopped
 
 
@@ -26,12 +28,14 @@ def run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recipe, "leave", leave)
     monkeypatch.setattr(parent, "follow_launcher", lambda: None)
+    monkeypatch.setattr(watch, "_watch", None)
     monkeypatch.setattr("sys.argv", ["recipe.py", "--output_dir", str(tmp_path)])
 
-    def run_main(error: BaseException | None, takes_lock: bool = True) -> tuple[int, dict]:
+    def run_main(error: BaseException | None, takes_lock: bool = True, says: str = "") -> tuple[int, dict]:
         def main(args: TrainArgs) -> None:
             if takes_lock:
                 lock.take(tmp_path)
+            print(says, flush=True)
             if error is not None:
                 raise error
 
@@ -51,6 +55,12 @@ def run(tmp_path, monkeypatch):
         (Stopped("SIGTERM"), 0, "stopped", "SIGTERM"),
         (DataError("row 17"), 2, "failed", "row 17"),
         (OSError(errno.EROFS, "Read-only file system", "/hf"), 2, "failed", "[Errno 30] Read-only file system: '/hf'"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/out/samples.jsonl"),
+            2,
+            "failed",
+            "[Errno 28] No space left on device: '/out/samples.jsonl'; make room, and the same command goes on",
+        ),
         (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
         (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),
         (KeyboardInterrupt(), 1, "crashed", "KeyboardInterrupt: "),
@@ -60,6 +70,28 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
     left, status = run(error)
     assert (left, status["state"], status.get("reason")) == (code, state, reason)
     assert ("Traceback" in capsys.readouterr().err) == (code == 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*status.json is damaged")
+def test_a_full_disk_does_not_hide_the_end(run, tmp_path, monkeypatch):
+    """Neither the message nor a new status.json can be written, but the old one has room for the new state."""
+    for damaged in ('{"state": "running", "step": 3, "reason": "", "checkpoint": "checkpoint-3"}', ""):
+        (tmp_path / "status.json").write_text(damaged)
+        (tmp_path / "status.json.partial").unlink(missing_ok=True)
+        (tmp_path / "status.json.partial").symlink_to("/dev/full")
+        with monkeypatch.context() as full:
+            full.setattr("sys.stderr", io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))
+            assert run(SaveError("checkpoint-6 could not be written"))[0] == 2
+        status = json.loads((tmp_path / "status.json").read_text())
+        assert (status["state"], status.get("step", 3)) == ("failed", 3)
+
+
+def test_a_letter_that_the_locale_lacks(run, monkeypatch):
+    """It is printed as its number: a run that has done everything is not taken for a crash."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", printed)
+    assert run(None, says="Naïve ♞")[1]["state"] == "finished"
+    assert "Naïve \\u265e" in printed.buffer.getvalue().decode("latin-1")
 
 
 def test_bad_data_before_training_end_a_job(run, monkeypatch):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from accelerate_recipes.__main__ import main
 from accelerate_recipes.launch.requeue import after_attempt
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.status import update_status
@@ -43,6 +44,38 @@ def test_a_person_is_obeyed(attempt):
     """The file stops the chain, unless it was the job script that wrote it."""
     assert attempt("5", 0, state="stopped", reason="file out/stop", step=10)[0] == DONE
     assert attempt("5", 0, signalled=True, state="stopped", reason="file out/stop", step=10)[0] == REQUEUE
+
+
+DAMAGED = [
+    b"",
+    b'{\n "state": "runn',
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b'{"state": 1, "job": "5", "restarts": 0}',
+    b"[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_status_does_not_end_the_chain(attempt, tmp_path, content):
+    """The job goes on, its next attempt replaces the file, and a job that ends at the same place ends at last."""
+    (tmp_path / "status.json").write_bytes(content)
+    (tmp_path / "attempts.jsonl").write_bytes(b'{"job": "5", "restarts": 0, "st')
+    with pytest.warns(UserWarning, match="status.json is damaged"):
+        assert attempt("5", 0) == (REQUEUE, "crashed at step 0: status.json is damaged")
+        assert attempt("5", 1, state="crashed")[0] == REQUEUE
+    assert attempt("5", 2, state="crashed")[0] == FAIL
+    assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_is_one_message(tmp_path, capsys, monkeypatch):
+    (tmp_path / "attempts.jsonl.partial").symlink_to("/dev/full")
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "requeue", str(tmp_path), "--max_restarts", "3"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"No space left on device: '{tmp_path / 'attempts.jsonl'}'" in said
 
 
 def test_three_attempts_without_progress(attempt, tmp_path):

@@ -205,6 +205,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, run, tmp_
     out = tmp_path / "out"
     assert forks.run(out, *arguments, *dropout, TOY_FAULT=json.dumps(fault)) == -9
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"] and max(losses(out)) >= 4
+    arguments = (*arguments, "--dataloader_num_workers", 2)
     assert forks.run(out, *arguments, *dropout) == 0, out.with_suffix(".log").read_text()[-3000:]
     whole = run(*dropout)
     assert trajectory(out) == trajectory(whole) != trajectory(run(*EVALUATED))

@@ -67,6 +67,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert forks.run(whole, *arguments, script=typed) == 0, log_of(whole)[-3000:]
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
+    arguments = [*arguments, "--dataloader_num_workers", 1]
     assert forks.run(killed, *arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
     assert [step_of(path) for path in candidates(killed)] == [4, 6]
     assert forks.run(killed, *arguments, script=typed) == 0, log_of(killed)[-3000:]

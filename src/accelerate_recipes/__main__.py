@@ -64,7 +64,10 @@ def main() -> None:
         # Be quick: the job may be about to end.
         from accelerate_recipes.launch.requeue import after_attempt
 
-        code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
+        try:
+            code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
+        except OSError as error:
+            code, why = 1, f"how the attempt ended cannot be noted: {error}; put it right, and submit again"
         print(why)
         sys.exit(code)
 

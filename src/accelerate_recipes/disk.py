@@ -1,8 +1,11 @@
 """Files that are whole or do not exist, even after a power failure."""
 
+import contextlib
+import errno
 import hashlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -28,6 +31,21 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether an error means that the disk has no room, or the user's share of it, or a file may not be so large."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an error that names no file, as errors of writing do."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def own_suffix() -> str:
     """Return an ending for names of unfinished files that no other process of the cluster uses."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"
@@ -39,7 +57,8 @@ def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
     The content is first written to a name with `suffix`; give `own_suffix()` if several processes may write at once.
     """
     partial = path.with_name(path.name + suffix)
-    partial.write_text(text)
-    fsync(partial)
+    with naming(path):
+        partial.write_text(text)
+        fsync(partial)
     partial.replace(path)
     fsync(path.parent)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import of_layers, width_of_heads
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import naming, write_atomically
 
 # Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first entry whose
 # words all occur in the device's name counts. A device that is not listed gets no MFU rather than a wrong one.
@@ -244,7 +244,7 @@ class MetricsLog:
         if self.accelerator.is_main_process:
             with self.progress.external_write_mode(file=sys.stdout):
                 print(line, flush=True)
-            with self.path.open("a") as file:
+            with naming(self.path), self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         self.accelerator.log(values, step=record["step"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import datasets
 import transformers
@@ -29,11 +29,11 @@ from huggingface_hub import constants
 from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.disk import existing
+from accelerate_recipes.disk import existing, is_full
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
-from accelerate_recipes.life import lock, parent, watch
+from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.ranks import is_first, is_first_of_machine
@@ -128,6 +128,11 @@ def plain_lines_in_a_job() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
+def print_any_letter() -> None:
+    """Print a letter that the locale's encoding lacks as its number: it must not end a run."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def prepare_data(command: Sequence[str]) -> None:
     """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
 
@@ -143,7 +148,7 @@ def prepare_data(command: Sequence[str]) -> None:
     if problems := write_problems(args):
         raise ConfigError(error_list("The data cannot be prepared", problems))
     provide(module.requirements(args), command)
-    with contextlib.suppress(DataReady), read_only_as_permission():
+    with contextlib.suppress(DataReady), as_problem_of_the_disk():
         module.main(args)
 
 
@@ -159,15 +164,18 @@ def run_recipe(
 ) -> None:
     """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
     plain_lines_in_a_job()
+    print_any_letter()
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:
-        args = parse(args_class, other_problems=problems_here)
-        if is_first():
-            arguments = {"arguments": args.values()}
-            print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
-        watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
-        with read_only_as_permission():
+        with as_problem_of_the_disk():
+            args = parse(args_class, other_problems=problems_here)
+            if is_first():
+                arguments = {"arguments": args.values()}
+                print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
+            if args.dataloader_num_workers:
+                workers.start_fork_server()  # before the first thread
+            watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
             provide(requirements(args), sys.argv)
             main(args)
         end_with(args, state="finished")
@@ -179,8 +187,8 @@ def run_recipe(
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
-            print(f"Stopped by {reason}; the same command goes on from the newest checkpoint", flush=True)
-    except (ConfigError, DataError, NonFiniteError, SaveError, PermissionError) as error:
+            say(f"Stopped by {reason}; the same command goes on from the newest checkpoint", sys.stdout)
+    except (ConfigError, DataError, NonFiniteError, SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
             # Rank 0, or the first process of the machine, prints the error: it was told, or has the same one. If this
@@ -192,9 +200,9 @@ def run_recipe(
         fail(args, str(error))
     except (Exception, KeyboardInterrupt) as error:
         if reason := watched.lost(error) if watched is not None else "":
-            print(f"error: {reason}", file=sys.stderr, flush=True)
+            say(f"error: {reason}")
         else:
-            traceback.print_exc()
+            say(traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
         end_with(args, state="crashed", reason=reason)
         code = 1
@@ -204,19 +212,27 @@ def run_recipe(
 
 
 @contextlib.contextmanager
-def read_only_as_permission() -> Iterator[None]:
-    """Turn the error of a read-only filesystem into PermissionError, as for any place that may not be written to."""
+def as_problem_of_the_disk() -> Iterator[None]:
+    """Turn the error of a full disk, or of a place that may not be read or written, into one for the user."""
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EROFS:
-            raise PermissionError(error.errno, error.strerror, error.filename) from error
+        if is_full(error):
+            raise ConfigError(f"{error}; make room, and the same command goes on") from error
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise ConfigError(str(error)) from error
         raise
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print to stderr or another file; even where that is full or closed, the run must end in good order."""
+    with contextlib.suppress(OSError):
+        print(text, file=file or sys.stderr, flush=True)
 
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End with an error that the user must put right. If another rank found it, rank 0 runs this in the watch's thread."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+    say(f"error: {reason}")
     if args is not None and attempt()["job"] and is_first():
         # Before training too, the job script must learn that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):
@@ -256,6 +272,7 @@ def leave(code: int) -> NoReturn:
     torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that nobody
     joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished before.
     """
+    workers.remove_socket()
     with contextlib.suppress(OSError):  # a pipe that nobody reads any more
         sys.stdout.flush()
         sys.stderr.flush()
@@ -268,7 +285,7 @@ def end_with(args: TrainArgs | None, **changes: str) -> None:
         try:
             update_status(Path(args.output_dir), **changes)
         except OSError as error:  # a full disk must not hide how the run ended
-            print(f"warning: status.json could not be written: {error}", file=sys.stderr, flush=True)
+            say(f"warning: status.json could not be written: {error}")
 
 
 def load(path: str | Path) -> ModuleType:

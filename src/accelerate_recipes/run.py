@@ -33,7 +33,6 @@ from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.optim import make_scheduler
@@ -103,7 +102,7 @@ class Run(Generic[Args]):
     @property
     def writes_rows(self) -> bool:
         """False where only the data are wanted, in the directory of another run, whose rows must stay."""
-        return not (self.args.data_only and read_status(self.output_dir))
+        return not (self.args.data_only and (self.output_dir / "status.json").exists())
 
     def print(self, text: str) -> None:
         """Print on rank 0."""

@@ -1,7 +1,7 @@
 """Train a tiny Llama in a second or two, for tests that kill and resume: recipes/template.py with other data, model and loss.
 
 <output_dir>/rows.jsonl lists the rows of each step. Variables of the environment: TOY_FAULT is where the run dies (see
-faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which rank 1 hangs, TOY_BAD_DATA a step in which
+faults.py), TOY_FSIZE the largest size of a file in bytes, TOY_HANG a step in which the last rank hangs, TOY_BAD_DATA a step in which
 rank 1's data are bad (0: before training), TOY_POISON a row whose loss is not a number, TOY_PACE extra seconds for each batch.
 """
 
@@ -124,7 +124,7 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
                 file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
         look_at_data(run, step)
-        if run.data_rank == 1 and os.environ.get("TOY_HANG") == str(step):
+        if run.data_rank == run.data_world_size - 1 and os.environ.get("TOY_HANG") == str(step):
             time.sleep(1000)
         time.sleep(float(os.environ.get("TOY_PACE", 0)))
         loss = loss_fn(model, batch)

@@ -18,7 +18,6 @@ from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.shown import NUM_ROWS
-from accelerate_recipes.life.parent import start_worker
 
 LENGTH_WINDOW = 50  # global batches sorted by length together: enough for little padding, few enough to mix rows well
 
@@ -239,7 +238,6 @@ def make_train_loader(
         batch_sampler=order,
         collate_fn=collate_fn,
         num_workers=args.dataloader_num_workers,
-        worker_init_fn=start_worker,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # else iter() draws from the global generator, which changes a resumed run's dropout
     )

@@ -19,7 +19,6 @@ Every row carries the state of its stream after that row, eight numbers, so a ch
 workers have prepared. To resume, each stream decompresses at most one shard from its start.
 """
 
-import contextlib
 import copy
 import heapq
 import math
@@ -56,7 +55,6 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.hub import cache
-from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
@@ -513,22 +511,20 @@ class StreamLoader:
         # Prefetch enough rows for the next step while a step is computed.
         lists_of_two_steps = max(2, -(-2 * self.share // len(streams)))
         started = []
-        with tokenizers_without_threads() if num_workers else contextlib.nullcontext():
-            for part in parts:
-                states = {stream: self.consumed[stream] for stream in part}
-                rows = StreamRows(self.source, self.order, states, self.retries)
-                # Each worker has its own loader, because workers do not have equally many rows.
-                loader = DataLoader(
-                    rows,
-                    batch_size=None,
-                    collate_fn=as_it_is,
-                    num_workers=1 if num_workers else 0,
-                    prefetch_factor=lists_of_two_steps if num_workers else None,
-                    worker_init_fn=start_worker,
-                    # Without this, iter() draws from the global generator, which changes a resumed run's dropout.
-                    generator=torch.Generator(),
-                )
-                started.append(iter(loader))
+        for part in parts:
+            states = {stream: self.consumed[stream] for stream in part}
+            rows = StreamRows(self.source, self.order, states, self.retries)
+            # Each worker has its own loader, because workers do not have equally many rows.
+            loader = DataLoader(
+                rows,
+                batch_size=None,
+                collate_fn=as_it_is,
+                num_workers=1 if num_workers else 0,
+                prefetch_factor=lists_of_two_steps if num_workers else None,
+                # Without this, iter() draws from the global generator, which changes a resumed run's dropout.
+                generator=torch.Generator(),
+            )
+            started.append(iter(loader))
         return [single_rows(lists) for lists in started]
 
     def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
@@ -660,22 +656,6 @@ class StreamLoader:
             ),
             "retries": int(self.retries.sum()),
         }
-
-
-@contextlib.contextmanager
-def tokenizers_without_threads() -> Iterator[None]:
-    """Switch the threads of tokenizers off while workers start: a forked process has none, and would wait for ever.
-
-    The workers already share the cores among themselves.
-    """
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def as_it_is(rows: list[Row] | str) -> list[Row] | str:

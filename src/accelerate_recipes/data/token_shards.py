@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.shards import DataError, Retry
 from accelerate_recipes.data.streams import TextArgs, TextShards
-from accelerate_recipes.disk import checksum, fsync, own_suffix, write_atomically
+from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, write_atomically
 from accelerate_recipes.ranks import on_first_rank
 
 MANIFEST = "manifest.json"
@@ -215,14 +215,15 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
 
     num_tokens, ends = 0, []
     try:
-        with partial["tokens"].open("wb") as file:
+        with naming(folder), partial["tokens"].open("wb") as file:
             for tokens in source.tokens(shard, source.read(shard, 0, 1, on_retry)):
                 file.write(tokens.astype(dtype).tobytes())
                 num_tokens += len(tokens)
                 ends.append(num_tokens)
                 if len(ends) % 1000 == 0:
                     progress.set_postfix(documents=f"{len(ends):,}", tokens=f"{num_tokens:,}", retries=retries)
-        np.array(ends, dtype="<u8").tofile(partial["ends"])
+        with naming(folder):
+            partial["ends"].write_bytes(np.array(ends, dtype="<u8").tobytes())
         files = {}
         for suffix, path in partial.items():
             fsync(path)

@@ -110,16 +110,34 @@ def repository(repo_type: str, name: str) -> Path:
 
 
 def read_manifest(repo_type: str, name: str) -> dict | None:
-    try:
-        return json.loads((repository(repo_type, name) / MANIFEST).read_text())
-    except FileNotFoundError:
-        return None
+    file = repository(repo_type, name) / MANIFEST
+    return parsed_manifest(file) if file.exists() else None
 
 
 def manifests() -> Iterator[dict]:
     """Read all manifests of the cache, by name."""
-    for file in sorted(Path(constants.HF_HUB_CACHE).glob(f"*/{MANIFEST}")):
-        yield json.loads(file.read_text())
+    return map(parsed_manifest, sorted(Path(constants.HF_HUB_CACHE).glob(f"*/{MANIFEST}")))
+
+
+def parsed_manifest(file: Path) -> dict:
+    """Read a manifest. Raises ConfigError for a damaged one."""
+    try:
+        manifest = json.loads(file.read_bytes())
+        files, asked = manifest["files"], manifest["asked"].values()
+        names = {name for entry in asked if entry["recipes"] for name in entry["files"]}
+        texts = [*names, *(manifest[name] for name in ("type", "name", "branch", "revision"))]
+        texts += [recipe for entry in asked for recipe in entry["recipes"]]
+        texts += [entry["checksum"] for entry in files.values()]
+        is_whole = all(isinstance(text, str) for text in texts) and names == files.keys()
+        is_whole &= isinstance(manifest["configs"], dict) and all(isinstance(e["size"], int) for e in files.values())
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(
+            f"{file}, the record of a download, is damaged; remove it, and run the same `download` again, which fetches "
+            "only what is not here"
+        )
+    return manifest
 
 
 def revision(repo_type: str, name: str) -> str | None:

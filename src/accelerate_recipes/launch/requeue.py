@@ -1,9 +1,11 @@
 """Decision whether a Slurm job whose processes have ended goes back into the queue; slurm/submit.sh calls it."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
+from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, read_status
 
 MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
@@ -19,17 +21,20 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     """
     this = attempt()
     status = read_status(output_dir)
-    if any(status.get(key) != value for key, value in this.items()):
+    if not status and (output_dir / "status.json").exists():
+        status = {"state": "crashed", "reason": "status.json is damaged"}
+    elif any(status.get(key) != value for key, value in this.items()):
         # An earlier attempt wrote it; this attempt ended before that.
         status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
-    state, reason = status["state"], status.get("reason", "")
+    state, reason = status.get("state", "crashed"), status.get("reason", "")
     # The status is out of date if a run is killed just after a checkpoint got its name.
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
     step = max([status.get("step", 0), *(int(name) for name in saved if name.isdecimal())])
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "attempts.jsonl"
-    with file.open("a") as opened:
-        opened.write(json.dumps(this | {"state": state, "step": step, "reason": reason}) + "\n")
+    attempts = read_attempts(file)
+    attempts.append(this | {"state": state, "step": step, "reason": reason})
+    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in attempts))
     if state == "finished":
         return 0, "finished"
     if state == "failed":
@@ -37,8 +42,8 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     if state == "stopped" and not signalled and is_wish_of_a_person(reason):
         return 0, f"stopped by {reason}; the same command goes on"
     ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
-    attempts = [json.loads(line) for line in file.read_text().splitlines()][-MAX_WITHOUT_PROGRESS:]
-    if [(entry["job"], entry["step"]) for entry in attempts] == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
+    newest = [(entry["job"], entry["step"]) for entry in attempts[-MAX_WITHOUT_PROGRESS:]]
+    if newest == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
         return 1, (
             f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see {file} and the logs, "
             "and submit again once it is put right (or with a longer --time)"
@@ -46,3 +51,14 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     if this["restarts"] >= max_restarts:
         return 1, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
     return os.EX_TEMPFAIL, ended
+
+
+def read_attempts(file: Path) -> list[dict]:
+    """Read attempts.jsonl, without lines that were damaged, as by a write that a full disk has cut."""
+    found = []
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and {"job", "step"} <= entry.keys():
+                found.append(entry)
+    return found

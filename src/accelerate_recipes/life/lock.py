@@ -115,9 +115,10 @@ def process_lives(process: int) -> bool:
 def read(file: Path) -> dict | None:
     """Read the owner; None if there is none, or if it has not yet written who it is."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError):
+        owner = json.loads(file.read_bytes())
+    except (OSError, ValueError):
         return None
+    return owner if isinstance(owner, dict) and {"host", "process", "job", "restarts"} <= owner.keys() else None
 
 
 def touched(file: Path) -> int | None:

@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import psutil
 
@@ -65,16 +64,6 @@ def follow_parent() -> None:
     ask_kernel(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def start_worker(worker: int, then: Callable[[int], None] = lambda worker: None) -> None:
-    """Make a DataLoader's worker ignore SIGTERM. This is its `worker_init_fn`, and calls one that was there before.
-
-    A scheduler that wants the node back sends SIGTERM to all processes, but the last steps and the save need the workers.
-    They end when the loader tells them to, or with their process.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    then(worker)
 
 
 def ask_kernel(number: int) -> None:

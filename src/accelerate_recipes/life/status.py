@@ -8,10 +8,14 @@ Its keys: `state` (running, finished, stopped, failed: the user must put somethi
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import is_full, write_atomically
+
+# Types of the keys that are read again.
+KINDS = {"state": str, "step": int, "reason": str, "longest_save_seconds": int | float, "job": str, "restarts": int}
 
 _writing = threading.Lock()
 
@@ -28,13 +32,30 @@ def is_wish_of_a_person(reason: str) -> bool:
 
 
 def read_status(output_dir: Path) -> dict:
-    """Read status.json; empty if there is none."""
+    """Read status.json; empty if there is none. A damaged one counts as none, which a warning says."""
     file = output_dir / "status.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    try:
+        status = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        status = None
+    if isinstance(status, dict) and all(isinstance(status[name], KINDS[name]) for name in KINDS.keys() & status.keys()):
+        return status
+    warnings.warn(f"{file} is damaged, and counts as none", stacklevel=2)
+    return {}
 
 
 def update_status(output_dir: Path, **changes: object) -> None:
     """Merge `changes` into status.json, which is whole at any moment. For rank 0."""
+    file = output_dir / "status.json"
     with _writing:  # a save in the background writes it too
-        status = read_status(output_dir) | changes | attempt()
-        write_atomically(output_dir / "status.json", json.dumps(status, indent=1) + "\n")
+        text = json.dumps(read_status(output_dir) | changes | attempt(), indent=1) + "\n"
+        try:
+            write_atomically(file, text)
+        except OSError as error:
+            if not is_full(error) or not file.exists():
+                raise
+            with file.open("r+") as opened:  # a full disk still has the room of the file itself
+                opened.write(text)
+                opened.truncate()

@@ -2,7 +2,8 @@
 
 A rank that dies or hangs leaves the others in a collective. gloo notices a lost connection, NCCL waits for a timeout;
 neither says which rank caused it. So a thread of each rank writes once a second, into the launcher's store, that the
-process lives and where it is, and checks whether a rank has reported a failure.
+process lives and where it is, and checks whether a rank has reported a failure. A process without others only looks at its
+own time.
 """
 
 import faulthandler
@@ -38,13 +39,12 @@ class Watch:
         self.output_dir = output_dir
         self.on_failure = on_failure
         self.rank = ranks.rank()
-        self.world_size = int(os.environ.get("WORLD_SIZE", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.expect("the start", float("inf"))
         self.gave_up = threading.Event()
         self.store: dist.Store | None = None  # until there is a process group
         self.connecting = threading.Lock()
-        if self.world_size:
-            threading.Thread(target=self._run, daemon=True, name="watch").start()
+        threading.Thread(target=self._run, daemon=True, name="watch").start()
 
     def lost(self, error: BaseException) -> str:
         """Return the ranks that are gone, if a collective failed here because of that; else none. Takes a moment."""
@@ -81,9 +81,9 @@ class Watch:
         self.progress, self.reached = progress, None
 
     def _connect(self) -> bool:
-        """Connect to the store, if there is a process group yet; return whether there is."""
+        """Connect to the store, if there are other ranks and a process group yet; return whether there are."""
         with self.connecting:
-            if self.store is None and self.world_size and dist.is_initialized():
+            if self.store is None and self.world_size > 1 and dist.is_initialized():
                 # Use a separate connection: the main one is busy while another thread waits for a key.
                 # The launcher keeps the store when it restarts the ranks.
                 prefix = f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -91,7 +91,7 @@ class Watch:
         return self.store is not None
 
     def _run(self) -> None:
-        while not self._connect():
+        while self.world_size > 1 and not self._connect():
             time.sleep(0.2)
         before, beat = None, 0
         # Count seconds here, do not compare clock times: a job that was suspended must not wake up to an error.
@@ -101,6 +101,10 @@ class Watch:
             self.seconds_left -= 1
             if self.progress and (reached := self.progress()) != self.reached:
                 self.reached, self.seconds_left = reached, self.seconds
+            if self.world_size == 1:
+                if self.seconds_left <= 0:
+                    self._end(f"{self._lateness()}; the process is in {self._place()}")
+                continue
             try:
                 self._give_sign(beat)
                 # The first rank to give up speaks for all: to a later one, that rank would seem gone.
@@ -124,10 +128,13 @@ class Watch:
                 if self.seconds_left <= 0:
                     self._end(f"{self._lateness()}; gone: {NO_STORE}")
 
-    def _give_sign(self, beat: int) -> None:
+    def _place(self) -> str:
+        """Return the line where the main thread is."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        place = f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        sign = {"host": socket.gethostname(), "at": f"{self.doing}, in {place}", "beat": beat}
+        return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+    def _give_sign(self, beat: int) -> None:
+        sign = {"host": socket.gethostname(), "at": f"{self.doing}, in {self._place()}", "beat": beat}
         sign["gets_on"] = self.progress is not None and self.seconds_left > 0
         self.store.set(str(self.rank), json.dumps(sign))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import naming, write_atomically
 
 MOST_STEPS = 200  # on the page; of more, it shows some, evenly spread
 STYLE = """body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em }
@@ -36,7 +36,7 @@ class Samples:
     def add(self, step: int, source: str, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows with `prompt`, `completion` and `rewards`; `source` says which prompts they answer."""
         lines = [json.dumps({"step": step, "source": source} | row, ensure_ascii=False) + "\n" for row in rows]
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def write_page(self) -> None:

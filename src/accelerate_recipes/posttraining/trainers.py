@@ -63,7 +63,6 @@ from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
-from accelerate_recipes.life.parent import start_worker
 from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
@@ -481,9 +480,6 @@ class RecipeTrainer:
             # Else torch draws from the process's generator when the workers start: once in a run, and once more where it is
             # resumed, since the epoch of which the beginning is skipped has its own workers.
             inner.generator = torch.Generator()
-        inner.worker_init_fn = (
-            partial(start_worker, then=inner.worker_init_fn) if inner.worker_init_fn else start_worker
-        )
         return loader
 
     def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
