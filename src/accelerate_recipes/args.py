@@ -496,9 +496,9 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML in which a key stands once, as its standard asks, and no alias repeats what is nested, which can grow without end.
+    """YAML in which a key stands once, where PyYAML silently takes the last one, and no alias repeats what is nested.
 
-    PyYAML would silently take the last of several values.
+    Aliases of aliases grow without end.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
