@@ -56,6 +56,7 @@ from accelerate_recipes.strategy import (
 
 TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
+IMAGE = ("accelerate_configs", "data", "recipes", "src")  # folders of this repository that the image holds
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
@@ -342,7 +343,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         report.warnings += lever_warnings(args, env, request.num_devices)
     report.problems += recipe.push_to_hub_problems(args, from_here=not volumes)
     if volumes:
-        resumed_from, is_writable = None, check_volume(args, volumes[0], report)
+        resumed_from, is_writable = None, check_volumes(args, volumes, report)
     else:
         resumed_from, is_writable = check_output_dir(args, nodes, request.reads_checksums, report)
 
@@ -350,6 +351,8 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         needed = module.requirements(args)
     except ConfigError as error:
         return None, [*report.problems, str(error)]
+    if volumes:
+        check_read_in_pod(args, needed, volumes, report)
     models = check_model_and_data(args, needed, request.command, env, report, is_here=not volumes)
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
@@ -449,15 +452,49 @@ def check_launch(request: Request, report: Report) -> dict[str, str]:
     return env
 
 
-def check_volume(args: TrainArgs, volume: str, report: Report) -> bool:
+def check_volumes(args: TrainArgs, volumes: Sequence[str], report: Report) -> bool:
     """Move what a run in a pod writes to the volume of its checkpoints; returns whether the output directory is there."""
     for name in recipe.WRITTEN:
         if getattr(args, name, ""):
-            setattr(args, name, os.path.normpath(Path(volume, getattr(args, name))))
-    if Path(volume) in Path(args.output_dir).parents:
-        return True
-    report.problems.append(f"--output_dir {args.output_dir} is lost with the pod; give one below {volume}")
-    return False
+            place = os.path.normpath(Path(volumes[0], getattr(args, name)))
+            setattr(args, name, place)
+            if not is_below(place, volumes[:1] if name == "output_dir" else volumes):
+                report.problems.append(f"--{name} {place} is lost with the pod; give one below {volumes[0]}")
+    return is_below(args.output_dir, volumes[:1])
+
+
+def is_below(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(folder) in Path(os.path.normpath(path)).parents for folder in folders)
+
+
+def check_read_in_pod(args: TrainArgs, needed: recipe.Requirements, volumes: Sequence[str], report: Report) -> None:
+    """Check that what a run in a pod reads is not only on this machine: it lies on a volume, or in the image."""
+    names = {need.name for need in needed.needs}
+    for name, value in args.values().items():
+        for text in value if isinstance(value, list) else [value]:
+            if name in recipe.WRITTEN or not isinstance(text, str) or is_below(text, volumes):
+                continue
+            # Rewards are named as my_rewards.py:function. A word may also happen to be the name of a folder.
+            here = next((path for path in (text, text.rpartition(":")[0]) if path and os.path.exists(path)), "")
+            if os.path.isfile(here) or (here and (text in names or len(Path(here).parts) > 1)):
+                if not is_in_image(here):
+                    report.problems.append(
+                        f"--{name} {text} lies on this machine, where no pod finds it; put it on a volume and give its path "
+                        f"there, below {' or '.join(volumes)}, or into a folder of the image ({', '.join(IMAGE)})"
+                    )
+            elif text in names and os.path.isabs(text):
+                report.warnings.append(f"--{name} {text} must be in the image, which was not checked")
+
+
+def is_in_image(path: str) -> bool:
+    """Tell whether the image, which is built from this repository, holds a path; see .dockerignore."""
+    parts = Path(path).parts
+    if Path(path).is_absolute() or parts[0] not in IMAGE or any(part.startswith(".") for part in parts):
+        return False
+    return Path(parts[0]).resolve() in (
+        Path(path).resolve(),
+        *Path(path).resolve().parents,
+    )  # a link may lead out of it
 
 
 def check_output_dir(args: TrainArgs, nodes: int, reads_checksums: bool, report: Report) -> tuple[Path | None, bool]:
