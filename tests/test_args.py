@@ -101,6 +101,24 @@ def test_defaults_then_preset_then_flags(tmp_path):
     assert (args.learning_rate, args.seed, args.logging_steps) == (1e-3, 8, TrainArgs.logging_steps)
 
 
+@pytest.mark.parametrize(
+    "text", ["no", "010", "3.10", "1_000", "2024-01-01", "0x1F", "1:30", "1.0e+400", "on", "=", "Null s"]
+)
+def test_texts_of_a_preset_stay_as_they_stand(text, tmp_path):
+    (tmp_path / "preset.yaml").write_text(f"output_dir: &text {text}\nlora_target_modules: [*text, {text}]")
+    args, _ = resolve(TrainArgs, ["--config", str(tmp_path / "preset.yaml")], world_size=1)
+    assert args.output_dir == text and args.lora_target_modules == [text, text]
+
+
+def test_numbers_and_switches_of_a_preset_are_read_as_on_the_command_line(tmp_path):
+    (tmp_path / "preset.yaml").write_text(
+        "seed: 010\nlearning_rate: 1e-3\nasync_save: no\ngreater_is_better: ~\nwarmup_steps: &few 7\nlogging_steps: *few"
+    )
+    args = parse(TrainArgs, ["--config", str(tmp_path / "preset.yaml")], world_size=1)
+    assert (args.seed, args.learning_rate, args.async_save, args.greater_is_better) == (10, 1e-3, False, None)
+    assert args.warmup_steps == args.logging_steps == 7
+
+
 def test_saved_arguments_are_a_preset(tmp_path):
     args = parse(TrainArgs, ["--max_steps", "7", "--warmup_steps=0.5"], world_size=1)
     args.save(tmp_path / "args.yaml")
@@ -321,6 +339,9 @@ def test_numbers_that_used_to_be_taken(flag, value):
         parse(recipe.load(ROOT / "recipes/chess.py").Args, [f"--{flag}", value], world_size=1)
 
 
+LAUGHS = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 20)}]\n" for i in range(1, 20))
+
+
 @pytest.mark.parametrize(
     "content, expected",
     [
@@ -328,10 +349,16 @@ def test_numbers_that_used_to_be_taken(flag, value):
         (b"learning_rate: {a: 1}", "learning_rate in "),
         (b"output_dir: {a: 1}", "it must be one value, or a list of some"),
         (b"metric_for_best_model: gr\xfc\xdfe", "is not UTF-8 (byte 25); save it as UTF-8"),
-        (b"seed: 2024-13-45", "is not YAML: month must be in 1..12"),
+        (b"seed: 2024-13-45", "invalid int value: '2024-13-45'"),
+        (b"seed: 1:30", "invalid int value: '1:30'"),
+        (b"lora_target_modules: [q_proj, ~]", "it must be one value, or a list of some"),
+        (b"output_dir: !!set {a}", "it must be one value, or a list of some"),
+        (b"seed: 1\nmax_steps: 3\nseed: 1", "seed stands twice, in lines 1 and 3; remove one"),
+        (b"seed: " + b"[" * 3000, "is nested too deeply"),
+        (LAUGHS.encode(), "an alias repeats a list or a section with others in it"),
         (b"seed: [", "is not YAML: "),
         (b"- seed", "must hold `name: value` lines, not a list"),
-        (b"seed: true", "invalid int value: 'True'"),
+        (b"seed: true", "invalid int value: 'true'"),
         (b"seed: 1e3", "invalid int value: '1e3'"),
     ],
 )  # fmt: skip

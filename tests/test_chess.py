@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from helpers import CHILDREN, ROOT, environment, launch, launch_ok, losses, read_metrics
+from helpers import CHILDREN, CONFIGS, ROOT, environment, launch, launch_ok, losses, read_metrics
 
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 
@@ -249,12 +249,19 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp
         "--train_files",
         "no.pgn",
     ]
+    of_yaml = []
     if launched:
-        done = launch(tmp_path, "fsdp_full", CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
+        config = (CONFIGS / "fsdp_full.yaml").read_text()
+        (tmp_path / "typo.yaml").write_text(config.replace("reshard_after_forward", "reshard_after_foward"))
+        done = launch(tmp_path, str(tmp_path / "typo"), CHESS, *tiny, *arguments, "--output_dir", tmp_path / "out")
+        of_yaml = [
+            f"{tmp_path}/typo.yaml: fsdp_config has an unknown key 'fsdp_reshard_after_foward', which Accelerate"
+        ]
     else:
         done = run_forked(*tiny, *arguments)
     assert_one_clear_error(
         done,
+        *of_yaml,
         "unknown argument 'lerning_rate' on the command line; did you mean 'learning_rate'?",
         "--total_batch_size 7 is not a multiple of --per_device_train_batch_size 2 x 2 processes = 4",
         "fsdp_activation_checkpointing",

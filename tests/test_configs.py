@@ -7,15 +7,18 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import xxhash
 import yaml
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 
+from accelerate_recipes import launcher as launcher_module
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.launch import preflight as preflight_module
-from accelerate_recipes.launch.preflight import launch_environment, preflight, yaml_problems
+from accelerate_recipes.launch.preflight import launch_environment, preflight
+from accelerate_recipes.launcher import launcher_problems, yaml_problems
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
@@ -120,9 +123,150 @@ def test_an_unreadable_yaml(content, reason, nodes, tmp_path):
     assert str(caught.value).count("  - ") == 1
 
 
-def test_a_number_of_nodes_below_none():
-    with pytest.raises(ConfigError, match="--nodes is -1; it must not be negative"):
-        preflight([str(CONFIGS / "fsdp_full.yaml"), "--nodes", "-1", *LAPTOP])
+WRONG_VALUES = {
+    "mixed_precision: [bf16]": "mixed_precision is ['bf16']; it must be one of bf16, fp16, fp8, no",
+    "mixed_precision: no": "mixed_precision is False; it must be one of bf16, fp16, fp8, no; put it in quotes",
+    "num_processes: true": "num_processes is True; it must be a whole number",
+    "num_processes: 0": "num_processes is 0; accelerate needs a number",
+    "num_machines: two": "num_machines is 'two'; it must be a whole number",
+    "gpu_ids: 0": "gpu_ids is 0; it must be a text; put it in quotes",
+    "use_cpu: 1": "use_cpu is 1; it must be true or false",
+    "dynamo_config: 3": "dynamo_config must hold `dynamo_...: value` lines, not 3",
+    "fsdp_config: {7: 1}": "fsdp_config has an unknown key 7, which Accelerate ignores",
+    "fsdp_config: {fsdp_version: true}": "fsdp_version is True; it must be one of 1, 2",
+    "fsdp_config: {fsdp_offload_params: 1}": "fsdp_offload_params is 1; it must be one of false, true",
+    "fsdp_config: {fsdp_auto_wrap_policy: [[a]]}": "fsdp_auto_wrap_policy is [['a']]; it must be one of ",
+    "fsdp_config: {fsdp_transformer_layer_cls_to_wrap: [A, B]}": "is ['A', 'B']; it must be one value",
+    "parallelism_config: {parallelism_config_cp_size: [2]}": "parallelism_config_cp_size is [2]; it must be a whole number",
+    "debug: false\ndebug: true": "debug stands twice, in lines ",
+    "tpu_env: [&a [x], *a, &b [*a], *b]": "an alias repeats a list or a section with others in it",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_VALUES)
+def test_a_value_of_another_kind(line, tmp_path):
+    """Each is one message, however many lines of a traceback Accelerate has for it."""
+    key = line.partition(":")[0]
+    text = "\n".join(kept for kept in MINIMAL if not kept.startswith(key))
+    (tmp_path / "config.yaml").write_text(f"{text}\n{line}\n")
+    (problem,) = yaml_problems(tmp_path / "config.yaml")
+    assert WRONG_VALUES[line] in problem
+
+
+MINIMAL = ["distributed_type: FSDP", "mixed_precision: 'no'", "num_processes: 2", "fsdp_config: {version: 2}"]
+
+
+def test_what_accelerate_reads_is_read(tmp_path):
+    """Keys without their section's prefix, an empty section, and a number of processes that only a flag gives."""
+    config = tmp_path / "config.yaml"
+    config.write_text("\n".join([*MINIMAL, "dynamo_config:", "main_process_port: 0"]).replace("num_processes: 2\n", ""))
+    assert "3 processes" in preflight([str(config), "--num_processes", "3", *LAPTOP, "--total_batch_size", "24"])[0]
+    with pytest.raises(ConfigError, match="num_processes is None; accelerate needs a number"):
+        preflight([str(config), *LAPTOP])
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--nodes", "0"], "--nodes is 0; it must be at least 1"),
+        (["--nodes", "-1"], "--nodes is -1; it must be at least 1"),
+        (["--nodes", "two"], "argument --nodes: invalid int value: 'two'"),
+        (["--cpus-per-node", "0"], "--cpus-per-node is 0; it must be at least 1"),
+        (["--num_processes", "0"], "0 processes (--num_processes) on 1 machines"),
+        (
+            ["--num_processes", "two"],
+            "accelerate launch refuses: argument --num_processes/--num-processes: invalid int",
+        ),
+        (["--num_machines", "3"], "2 processes (--num_processes) on 3 machines"),
+        (["--config_file", "other.yaml"], "--config_file other.yaml: the accelerate YAML is given once"),
+        (["--num_proceses", "2"], "accelerate launch refuses: unrecognized arguments"),
+    ],
+)
+def test_wrong_flags_of_the_launcher(flags, expected):
+    with pytest.raises(ConfigError) as caught:
+        preflight([str(CONFIGS / "fsdp_full.yaml"), *flags, *LAPTOP])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere' (line 1)"),
+        ("def f(:", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("\nint('q')", "ValueError: invalid literal for int() with base 10: 'q' (line 2)"),
+    ],
+)
+def test_a_recipe_that_cannot_be_imported(content, expected, tmp_path):
+    (tmp_path / "broken.py").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        preflight([str(CONFIGS / "fsdp_full.yaml"), str(tmp_path / "broken.py")])
+    assert str(caught.value) == f"{tmp_path}/broken.py cannot be imported: {expected}"
+
+
+@pytest.mark.parametrize("pattern", ["/abs/*.json", "**x/*.json", "."])
+def test_patterns_that_are_none(pattern, tmp_path):
+    (tmp_path / "a.json").touch()
+    c4 = [
+        "recipes/c4.py",
+        "--dataset_name",
+        str(tmp_path),
+        "--dataset_files",
+        pattern,
+        "--max_steps",
+        "3",
+        "--sed",
+        "1",
+    ]
+    with pytest.raises(ConfigError, match=r"argument 'sed'(.|\n)*is no pattern of files inside "):
+        preflight([str(CONFIGS / "fsdp_full.yaml"), *c4])
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["python", "/venv/bin/accelerate", "launch"],
+        ["python", "-m", "accelerate.commands.launch"],
+        ["/venv/bin/python3", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
+        ["python", "/venv/bin/accelerate-launch"],
+    ],
+    ids=lambda words: " ".join(words[1:]),
+)
+@pytest.mark.parametrize("named", [True, False], ids=["--config_file", "the user's default"])
+def test_a_launch_says_what_preflight_says(launcher, named, tmp_path, monkeypatch):
+    """The launched process finds the YAML of its launcher, behind a wrapper too, and refuses the same with the same words."""
+    monkeypatch.chdir(tmp_path)
+    Path("typo.yaml").write_text(
+        (CONFIGS / "fsdp_full.yaml").read_text().replace("reshard_after_forward", "reshard_afterforward")
+    )
+    (problem,) = yaml_problems(Path("typo.yaml"))
+    assert "unknown key 'fsdp_reshard_afterforward', which Accelerate ignores; did you mean" in problem
+    if not named:
+        monkeypatch.setattr(launcher_module, "default_config_file", "typo.yaml")
+    flags = ["--config_file", "typo.yaml"] if named else []
+    command = [*launcher, *flags, "--num_processes", "2", "recipes/chess.py", "--config_file", "not/the/launchers.yaml"]
+
+    def parents(self) -> list[SimpleNamespace]:
+        return [
+            SimpleNamespace(cmdline=lambda words=words: words, cwd=lambda: str(tmp_path))
+            for words in (["bash", "-c", "accelerate launch x.yaml"], command, ["srun", *command[1:]])
+        ]
+
+    monkeypatch.setattr(psutil.Process, "parents", parents)
+    assert launcher_problems() == [problem]
+    assert problem in recipe.problems_here(recipe.load(ROOT / "recipes/chess.py").Args(output_dir="out"))
+    command[len(launcher) : len(launcher)] = ["--parallelism_config_cp_size", "2"]
+    assert len(launcher_problems()) == 2 and "typo.yaml has no parallelism_config" in launcher_problems()[1]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the file may be another one by now
+    assert launcher_problems() == []
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    monkeypatch.chdir("/")
+    assert problem.replace("typo.yaml", f"{tmp_path}/typo.yaml") in launcher_problems()
+    (tmp_path / "typo.yaml").unlink()
+    assert launcher_problems() == []
+
+
+def test_no_launcher():
+    assert launcher_problems() == []
 
 
 def test_a_warm_up_that_is_longer_than_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ GPUS = [*JOB, "--nodes", "4", "--gpus-per-node", "8"]
 CPUS = [*JOB, "--nodes", "2", "--gpus-per-node", "0", "--cpus-per-node", "2"]
 FULL = "accelerate_configs/fsdp_full.yaml"
 LAPTOP = ["recipes/chess.py", "--config", "recipes/configs/chess/laptop.yaml", "--per_device_train_batch_size", "4"]
+C4 = ["recipes/c4.py", "--max_steps", "5"]
 TOY = [str((CHILDREN / "toy.py").relative_to(ROOT)), "--per_device_train_batch_size", "2"]
 PRESETS = sorted((ROOT / "recipes/configs").glob("*/*.yaml"))
 # Further arguments that a preset needs on 32 processes.
@@ -157,6 +159,8 @@ WRONG = {
     "the run's batch": ([*GPUS, FULL, *LAPTOP], "--total_batch_size 16 is not a multiple of"),
     "where it is written": ([*CPUS, FULL, *LAPTOP, "--output_dir", "/tmp/out"], "/tmp/out is lost with the pod; give one below /checkpoints"),
     "back out of it": ([*CPUS, FULL, *LAPTOP, "--output_dir", "../../tmp/lost"], "--output_dir /tmp/lost is lost with the pod"),
+    "tokens": ([*CPUS, FULL, *C4, "--pretokenize", "/tmp/tok"], "--pretokenize /tmp/tok is lost with the pod; give one below /checkpoints"),
+    "a cache": ([*CPUS, FULL, *LAPTOP, "--data_cache_dir", "/cache/data"], "--data_cache_dir /cache/data is lost with the pod"),
     "files beside it": ([*CPUS, FULL, *LAPTOP, "--train_files", "/checkpoints/../no.pgn"], "/checkpoints/../no.pgn: no such file"),
     "not ASCII": (["--image", "registry.example/bücher:1.0", "--memory", "\uff11\uff16Gi", "--node-selector", "größe=groß", "--toleration", "größe"],
         "'registry.example/bücher:1.0' is not the name", "--memory '\uff11\uff16Gi' is not a size", "--node-selector 'größe=groß': write", "--toleration 'größe': write"),
@@ -376,6 +380,68 @@ def test_what_only_the_cluster_knows_is_left_to_the_run():
         ConfigError, match=r"--train_files nowhere\.pgn: no such file\n(.|\n)*games\.txt: its name must end"
     ):
         render_manifest("pytorchjob", [*GPUS, FULL, *run, "--train_files", "nowhere.pgn", "/checkpoints/games.txt"])
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """Repository, as the working directory, and beside it what only this machine has."""
+    repository, mine = tmp_path / "repository", tmp_path / "mine"
+    shutil.copytree(ROOT, repository, symlinks=True)
+    for folder in (mine, repository / "outputs/run/export", repository / "outputs/run/checkpoint-7"):
+        folder.mkdir(parents=True)
+    for file in (mine / "rows.jsonl", repository / "rows.jsonl"):
+        file.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    (mine / "rewards.py").write_text("def score(completions, **columns):\n    return [0.0]\n")
+    (mine / "template.jinja").write_text("{{ messages }}")
+    (mine / "model").mkdir()
+    monkeypatch.chdir(repository)
+    return mine
+
+
+def test_what_only_this_machine_has_is_refused(elsewhere):
+    """Models, data, rewards, templates and checkpoints of this machine, with absolute and relative paths, all at once."""
+    read = ["--model_name_or_path", "outputs/run/export", "--resume_from_checkpoint", "outputs/run/checkpoint-7"]
+    read += [
+        "--chat_template_path",
+        f"{elsewhere}/template.jinja",
+        "--train_files",
+        "rows.jsonl",
+        f"{elsewhere}/rows.jsonl",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        render_manifest("pytorchjob", [*CPUS, FULL, "recipes/sft.py", *read])
+    said = str(caught.value)
+    for text in read:
+        assert text.startswith("--") or f" {text} lies on this machine, where no pod finds it" in said, said
+    assert said.count("where no pod finds it; put it on a volume and give its path there, below /checkpoints, or") == 5
+    with pytest.raises(
+        ConfigError, match=r"/mine/model lies on this machine(.|\n)*--rewards .*/mine/rewards.py:score lies on"
+    ):
+        grpo = [
+            "recipes/grpo.py",
+            "--rewards",
+            f"{elsewhere}/rewards.py:score",
+            "--model_name_or_path",
+            f"{elsewhere}/model",
+        ]
+        render_manifest("pytorchjob", [*CPUS, FULL, *grpo])
+
+
+def test_what_pods_have_is_rendered(elsewhere):
+    """Files of the image, of volumes, and of the Hub, and words that are also names of folders here; a link leads out."""
+    Path("cosine").mkdir()  # --lr_scheduler_type
+    run = [*LAPTOP, "--model_name_or_path", "/opt/model", "--resume_from_checkpoint", "/checkpoints/old/checkpoint-7"]
+    _, said = render_manifest("pytorchjob", [*CPUS, FULL, *run, "--from_scratch", "false"])
+    assert "warning: --model_name_or_path /opt/model must be in the image, which was not checked" in said
+    data = Path("data")
+    data.unlink()
+    shutil.copytree(ROOT / "data/chess", data / "chess")
+    games = data / "chess/games_20k.parquet"
+    render_manifest("pytorchjob", [*CPUS, FULL, *run, "--train_files", str(games)])
+    games.rename(elsewhere / "games.parquet")
+    games.symlink_to(elsewhere / "games.parquet")
+    with pytest.raises(ConfigError, match=f"--train_files {games} lies on this machine"):
+        render_manifest("pytorchjob", [*CPUS, FULL, *run, "--train_files", str(games)])
 
 
 def test_no_token_in_the_output(monkeypatch, capfd):

@@ -470,7 +470,7 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
 def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
     """List the preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
-    PyYAML reads 1e-5 as a string; as a flag's value it becomes the intended number.
+    Values stay as they stand in the file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
     """
     if not presets:
         return []
@@ -482,7 +482,7 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
         errors.append(f"--config {path}: no such file")
         return []
     try:
-        content = read_yaml(path) or {}
+        content = read_yaml(path, Texts) or {}
     except ConfigError as error:
         errors.append(f"--config {error}")
         return []
@@ -494,25 +494,64 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
         if value in (None, []):
             continue  # an argument that was not set, as `save` writes it
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(v, dict | list) for v in values):
-            errors.append(f"{key} in {path} is {value!r}; it must be one value, or a list of some")
+        if not all(isinstance(v, str) for v in values):
+            errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
         else:
-            groups.append((str(key), [str(v) for v in values], f"in {path}"))
+            groups.append((str(key), values, f"in {path}"))
     return groups
 
 
-def read_yaml(path: Path) -> Any:
+class Yaml(yaml.SafeLoader):
+    """YAML in which a key stands once, where PyYAML silently takes the last one, and no alias repeats what is nested.
+
+    Aliases of aliases grow without end.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read a node; raises YAMLError for an alias of a list of lists and the like."""
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias and isinstance(node, yaml.CollectionNode):
+            inner = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            if any(isinstance(part, yaml.CollectionNode) for part in inner):
+                raise yaml.MarkedYAMLError(
+                    problem="an alias repeats a list or a section with others in it; write it out", problem_mark=mark
+                )
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Read a section; raises YAMLError for a key that stands twice."""
+        node, lines = super().compose_mapping_node(anchor), {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}; remove one")
+        return node
+
+
+class Texts(Yaml):
+    """YAML whose values are texts as they stand in the file, without quotes; empty ones and null are None."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_yaml(path: Path, loader: type[Yaml] = Yaml) -> Any:
     """Read a YAML file.
 
     Raises:
         ConfigError: if the file cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text("utf-8"))
+        return yaml.load(path.read_text("utf-8"), loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # an impossible date raises ValueError
         raise ConfigError(f"{path} is not YAML: {error}") from error
 

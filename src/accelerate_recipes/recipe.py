@@ -33,6 +33,7 @@ from accelerate_recipes.disk import existing, is_full
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
+from accelerate_recipes.launcher import launcher_problems
 from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
@@ -154,7 +155,12 @@ def prepare_data(command: Sequence[str]) -> None:
 
 def problems_here(args: TrainArgs) -> list[str]:
     """List what prevents a run with these arguments in this process, one sentence each."""
-    return [*launch_problems(args), *write_problems(args), *push_to_hub_problems(args, from_here=is_first())]
+    return [
+        *launcher_problems(),
+        *launch_problems(args),
+        *write_problems(args),
+        *push_to_hub_problems(args, from_here=is_first()),
+    ]
 
 
 def run_recipe(
@@ -292,7 +298,7 @@ def load(path: str | Path) -> ModuleType:
     """Load the recipe at `path` as a module.
 
     Raises:
-        ConfigError: if there is no such file, or it lacks what a recipe defines.
+        ConfigError: if there is no such file, it cannot be imported, or it lacks what a recipe defines.
     """
     path = Path(path)
     if not path.is_file():
@@ -303,7 +309,12 @@ def load(path: str | Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f" (line {lines[-1]})" if lines else ""  # a SyntaxError says it itself
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}{where}") from error
     missing = [name for name in ("Args", "requirements", "main") if not hasattr(module, name)]
     if missing:
         raise ConfigError(f"{path} is not a recipe: it does not define {', '.join(missing)}")

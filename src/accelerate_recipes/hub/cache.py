@@ -65,6 +65,14 @@ class HubDataset:
     streamed: bool = False
     repo_type = "dataset"
 
+    def __post_init__(self):
+        parts = Path(self.files).parts
+        if self.files and (not parts or parts[0] == "/" or any("**" in part and part != "**" for part in parts)):
+            raise ConfigError(
+                f"{self.files!r} is no pattern of files inside {self.name}: write a relative one, with ** for folders, "
+                "such as data/**/*.parquet"
+            )
+
     def __str__(self) -> str:
         return f"dataset {self.name!r} ({self.files or self.config or 'its only configuration'})"
 

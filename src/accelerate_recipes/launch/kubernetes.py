@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from accelerate_recipes.args import ConfigError, Range, arg, error_list, resolve
+from accelerate_recipes.args import ConfigError, Range, arg, error_list, read_yaml, resolve
 from accelerate_recipes.launch.preflight import Launch, check
 
 # GPUs and EFA interfaces of an instance. The numbers of p4d and g6 are from Karpenter's page of instance types, those of p5
@@ -239,7 +239,8 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         size += [] if job.gpus_per_node else ["--cpus-per-node", job.cpus_per_node or 1]
         size += ["--gpu", GPU_OF[job.instance.partition(".")[0]]] if job.instance in INSTANCES else []
         try:
-            launch, found = check([run[0], *map(str, size), *run[1:]], volumes=(CHECKPOINTS, CACHE))
+            volumes = (CHECKPOINTS, CACHE) if job.cache_pvc else (CHECKPOINTS,)
+            launch, found = check([run[0], *map(str, size), *run[1:]], volumes)
         except ConfigError as error:
             problems.append(str(error))
         else:
@@ -286,7 +287,7 @@ def image_problems(config: str, launch: Launch) -> list[str]:
         found.append(
             f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py"
         )
-    if yaml.safe_load(Path(config).read_text()).get("distributed_type") == "NO":
+    if read_yaml(Path(config)).get("distributed_type") == "NO":
         found.append(
             f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted "
             "with, and nothing is saved; take accelerate_configs/ddp.yaml, on one process the same"

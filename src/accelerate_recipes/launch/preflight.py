@@ -23,7 +23,6 @@ from unittest import mock
 
 import psutil
 import torch
-from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 from huggingface_hub import constants
@@ -37,6 +36,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint import files, resume
 from accelerate_recipes.disk import existing
 from accelerate_recipes.hub import cache
+from accelerate_recipes.launcher import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
 from accelerate_recipes.models import check_reads_text, model_class
@@ -47,7 +47,6 @@ from accelerate_recipes.plan.search import Change, Search, prediction_of, reason
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import (
-    PARALLEL_SIZES,
     environment_problems,
     fp8_layers,
     lever_problems,
@@ -57,104 +56,23 @@ from accelerate_recipes.strategy import (
 
 TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
-SECTIONS = {
-    "fsdp_config": "fsdp_",
-    "parallelism_config": "parallelism_config_",
-    "dynamo_config": "dynamo_",
-    "fp8_config": "fp8_",
-}
-VALUES = {
-    "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
-    "mixed_precision": {"no", "bf16", "fp16", "fp8"},
-    "fsdp_version": {1, 2},
-    "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"},
-    "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
-    "fsdp_sharding_strategy": {
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-    },
-    "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
-} | {
-    key: {True, False}
-    for key in (
-        "fsdp_offload_params",
-        "fsdp_use_orig_params",
-        "fsdp_sync_module_states",
-        "fsdp_forward_prefetch",
-        "fsdp_activation_checkpointing",
-        "fsdp_activation_checkpointing_offload",
-        "fsdp_cpu_ram_efficient_loading",
-    )
-}
-# Keys that Accelerate reads with one version of FSDP and ignores with the other.
-FSDP1_ONLY = {
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
-    "fsdp_backward_prefetch": None,
-    "fsdp_forward_prefetch": None,
-    "fsdp_sync_module_states": None,
-    "fsdp_use_orig_params": None,
-}
-
+IMAGE = ("accelerate_configs", "data", "recipes", "src")  # folders of this repository that the image holds
 LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
-def yaml_problems(path: Path) -> list[str]:
-    """List what is wrong with the keys and values of an accelerate YAML, one sentence each."""
-    if not path.is_file():
-        return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
-    try:
-        content = read_yaml(path)
-    except ConfigError as error:
-        return [str(error)]
-    if not isinstance(content, dict):
-        return [f"{path} holds no `key: value` lines"]
-    options = {action.dest for action in launch_command_parser()._actions}
-    found, flat = [], {}
-    for key, value in content.items():
-        if key not in ClusterConfig.__dataclass_fields__:
-            found.append(f"{path}: unknown key {key!r}{suggestion(key, ClusterConfig.__dataclass_fields__)}")
-        elif key not in SECTIONS:
-            flat[key] = value
-        elif not isinstance(value, dict):
-            found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r}")
-        else:
-            known = {option for option in options if option.startswith(SECTIONS[key])}
-            known |= {"fsdp_version"} if key == "fsdp_config" else set()
-            for name, setting in value.items():
-                if key == "fp8_config" and not name.startswith("fp8_"):  # as Accelerate documents them
-                    name = f"fp8_{name}"
-                flat[name] = setting
-                if name not in known:
-                    hint = suggestion(name, known) or suggestion(SECTIONS[key] + name, known)
-                    found.append(f"{path}: {key} has an unknown key {name!r}, which Accelerate ignores{hint}")
-    for key, allowed in VALUES.items():
-        if key in flat and flat[key] not in allowed:
-            choices = ", ".join(
-                str(value).lower() if isinstance(value, bool) else str(value) for value in sorted(allowed)
-            )
-            found.append(f"{path}: {key} is {flat[key]!r}; it must be one of {choices}")
-    for key in (f"parallelism_config_{name.lower()}" for name in PARALLEL_SIZES):
-        if key in flat and type(flat[key]) is not int:
-            found.append(f"{path}: {key} is {flat[key]!r}; it must be a whole number")
-    if flat.get("fsdp_version") == 2:
-        for key, instead in FSDP1_ONLY.items():
-            if key in flat:
-                found.append(
-                    f"{path}: {key} has no effect with fsdp_version: 2; "
-                    + (f"use {instead} (true or false)" if instead else "remove it")
-                )
-    if not isinstance(flat.get("num_processes"), int) or flat["num_processes"] < 1:
-        found.append(f"{path}: num_processes is {flat.get('num_processes')!r}; accelerate needs a number")
-    return found
-
-
 def launch_environment(argv: list[str]) -> dict[str, str]:
-    """Return what `accelerate launch ARGV` would put into the environment of each process."""
-    args = launch_command_parser().parse_args(argv)
-    args, _, _ = _validate_launch_command(args)
+    """Return what `accelerate launch ARGV` would put into the environment of each process.
+
+    Raises:
+        ConfigError, ValueError: for what it refuses, or fails at.
+    """
+    args, _, _ = _validate_launch_command(parse_flags(argv))
+    num_processes, num_machines = (getattr(args, name) or 0 for name in ("num_processes", "num_machines"))
+    if num_processes < 1 or num_processes % max(1, num_machines):
+        raise ValueError(
+            f"{num_processes} processes (--num_processes) on {max(1, num_machines)} machines (--num_machines); give a "
+            "multiple, such as as many as the machines have GPUs"
+        )
     args.main_process_port = 0  # no port is opened here, so any number will do
     # For fp8 the launcher asks for packages; `environment_problems` reports what is wrong with fp8 here.
     precision, args.mixed_precision = args.mixed_precision, "no"
@@ -425,11 +343,16 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
         report.warnings += lever_warnings(args, env, request.num_devices)
     report.problems += recipe.push_to_hub_problems(args, from_here=not volumes)
     if volumes:
-        resumed_from, is_writable = None, check_volume(args, volumes[0], report)
+        resumed_from, is_writable = None, check_volumes(args, volumes, report)
     else:
         resumed_from, is_writable = check_output_dir(args, nodes, request.reads_checksums, report)
 
-    needed = module.requirements(args)
+    try:
+        needed = module.requirements(args)
+    except ConfigError as error:
+        return None, [*report.problems, str(error)]
+    if volumes:
+        check_read_in_pod(args, needed, volumes, report)
     models = check_model_and_data(args, needed, request.command, env, report, is_here=not volumes)
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
@@ -450,28 +373,32 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
 
 def read_request(argv: Sequence[str]) -> Request:
     """Read a command line. Raises ConfigError if it names no run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
     parser.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
     parser.add_argument("--gpu", default="")
     parser.add_argument("--no-plan", "--no_plan", action="store_true")
     parser.add_argument("--no-checksums", action="store_true")  # a job leaves checksums to its processes
-    asked, argv = parser.parse_known_args(argv)
+    try:
+        asked, argv = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
     if len(argv) < 2 or argv[0].startswith("-"):
         first = f"; the accelerate YAML comes first, not {argv[0]}" if len(argv) > 1 else ""
         raise ConfigError(
             f"usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}"
         )
-    for name, number in vars(asked).items():
-        if isinstance(number, int) and number < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must not be negative")
+    for name, least in {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1}.items():
+        if (number := getattr(asked, name)) is not None and number < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
     if asked.gpu and asked.gpu not in GPUS:
         raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
     config = Path(argv[0])
-    problems = yaml_problems(config)
     launch = ["--config_file", *argv]
-    if not problems and (asked.nodes or asked.gpus_per_node or asked.cpus_per_node):
+    is_counted = asked.nodes or asked.gpus_per_node or asked.cpus_per_node
+    problems = yaml_problems(config, 1 if is_counted else parse_flags(launch).num_processes)
+    if not problems and is_counted:
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
         parser = launch_command_parser()
         # 1 by default, which would hide those of the YAML
@@ -479,7 +406,9 @@ def read_request(argv: Sequence[str]) -> Request:
         given = parser.parse_args(launch)
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
-    parsed = launch_command_parser().parse_args(launch)
+    parsed = parse_flags(launch)
+    if parsed.config_file != argv[0]:
+        raise ConfigError(f"--config_file {parsed.config_file}: the accelerate YAML is given once, first: {config}")
     command = [parsed.training_script, *parsed.training_script_args]
     # A login node has no GPUs, or other GPUs than the job.
     here = 0 if asked.cpus_per_node else num_accelerators()
@@ -518,25 +447,54 @@ def check_launch(request: Request, report: Report) -> dict[str, str]:
     except ValueError as error:
         report.problems.append(f"accelerate launch refuses: {error}")
         return {}
-    ignored = [flag for flag in request.launch if flag.startswith("--parallelism_config_")]
-    if ignored and "ACCELERATE_USE_PARALLELISM_CONFIG" not in env:
-        report.problems.append(
-            f"{', '.join(ignored)}: {request.config} has no parallelism_config, so accelerate launch would ignore it; take "
-            "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas"
-        )
+    report.problems += ignored_flags(request.config, request.launch, env)
     report.problems += environment_problems(env, request.num_devices)
     return env
 
 
-def check_volume(args: TrainArgs, volume: str, report: Report) -> bool:
+def check_volumes(args: TrainArgs, volumes: Sequence[str], report: Report) -> bool:
     """Move what a run in a pod writes to the volume of its checkpoints; returns whether the output directory is there."""
     for name in recipe.WRITTEN:
         if getattr(args, name, ""):
-            setattr(args, name, os.path.normpath(Path(volume, getattr(args, name))))
-    if Path(volume) in Path(args.output_dir).parents:
-        return True
-    report.problems.append(f"--output_dir {args.output_dir} is lost with the pod; give one below {volume}")
-    return False
+            place = os.path.normpath(Path(volumes[0], getattr(args, name)))
+            setattr(args, name, place)
+            if not is_below(place, volumes[:1] if name == "output_dir" else volumes):
+                report.problems.append(f"--{name} {place} is lost with the pod; give one below {volumes[0]}")
+    return is_below(args.output_dir, volumes[:1])
+
+
+def is_below(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(folder) in Path(os.path.normpath(path)).parents for folder in folders)
+
+
+def check_read_in_pod(args: TrainArgs, needed: recipe.Requirements, volumes: Sequence[str], report: Report) -> None:
+    """Check that what a run in a pod reads is not only on this machine: it lies on a volume, or in the image."""
+    names = {need.name for need in needed.needs}
+    for name, value in args.values().items():
+        for text in value if isinstance(value, list) else [value]:
+            if name in recipe.WRITTEN or not isinstance(text, str) or is_below(text, volumes):
+                continue
+            # Rewards are named as my_rewards.py:function. A word may also happen to be the name of a folder.
+            here = next((path for path in (text, text.rpartition(":")[0]) if path and os.path.exists(path)), "")
+            if os.path.isfile(here) or (here and (text in names or len(Path(here).parts) > 1)):
+                if not is_in_image(here):
+                    report.problems.append(
+                        f"--{name} {text} lies on this machine, where no pod finds it; put it on a volume and give its path "
+                        f"there, below {' or '.join(volumes)}, or into a folder of the image ({', '.join(IMAGE)})"
+                    )
+            elif text in names and os.path.isabs(text):
+                report.warnings.append(f"--{name} {text} must be in the image, which was not checked")
+
+
+def is_in_image(path: str) -> bool:
+    """Tell whether the image, which is built from this repository, holds a path; see .dockerignore."""
+    parts = Path(path).parts
+    if Path(path).is_absolute() or parts[0] not in IMAGE or any(part.startswith(".") for part in parts):
+        return False
+    return Path(parts[0]).resolve() in (
+        Path(path).resolve(),
+        *Path(path).resolve().parents,
+    )  # a link may lead out of it
 
 
 def check_output_dir(args: TrainArgs, nodes: int, reads_checksums: bool, report: Report) -> tuple[Path | None, bool]:

@@ -1,0 +1,193 @@
+"""Checks of what `accelerate launch` is told, but drops in silence: keys and values of its YAML, and flags.
+
+Preflight asks before a job is queued. A run asks for the launcher that started it, so that a mistake is no quiet change.
+"""
+
+import os
+import typing
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+from accelerate.commands.config.config_args import ClusterConfig, default_config_file
+from accelerate.commands.launch import launch_command_parser
+
+from accelerate_recipes.args import ConfigError, read_yaml, suggestion
+from accelerate_recipes.strategy import PARALLEL_SIZES
+
+SECTIONS = {
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "dynamo_config": "dynamo_",
+    "fp8_config": "fp8_",
+}
+VALUES = {
+    "compute_environment": {"LOCAL_MACHINE"},
+    "distributed_type": {"NO", "MULTI_GPU", "FSDP"},
+    "mixed_precision": {"no", "bf16", "fp16", "fp8"},
+    "fsdp_version": {1, 2},
+    "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"},
+    "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
+    "fsdp_sharding_strategy": {
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "HYBRID_SHARD_ZERO2",
+    },
+    "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
+} | {
+    key: {True, False}
+    for key in (
+        "fsdp_offload_params",
+        "fsdp_use_orig_params",
+        "fsdp_sync_module_states",
+        "fsdp_forward_prefetch",
+        "fsdp_activation_checkpointing",
+        "fsdp_activation_checkpointing_offload",
+        "fsdp_cpu_ram_efficient_loading",
+    )
+}
+# Keys that Accelerate reads with one version of FSDP and ignores with the other.
+FSDP1_ONLY = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_backward_prefetch": None,
+    "fsdp_forward_prefetch": None,
+    "fsdp_sync_module_states": None,
+    "fsdp_use_orig_params": None,
+}
+KINDS = {int: "a whole number", bool: "true or false", str: "a text; put it in quotes"}
+
+
+def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
+    """List what is wrong with the keys and values of an accelerate YAML, one sentence each.
+
+    `num_processes` is that of the launcher's flags, without which the YAML must give it.
+    """
+    if not path.is_file():
+        return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
+    try:
+        content = read_yaml(path)
+    except ConfigError as error:
+        return [str(error)]
+    if not isinstance(content, dict):
+        return [f"{path} holds no `key: value` lines"]
+    options = {action.dest for action in launch_command_parser()._actions}
+    hints = typing.get_type_hints(ClusterConfig)
+    found, flat = [], {}
+    for key, value in content.items():
+        if key not in hints:
+            found.append(f"{path}: unknown key {key!r}{suggestion(key, hints)}")
+        elif key not in SECTIONS:
+            flat[key] = value
+            found += [
+                f"{path}: {key} is {value!r:.60}; it must be {kind}" for kind in mismatches(key, value, hints[key])
+            ]
+        elif value is None:
+            continue  # as an empty section
+        elif not isinstance(value, dict):
+            found.append(f"{path}: {key} must hold `{SECTIONS[key]}...: value` lines, not {value!r:.60}")
+        else:
+            known = {option for option in options if option.startswith(SECTIONS[key])}
+            prefix = SECTIONS[key]
+            for written, setting in value.items():
+                name = str(written)
+                if key != "parallelism_config" and not name.startswith(prefix):  # Accelerate adds it here
+                    name = prefix + name
+                flat[name] = setting
+                if name not in known:
+                    hint = suggestion(name, known) or suggestion(prefix + name, known)
+                    found.append(f"{path}: {key} has an unknown key {written!r}, which Accelerate ignores{hint}")
+                elif isinstance(setting, list | dict) and name not in VALUES and key != "parallelism_config":
+                    found.append(f"{path}: {name} is {setting!r:.60}; it must be one value")
+    for key, allowed in VALUES.items():
+        # Not by equality alone: 1 equals true.
+        if key in flat and not any(type(flat[key]) is type(value) and flat[key] == value for value in allowed):
+            choices = ", ".join(
+                str(value).lower() if isinstance(value, bool) else str(value) for value in sorted(allowed)
+            )
+            quotes = "; put it in quotes, since YAML reads no as false" * (
+                flat[key] is False and "no" in choices.lower()
+            )
+            found.append(f"{path}: {key} is {flat[key]!r:.60}; it must be one of {choices}{quotes}")
+    for key in (f"parallelism_config_{name.lower()}" for name in PARALLEL_SIZES):
+        if key in flat and type(flat[key]) is not int:
+            found.append(f"{path}: {key} is {flat[key]!r:.60}; it must be a whole number")
+    if flat.get("fsdp_version") == 2:
+        for key, instead in FSDP1_ONLY.items():
+            if key in flat:
+                found.append(
+                    f"{path}: {key} has no effect with fsdp_version: 2; "
+                    + (f"use {instead} (true or false)" if instead else "remove it")
+                )
+    number = flat.get("num_processes", 1 if flat.get("distributed_type") == "NO" else None)
+    if num_processes is None and (number is None or (type(number) is int and number < 1)):
+        found.append(f"{path}: num_processes is {number!r}; accelerate needs a number")
+    return found
+
+
+def mismatches(key: str, value: Any, hint: Any) -> list[str]:
+    """Name the kind that a value of an accelerate YAML outside of its sections must have, if it has another."""
+    kinds = typing.get_args(hint) or (hint,)
+    wanted = [] if key in VALUES or type(value) in kinds else [KINDS[kind] for kind in KINDS if kind in kinds]
+    return wanted[:1]
+
+
+def parse_flags(argv: Sequence[str]) -> Namespace:
+    """Parse what stands after `accelerate launch`. Raises ConfigError for what it refuses."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"accelerate launch refuses: {message}")
+
+    parser = launch_command_parser()
+    parser.error = refuse
+    return parser.parse_args(argv)
+
+
+def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Say which of the launcher's flags have no effect in the environment that it makes, in one sentence."""
+    ignored = [flag for flag in flags if flag.startswith("--parallelism_config_")]
+    if not ignored or "ACCELERATE_USE_PARALLELISM_CONFIG" in env:
+        return []
+    return [
+        f"{', '.join(ignored)}: {config} has no parallelism_config, so accelerate launch would ignore it; take "
+        "fsdp_long.yaml for ranks that share rows, or fsdp_hybrid.yaml for replicas"
+    ]
+
+
+def launcher_problems() -> list[str]:
+    """List what is wrong with the YAML and the flags of the `accelerate launch` that started this process.
+
+    Empty if there is none, or if its command line or its file cannot be read here; and where it has restarted its processes,
+    which have what it read at first.
+    """
+    argv, folder = own_launch()
+    if not argv or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return []
+    args = parse_flags(argv)
+    config = args.config_file or ("" if args.cpu else default_config_file)
+    path = Path(config if folder == os.getcwd() else os.path.join(folder, config))
+    if not path.is_file():
+        return []
+    flags = argv[: len(argv) - 1 - len(args.training_script_args)]
+    return [*yaml_problems(path, args.num_processes), *ignored_flags(path, flags, os.environ)]
+
+
+def own_launch() -> tuple[list[str], str]:
+    """Find the nearest `accelerate launch` that started this process; returns its arguments, and its working directory."""
+    try:
+        for process in psutil.Process().parents():
+            command = process.cmdline()
+            for i, word in enumerate(command):
+                name = os.path.basename(word)
+                if name in ("accelerate", "accelerate.commands.accelerate_cli") and command[i + 1 : i + 2] == [
+                    "launch"
+                ]:
+                    return command[i + 2 :], process.cwd()
+                if name in ("accelerate-launch", "accelerate.commands.launch"):
+                    return command[i + 1 :], process.cwd()
+    except psutil.Error:  # another user's process, or one that is gone
+        pass
+    return [], ""
