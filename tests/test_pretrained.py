@@ -26,7 +26,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.models import load_model, new_word_tokenizer
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {
@@ -220,3 +220,88 @@ def test_files_that_are_no_model(said, copy, name, change, reason):
     message = said(folder, {"tied": "c4", "llama": "c4", "bert": "template"}.get(name, name))
     assert re.search(reason, message, re.DOTALL), message
     assert "  - " not in message, "one problem"
+
+
+def as_bin(folder: Path, num_files: int = 1, **options) -> None:
+    """Save the weights as torch's files, as was usual before safetensors."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"pytorch_model-{i}.bin" for i in range(num_files)] if num_files > 1 else ["pytorch_model.bin"]
+    of = {weight: names[i % num_files] for i, weight in enumerate(weights)}
+    for name in names:
+        torch.save({weight: weights[weight] for weight in weights if of[weight] == name}, folder / name, **options)
+    if num_files > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def test_files_of_torch_are_read_too(said, copy, models):
+    """A model whose only files are torch's trains as the same one in safetensors, in one file, several, or an old one."""
+    folder = copy("tied")
+    wanted = load_model(str(models / "tied"), "sdpa").state_dict()
+    for options in ({}, {"num_files": 3}, {"_use_new_zipfile_serialization": False}):
+        shutil.copy(models / "tied/model.safetensors", folder)
+        as_bin(folder, **options)
+        assert said(folder) == ""
+        found = load_model(str(folder), "sdpa").state_dict()
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        for file in folder.glob("pytorch_model*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda folder: as_bin(folder), ""),
+        (lambda folder: (as_bin(folder), cut(folder, "pytorch_model.bin")), "cannot be read"),
+        (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin .* cannot be read"),
+        (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
+        (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
+        (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
+        (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
+        (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_files_of_torch(said, copy, change, reason):
+    folder = copy("tied")
+    change(folder)
+    assert re.search(reason, said(folder), re.DOTALL) if reason else said(folder) == ""
+
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig):
+    model_type = "strange"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "changes, of_tokenizer, reason",
+    [
+        ({"model_type": "strange"}, {}, "model .* needs Python code"),
+        ({"model_type": "vit"}, {}, "model .* needs Python code"),
+        ({}, {"tokenizer_class": "Tokenizer"}, "the tokenizer of .* needs Python code"),
+        ({}, {}, "^$"),  # transformers has a class itself
+    ],
+)
+def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tokenizer, reason):
+    """Code of a model is not run, not even by a person who answers yes; where transformers has the class, it is not needed."""
+    folder = copy("tied")
+    ran = folder / "ran"
+    (folder / "strange.py").write_text(CODE.format(ran=str(ran)))
+    auto = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    set_config(folder, auto_map=auto, **changes)
+    file = folder / "tokenizer_config.json"
+    settings = {"auto_map": {"AutoTokenizer": [None, "strange.Tokenizer"]}} if of_tokenizer else {}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings | of_tokenizer))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    message = said(folder)
+    assert re.search(reason, message, re.DOTALL), message
+    if not message:
+        load_model(str(folder), "sdpa")
+    assert not ran.exists()

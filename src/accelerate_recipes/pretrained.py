@@ -196,7 +196,15 @@ def weights_on_meta(place: Path) -> dict[str, torch.Tensor]:
                 weights |= load_state_dict(file, map_location="meta")
             else:  # only mapped, values are not read; before torch 1.6 files were no archives
                 weights |= torch.load(file, map_location="meta", mmap=zipfile.is_zipfile(file), weights_only=True)
-        except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
+        except (
+            SafetensorError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            OSError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             raise ConfigError(
                 f"{file} ({file.stat().st_size:,} bytes) cannot be read: {first_line(error)}; it is cut, damaged or no file "
                 "of weights: copy or download it again"
