@@ -28,6 +28,7 @@ from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import (
+    ENCODER_DECODER,
     check_length,
     load_encoder_decoder,
     load_tokenizer,
@@ -76,6 +77,7 @@ class Args(PairArgs, GenerationArgs, TrainArgs):
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
+        kind=ENCODER_DECODER,
         datasets=[source.dataset for source in (*args.train_sources, *args.eval_sources) if source.split],
         new_model=(lambda: make_model(args, vocab_size=args.vocab_size)) if args.from_scratch else None,
     )

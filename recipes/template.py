@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
@@ -18,6 +18,7 @@ from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import RowLoader, Rows, StepLoader, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import Batch, evaluate_loss, train
 from accelerate_recipes.hub import cache
+from accelerate_recipes.pretrained import Kind, read_tokenizer
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run, finish, start
@@ -32,7 +33,8 @@ class Args(RowsArgs, TrainArgs):
 
 
 def requirements(args: Args) -> Requirements:
-    return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
+    kind = Kind(AutoModelForSequenceClassification, read_tokenizer, has_new_layer=True)
+    return Requirements(models=[args.model_name_or_path], kind=kind, datasets=args.row_datasets)
 
 
 def make_row(tokenizer: PreTrainedTokenizerBase, length: int, labels: list[str], item: dict, number: int) -> Batch:
@@ -44,7 +46,7 @@ def make_row(tokenizer: PreTrainedTokenizerBase, length: int, labels: list[str],
 
 def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
     args, place = run.args, (run.args, run.data_rank, run.data_world_size)
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
+    tokenizer = read_tokenizer(args.model_name_or_path)
     tables = on_first_of_machine_before_others(args.read_rows)
     for part, table in tables.items():
         check_texts_or_messages(table, ["text", "label"], args.sources[part])

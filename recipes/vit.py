@@ -31,6 +31,7 @@ from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trial import Trial
 from accelerate_recipes.vision.classifiers import (
+    IMAGES,
     VisionArchitecture,
     flops_per_image,
     image_loss,
@@ -66,6 +67,7 @@ class Args(VisionArchitecture, ImageArgs, TrainArgs):
 def requirements(args: Args) -> Requirements:
     return Requirements(
         models=[args.base_model],
+        kind=IMAGES,
         datasets=args.row_datasets,
         new_model=(lambda: make_model(args, ["one", "other"])) if args.from_scratch else None,
     )

@@ -44,13 +44,15 @@ MAY_IMPORT = {
         "metrics",
         "models",
         "optim",
+        "pretrained",
         "ranks",
         "weights",
     },
     "games": {"args", "data", "disk", "generation", "hub", "ranks"},
-    "agenda": {"args", "checkpoint", "data", "life", "metrics", "ranks", "run"},
+    "agenda": {"args", "checkpoint", "data", "distributed", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "data", "distributed", "life", "metrics", "ranks", "run", "sequence"},
-    "trial": {"adapters", "args", "data", "hub", "losses", "models"},
+    "pretrained": {"args", "hub"},
+    "trial": {"adapters", "args", "data", "hub", "losses", "models", "pretrained"},
     "posttraining": {
         "adapters",
         "agenda",
@@ -66,6 +68,7 @@ MAY_IMPORT = {
         "losses",
         "metrics",
         "models",
+        "pretrained",
         "ranks",
         "run",
         "trial",
@@ -84,6 +87,7 @@ MAY_IMPORT = {
         "metrics",
         "models",
         "picture",
+        "pretrained",
         "ranks",
         "trial",
     },
@@ -202,7 +206,7 @@ def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
 
 
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
-MOST_LINES = {"template": 60, "t5": 200, "engine": 220}
+MOST_LINES = {"template": 62, "t5": 200, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:

@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -39,6 +38,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import check_head, check_packing, check_sharing
+from accelerate_recipes.pretrained import Kind, load_config, read_tokenizer
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
@@ -63,9 +63,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer with a padding token; if it has none, the end token is used, and padding has no loss.
 
     Raises:
-        ConfigError: if it has no end token either.
+        ConfigError: if it has no end token either, or cannot be loaded.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, **cache.pinned(name))
+    tokenizer = read_tokenizer(name)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name} has no end token, which ends each text; set its eos_token")
     if tokenizer.pad_token_id is None:
@@ -97,22 +97,16 @@ def load_model(
 
     Raises:
         ConfigError: for an attention, packed rows, or rows that ranks share, that the model's class does not support, and
-            for a model that also reads images, or has an encoder: of a BART, transformers would silently take the decoder
-            alone.
+            for a model that is no decoder.
     """
-    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    config = load_config(name)
     changes = stretched_positions(config, name, stretch) if stretch else {}
     if changes and is_first():
         before = {field: getattr(config, field) for field in changes}
         print(f"Positions of {name}: {changes}; before: {before}", flush=True)
     for field, value in changes.items():
         setattr(config, field, value)
-    check_reads_text(config, name)
-    if config.is_encoder_decoder:
-        raise ConfigError(
-            f"{name} is a {config.model_type}, which has an encoder; this recipe trains decoders alone, recipes/t5.py "
-            f"trains encoder-decoders ({', '.join(ENCODER_DECODERS)})"
-        )
+    check_decoder(config, name)
     check_sharing(config)
     dtype = settings.get("dtype", torch.float32)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)
@@ -120,17 +114,30 @@ def load_model(
         config._attn_implementation = attention
         check_packing(config)
     return AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=attention, use_safetensors=True, **changes, **settings, **cache.pinned(name)
+        name, attn_implementation=attention, **changes, **settings, **cache.pinned(name)
     )
 
 
-def check_reads_text(config: PreTrainedConfig, name: str) -> None:
-    """Raise ConfigError for a model that also reads images or sound: text alone gives those parts no gradient."""
+def check_decoder(config: PreTrainedConfig, name: str) -> None:
+    """Check that a model is a decoder that reads text alone.
+
+    Raises:
+        ConfigError: for a model that also reads images or sound, since text alone gives those parts no gradient, and for one
+            that has an encoder: of a BART, transformers would silently take the decoder alone.
+    """
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise ConfigError(
             f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
             "alone: give one of those"
         )
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{name} is a {config.model_type}, which has an encoder; this recipe trains decoders alone, recipes/t5.py "
+            f"trains encoder-decoders ({', '.join(ENCODER_DECODERS)})"
+        )
+
+
+CAUSAL = Kind(AutoModelForCausalLM, load_tokenizer, check_decoder)
 
 
 def max_positions(config: PreTrainedConfig) -> int:
@@ -143,7 +150,7 @@ def check_length(name: str, max_length: int, flag: str = "max_length", multiple:
 
     `flag` is the argument that the message names; batches are padded to a `multiple`.
     """
-    longest = max_positions(AutoConfig.from_pretrained(name, **cache.pinned(name))) // multiple * multiple
+    longest = max_positions(load_config(name)) // multiple * multiple
     if max_length > longest:
         raise ConfigError(
             f"--{flag} is {max_length}, but {name} is made for {longest} tokens; set it to {longest} or less"
@@ -385,13 +392,12 @@ def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **co
 def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
     """Load a pretrained T5, T5 v1.1, FLAN-T5, mT5 or BART, as `load_model` loads a model.
 
-    `dropout_rate` holds wherever the model has dropout. Other formats than safetensors are accepted: some published T5
-    have no safetensors.
+    `dropout_rate` holds wherever the model has dropout.
 
     Raises:
         ConfigError: for another kind of model, and for one that does not say how a text begins.
     """
-    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
+    config = load_config(name)
     check_encoder_decoder(config, name)
     model = AutoModelForSeq2SeqLM.from_pretrained(
         name,
@@ -414,6 +420,9 @@ def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
             f"the config.json of {name} has no decoder_start_token_id, the token before the first of a text; add the one "
             f"that it was trained with (in a T5 that of the padding, here {config.pad_token_id})"
         )
+
+
+ENCODER_DECODER = Kind(AutoModelForSeq2SeqLM, load_tokenizer, check_encoder_decoder)
 
 
 def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:

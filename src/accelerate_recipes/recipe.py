@@ -37,6 +37,8 @@ from accelerate_recipes.launcher import launcher_problems
 from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
+from accelerate_recipes.models import CAUSAL
+from accelerate_recipes.pretrained import Kind, check_model
 from accelerate_recipes.ranks import is_first, is_first_of_machine
 from accelerate_recipes.run import DataReady
 from accelerate_recipes.strategy import launch_problems
@@ -49,6 +51,8 @@ WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 class Requirements:
     """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; empty names are ignored.
 
+    `kind` says how the models are loaded, each with its tokenizer unless `tokenizers` are named.
+
     `new_model` makes the model of a run that begins with a new one; preflight calls it on the meta device. `changes`
     returns the fields that the run changes in the configuration of a model with this name.
     """
@@ -56,6 +60,7 @@ class Requirements:
     models: list[str] = field(default_factory=list)
     tokenizers: list[str] = field(default_factory=list)
     datasets: list[cache.HubDataset] = field(default_factory=list)
+    kind: Kind = CAUSAL
     new_model: Callable[[], transformers.PreTrainedModel] | None = None
     changes: Callable[[transformers.PreTrainedConfig, str], dict[str, Any]] | None = None
 
@@ -109,6 +114,22 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
         said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
         found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
     return found
+
+
+def check_models(needed: Requirements) -> tuple[list[transformers.PreTrainedModel], list[str]]:
+    """Check the pretrained models of a run that are here.
+
+    Returns:
+        Those that can be loaded, on the meta device, and why others cannot.
+    """
+    models, problems = [], []
+    for name in needed.models:
+        if (place := cache.folder("model", name)) and (place / "config.json").is_file():
+            try:
+                models.append(check_model(name, needed.kind, needed.changes))
+            except ConfigError as error:
+                problems.append(str(error))
+    return models, problems
 
 
 def needs_of(command: Sequence[str]) -> list[cache.Need]:
@@ -267,7 +288,7 @@ def provide(needed: Requirements, command: Sequence[str]) -> None:
             download([need for need in to_have if cache.lacking(need)], command)
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
-    if problems := lacking_problems(needs, command):
+    if problems := lacking_problems(needs, command) or check_models(needed)[1]:
         raise ConfigError(error_list("This run cannot start", problems))
 
 

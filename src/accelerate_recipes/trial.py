@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import TrainArgs, first_line
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
 from accelerate_recipes.hub import cache
@@ -22,6 +22,7 @@ from accelerate_recipes.models import (
     new_model,
     output_is_embedding,
 )
+from accelerate_recipes.pretrained import load_config
 
 
 class NotSimulatedError(Exception):
@@ -78,11 +79,9 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
         NotSimulatedError: if it is not here, and cannot be downloaded.
     """
     try:
-        return AutoConfig.from_pretrained(args.base_model, **cache.pinned(args.base_model))
-    except OSError as error:
-        raise NotSimulatedError(
-            f"this run: the config.json of {args.base_model} cannot be read: {first_line(error)}"
-        ) from error
+        return load_config(args.base_model)
+    except ConfigError as error:
+        raise NotSimulatedError(f"this run: {error}") from error
 
 
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:

@@ -54,6 +54,7 @@ from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.optim import local_shard
+from accelerate_recipes.pretrained import check_generation_config
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 from accelerate_recipes.weights import WRAPPERS
 
@@ -110,12 +111,8 @@ class Checkpointer:
 
     def __post_init__(self):
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
-            try:
-                settings.validate(strict=True)  # `save_pretrained` does the same, but only at the first checkpoint
-            except ValueError as error:
-                raise ConfigError(
-                    f"the model's generation settings contradict each other; correct its generation_config.json: {error}"
-                ) from None
+            # `save_pretrained` does the same, but only at the first checkpoint.
+            check_generation_config(settings, self.args.base_model)
         self.stager = HostCopy()
         # Collectives in the background must not come between those of training.
         self.group = None

@@ -29,6 +29,7 @@ WEIGHTS = (
 )  # fmt: skip
 # Builders with which `datasets` reads files, by the ends of their names.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+POINTER = b"version https://git-lfs.github.com/spec/"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
@@ -231,17 +232,44 @@ def lacking(need: Need) -> list[str]:
 
 
 def lacking_of_model(place: Path, weights: bool) -> list[str]:
-    """List the files that every model or tokenizer must have and that this one lacks."""
+    """List the files that every model or tokenizer must have and that this one lacks.
+
+    Raises:
+        ConfigError: for an index of weights that cannot be read.
+    """
+    pointers = [path.name for path in place.iterdir() if is_pointer(path)]
+    found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(pointers)]
     if not weights:
-        return [] if any((place / name).is_file() for name in TOKENIZERS) else ["tokenizer.json"]
+        return found if any((place / name).is_file() for name in TOKENIZERS) else [*found, "tokenizer.json"]
+    names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
+    return found + [name for name in names if not (place / name).is_file()]
+
+
+def is_pointer(path: Path) -> bool:
+    """Tell whether git has put a pointer to a large file in its place, as a clone without git-LFS does."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(POINTER)) == POINTER
+    except OSError:  # a folder, or no access
+        return False
+
+
+def weight_files(place: Path) -> list[str]:
+    """Return the files of a folder that hold the weights, by the first index or file that `from_pretrained` would take."""
     found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])
-    names = ["config.json", *(shards_of(place / found) if found.endswith(".index.json") else [found])]
-    return [name for name in names if not (place / name).is_file()]
+    return shards_of(place / found) if found.endswith(".index.json") else [found]
 
 
 def shards_of(index: Path) -> list[str]:
-    """Return the files that hold the weights of an index."""
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    """Return the files that hold the weights of an index.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights ({error!r}); copy or download it again") from error
 
 
 def bytes_of(need: HubDataset) -> int:

@@ -27,7 +27,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 from huggingface_hub import constants
 from packaging.requirements import Requirement
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
@@ -39,7 +39,7 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.launcher import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
-from accelerate_recipes.models import check_reads_text, model_class
+from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.optim import checkpoint_bytes, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.plan.layers import predict_outcomes
@@ -92,23 +92,13 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 
 def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
     """Make those models of a run that are here, without weights; also return why a model cannot be made."""
-    models, problems = [], []
-    for name in needed.models:
-        if (place := cache.folder("model", name)) and (place / "config.json").is_file():
+    models, problems = recipe.check_models(needed)
+    for name in needed.tokenizers or needed.models:
+        if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
             try:
-                config = AutoConfig.from_pretrained(name, **cache.pinned(name))
-                for field, value in (needed.changes(config, name) if needed.changes else {}).items():
-                    setattr(config, field, value)
-                check_reads_text(config, name)
-                if not config.architectures:
-                    raise ValueError("its config.json names no architecture")
-                (architecture,) = config.architectures
-                with torch.device("meta"):
-                    models.append(model_class(architecture)(config))
+                (load_tokenizer if needed.tokenizers else needed.kind.reader)(name)
             except ConfigError as error:
                 problems.append(str(error))
-            except (OSError, ValueError, AttributeError) as error:
-                problems.append(f"model {name!r} cannot be made: {error}")
     if needed.new_model and make_new:
         try:
             with torch.device("meta"):

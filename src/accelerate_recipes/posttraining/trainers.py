@@ -33,7 +33,6 @@ from jinja2 import TemplateError
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import (
-    AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -66,6 +65,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
+from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
 from accelerate_recipes.weights import initialize, seed_of
@@ -206,7 +206,7 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
 def make_model(args: TrainerArgs) -> PreTrainedModel:
     """Load the model; with --data_only make it on the meta device, without weights."""
     if args.data_only:
-        config = AutoConfig.from_pretrained(args.model_name_or_path, **cache.pinned(args.model_name_or_path))
+        config = load_config(args.model_name_or_path)
         model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
         with contextlib.suppress(OSError):  # a model may have none; it names the tokens that end an answer
             name = args.model_name_or_path

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     BitImageProcessorPil,
@@ -23,12 +22,13 @@ from transformers import (
 )
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import ConfigError, arg, first_line
 from accelerate_recipes.deepvit import DeepViTConfig
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels
 from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import classifier_on_meta
+from accelerate_recipes.pretrained import Kind, load_config
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of, is_staged
 
 CONFIGS = {
@@ -155,13 +155,18 @@ def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedM
     Raises:
         ConfigError: for another kind of model.
     """
-    config = AutoConfig.from_pretrained(name, **cache.pinned(name))
-    if config.model_type not in LAYERS:
-        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(LAYERS)}; give another model")
+    config = load_config(name)
+    check_classifier(config, name)
     model = AutoModelForImageClassification.from_pretrained(
         name, config=with_classes(config, names), ignore_mismatched_sizes=True, **settings, **cache.pinned(name)
     )
     return by_layers(model)
+
+
+def check_classifier(config: PreTrainedConfig, name: str) -> None:
+    """Raise ConfigError for a model that is none of those in LAYERS."""
+    if config.model_type not in LAYERS:
+        raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(LAYERS)}; give another model")
 
 
 def by_layers(model: PreTrainedModel) -> PreTrainedModel:
@@ -177,8 +182,18 @@ def by_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_image_processor(name: str) -> Any:
-    """Load the processor with which a model's images are prepared, by PIL."""
-    return AutoImageProcessor.from_pretrained(name, backend="pil", **cache.pinned(name))
+    """Load the processor with which a model's images are prepared, by PIL.
+
+    Raises:
+        ConfigError: if there is none that can be loaded.
+    """
+    try:
+        return AutoImageProcessor.from_pretrained(name, backend="pil", **cache.pinned(name), trust_remote_code=False)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"the preprocessor_config.json of {name} cannot be used: {first_line(error)}") from error
+
+
+IMAGES = Kind(AutoModelForImageClassification, load_image_processor, check_classifier, has_new_layer=True)
 
 
 def new_image_processor(size: int) -> BitImageProcessorPil:

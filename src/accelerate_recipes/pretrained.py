@@ -1,0 +1,240 @@
+"""Check of a pretrained model before it is loaded: its settings, and names and shapes of its weights, but no values.
+
+preflight and the processes of a run call `check_model`, so that they say the same. transformers itself gives a weight
+that its files lack a random value, and only prints a table of such weights while it loads.
+"""
+
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.modeling_utils import load_state_dict
+
+from accelerate_recipes.args import ConfigError, first_line
+from accelerate_recipes.hub import cache
+
+NUM_NAMED = 8  # weights named in a message
+# What puts a prefix before the names of all weights, and how they are saved without it.
+PREFIXES = {
+    "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`",
+    "module.": "DDP: save the state dict of `model.module`",
+    "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Way in which a recipe loads pretrained models."""
+
+    auto: Any  # class of transformers, such as AutoModelForCausalLM
+    reader: Callable[[str], Any]  # loads what prepares the model's inputs: a tokenizer, or an image processor
+    check: Callable[[PreTrainedConfig, str], None] = lambda config, name: None  # raises ConfigError for other models
+    has_new_layer: bool = False  # the output layer may begin with random values
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Read the configuration of a pretrained model.
+
+    Raises:
+        ConfigError: if it cannot be read, needs code that is not in transformers, or says that the weights are quantised.
+    """
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(name, **cache.pinned(name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config.json of {name} cannot be read: {first_line(error)}") from error
+    try:
+        config = AutoConfig.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
+    except Exception as error:  # of the classes of configurations, which check their fields each in its own way
+        if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise ConfigError(needs_code(f"model {name}")) from error
+        raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
+    if quantization := getattr(config, "quantization_config", None):
+        method = quantization.get("quant_method", "an unknown way") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"the weights of {name} are quantised ({method}; quantization_config in its config.json), and such weights "
+            "cannot be trained; give the model that they were made from, and --use_peft --load_in_4bit if it needs too "
+            "much memory"
+        )
+    return config
+
+
+def needs_code(what: str) -> str:
+    return (
+        f"{what} needs Python code that lies beside its files (auto_map), and code of a model is never run here; give "
+        "a model whose class is part of transformers"
+    )
+
+
+def read_tokenizer(name: str) -> Tokenizer:
+    """Load a tokenizer.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or needs code that is not in transformers.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
+    except Exception as error:  # the library `tokenizers` raises no other class
+        if "trust_remote_code" in str(error):
+            raise ConfigError(needs_code(f"the tokenizer of {name}")) from error
+        raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
+
+
+def check_model(
+    name: str, kind: Kind, changes: Callable[[PreTrainedConfig, str], dict[str, Any]] | None = None
+) -> PreTrainedModel:
+    """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
+
+    `changes` returns the fields that the run changes in its configuration. What a class of transformers ignores does not
+    count, nor do tied weights. Of the files only names and shapes are read; if some are not here, they are not checked.
+
+    Returns:
+        The model on the meta device.
+
+    Raises:
+        ConfigError: with the reason why it cannot be loaded.
+    """
+    config = load_config(name)
+    for field, value in (changes(config, name) if changes else {}).items():
+        setattr(config, field, value)
+    kind.check(config, name)
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # what it would print of missing weights is told below
+    try:
+        config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
+        with torch.device("meta"):
+            model = kind.auto.from_config(config, trust_remote_code=False)
+        if not cache.lacking(cache.HubModel(name)):
+            model = loaded_on_meta(model, name, kind)
+    except ConfigError:
+        raise
+    except (ValueError, AttributeError, RuntimeError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(needs_code(f"model {name}")) from error
+        raise ConfigError(f"model {name} cannot be made by {kind.auto.__name__}: {first_line(error)}") from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    if model.can_generate():
+        settings = generation_config(model, name)
+        if config.is_encoder_decoder:
+            settings.update(num_beams=1, length_penalty=1.0, early_stopping=False)  # recipes/t5.py sets them
+        check_generation_config(settings, name)
+    return model
+
+
+def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
+    """Let transformers load weights without values into a model of the same class. Raises ConfigError, as `check_model`."""
+    weights = weights_on_meta(cache.folder("model", name))
+    model_class: Any = type(model)
+    settings = {"config": model.config, "state_dict": dict(weights), "device_map": "meta"}
+    settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are told
+    try:
+        loaded, found = model_class.from_pretrained(None, **settings)
+    except RuntimeError as error:  # where several weights are joined into one, as those of experts
+        raise ConfigError(
+            f"the weights of {name} cannot be joined to those of a {type(model).__name__}: one is missing, such as that of "
+            "an expert, or they differ in shape; copy or save the model again, or give another"
+        ) from error
+    shapes = {
+        f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight
+        for weight, of_file, wanted in found["mismatched_keys"]
+    }
+    kinds = {
+        "not in the files, so that they would begin with random values": found["missing_keys"],
+        "in the files, but not in such a model": found["unexpected_keys"],
+        "of another shape": shapes,
+    }
+    problems = []
+    for kind_of_problem, names in kinds.items():
+        if kind.has_new_layer:
+            names = [weight for weight in names if not is_new(shapes.get(weight, weight), loaded)]
+        if names:
+            problems.append(f"{kind_of_problem}: {first_names(names)}")
+    if problems:
+        prefix = next((prefix for prefix in PREFIXES if all(weight.startswith(prefix) for weight in weights)), None)
+        problems.append(
+            f"all names in the files begin with {prefix}, which they have from {PREFIXES[prefix]}"
+            if prefix
+            else "config.json and the weights must be of one model, and whole; copy or save it again, or give another"
+        )
+        title = f"the weights of {name} are not those of a {type(model).__name__}:"
+        raise ConfigError("\n      ".join([title, *problems]))
+    return loaded
+
+
+def is_new(weight: str, model: PreTrainedModel) -> bool:
+    """Tell whether a weight lies outside the layers that a new output layer is put on, or serves only pretraining."""
+    weight = weight.removeprefix(f"{model.base_model_prefix}.")
+    if weight.startswith("pooler.") or weight.endswith("mask_token"):
+        return True
+    return weight.split(".")[0] not in dict(model.base_model.named_children())
+
+
+def first_names(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    return f"{', '.join(names[:NUM_NAMED])}{more}"
+
+
+def weights_on_meta(place: Path) -> dict[str, torch.Tensor]:
+    """Read names, shapes and dtypes of the weights of the model in a folder, from all its files.
+
+    Raises:
+        ConfigError: for a file that is not whole.
+    """
+    weights = {}
+    for file in map(place.joinpath, cache.weight_files(place)):
+        try:
+            if file.suffix == ".safetensors":
+                weights |= load_state_dict(file, map_location="meta")
+            else:  # only mapped, values are not read; before torch 1.6 files were no archives
+                weights |= torch.load(file, map_location="meta", mmap=zipfile.is_zipfile(file), weights_only=True)
+        except (
+            SafetensorError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            OSError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
+            raise ConfigError(
+                f"{file} ({file.stat().st_size:,} bytes) cannot be read: {first_line(error)}; it is cut, damaged or no file "
+                "of weights: copy or download it again"
+            ) from error
+    return weights
+
+
+def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:
+    """Read the settings with which a model generates, as loading it does.
+
+    Raises:
+        ConfigError: if transformers refuses them.
+    """
+    if not Path(cache.folder("model", name) or "", "generation_config.json").is_file():
+        return model.generation_config
+    try:
+        return GenerationConfig.from_pretrained(name, **cache.pinned(name))
+    except Exception as error:  # fields of any type
+        raise ConfigError(f"the generation_config.json of {name} cannot be used: {first_line(error)}") from error
+
+
+def check_generation_config(settings: GenerationConfig, name: str) -> None:
+    """Check settings with which a model generates as strictly as transformers does when it saves them.
+
+    Raises:
+        ConfigError: if they contradict each other.
+    """
+    try:
+        settings.validate(strict=True)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the generation settings of {name} contradict each other; correct its generation_config.json: {error}"
+        ) from None

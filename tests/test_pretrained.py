@@ -1,0 +1,307 @@
+"""Tests of pretrained models that cannot be loaded: preflight and a launch say why, with the same message."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CONFIGS, ROOT
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.models import load_model, new_word_tokenizer
+
+SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+DATA = {
+    "c4": ["--train_files", "texts.jsonl", "--validation_files", "texts.jsonl", "--max_length", "16"],
+    "t5": ["--train_files", "pairs.jsonl", "--source_column", "a", "--target_column", "b"],
+    "template": ["--train_files", "texts.jsonl"],
+    "vit": ["--train_files", "images.parquet"],
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Folder with a model of each kind."""
+    place = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    encoder_decoder = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    encoder_decoder.decoder_start_token_id = 0
+    tiny = {
+        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32)),
+        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, tie_word_embeddings=True)),
+        "mixtral": MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)),
+        "t5": T5ForConditionalGeneration(encoder_decoder),
+        "bert": BertForMaskedLM(BertConfig(**SIZES)),
+        "vit": ViTModel(ViTConfig(**SIZES, image_size=32, patch_size=16)),
+    }
+    for name, model in tiny.items():
+        model.save_pretrained(place / name, max_shard_size="8kB" if name == "llama" else "1GB")
+        new_word_tokenizer(["a", "b", "c", "d"]).save_pretrained(place / name)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(place / "vit")
+    for name in ("texts.jsonl", "pairs.jsonl", "images.parquet"):
+        (place / name).write_text(json.dumps({"text": "a", "label": "x", "a": "a", "b": "b"}) + "\n")
+    return place
+
+
+@pytest.fixture
+def said(models, monkeypatch):
+    """Return a function that says what preflight and a launch say of a model; asserts that they say the same."""
+    monkeypatch.chdir(models)
+
+    def answers(folder: Path, name: str = "c4", *args: str) -> str:
+        command = [str(ROOT / f"recipes/{name}.py"), *DATA[name], "--model_name_or_path", str(folder), *args]
+        command += ["--output_dir", str(folder.parent / "out"), "--max_steps", "1"]
+        found = []
+        module = recipe.load(command[0])
+        parsed = parse(module.Args, command[1:], world_size=1)
+        for check in (
+            lambda: preflight([str(CONFIGS / "single.yaml"), *command]),
+            lambda: (
+                recipe.provide(module.requirements(parsed), command),
+                module.requirements(parsed).kind.reader(str(folder)),
+            ),
+        ):
+            try:
+                check()
+                found.append("")
+            except ConfigError as error:
+                found.append(str(error).removeprefix("This run cannot start:\n  - "))
+        assert found[0] == found[1]
+        return found[0]
+
+    return answers
+
+
+@pytest.fixture
+def copy(models, tmp_path):
+    """Return a function that copies one of the models."""
+    return lambda name: Path(shutil.copytree(models / name, tmp_path / "model"))
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the weights of a model in one file."""
+    weights = load_file(folder / "model.safetensors")
+    weights = change(weights) or weights
+    save_file({name: weight.contiguous().clone() for name, weight in weights.items()}, folder / "model.safetensors")
+
+
+def set_config(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "name, by", [("llama", "c4"), ("tied", "c4"), ("mixtral", "c4"), ("t5", "t5"), ("bert", "template"), ("vit", "vit")]
+)
+def test_whole_models(said, copy, name, by):
+    """Whole models are ready; the output layer that a classifier gets, and that of another task, do not count."""
+    folder = copy(name)
+    set_config(folder, architectures=None)
+    assert said(folder, by) == ""
+
+
+def without(*ends: str):
+    return lambda weights: {name: weight for name, weight in weights.items() if not name.endswith(ends)}
+
+
+def prefixed(prefix: str):
+    return lambda weights: {prefix + name: weight for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "name, by, change, reasons",
+    [
+        ("tied", "c4", without("1.mlp.up_proj.weight"), ["random values: model.layers.1.mlp.up_proj.weight"]),
+        ("tied", "c4", lambda weights: weights | {"v_head.weight": torch.ones(2)}, ["not in such a model: v_head.weight"]),
+        ("tied", "c4", lambda weights: weights | {"model.norm.weight": torch.ones(9)}, ["model.norm.weight (9,) instead of (16,)"]),
+        ("tied", "c4", prefixed("_orig_mod."), ["_orig_mod., which they have from torch.compile", "and 12 more", "random values"]),
+        ("tied", "c4", prefixed("module."), ["module., which they have from DDP: save the state dict of `model.module`"]),
+        ("tied", "c4", prefixed("base_model.model."), ["from PEFT: save what `model.merge_and_unload()` returns"]),
+        ("mixtral", "c4", without("lm_head.weight"), ["random values: lm_head.weight"]),
+        ("mixtral", "c4", without("1.block_sparse_moe.experts.1.w2.weight"), ["1.mlp.experts.down_proj (1, 16, 16) instead of (2, 16, 16)"]),
+        ("mixtral", "c4", without("1.block_sparse_moe.experts.0.w1.weight"), ["cannot be joined to those of a MixtralForCausalLM"]),
+        ("t5", "t5", without("SelfAttention.q.weight"), ["random values: decoder.block.0.layer.0.SelfAttention.q.weight"]),
+        ("bert", "template", without("1.output.dense.weight"), ["random values: bert.encoder.layer.1.output.dense.weight"]),
+        ("vit", "vit", without("layernorm.weight"), ["random values: vit.layernorm.weight"]),
+        ("vit", "vit", lambda weights: weights | {"encoder.layer.9.x": torch.ones(1)}, ["not in such a model"]),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model(said, copy, name, by, change, reasons):
+    """A weight that is missing, left over or of another shape is an error that names it, and what has changed the names."""
+    folder = copy(name)
+    rewrite(folder, change)
+    message = said(folder, by)
+    assert all(reason in message for reason in reasons), message
+
+
+def test_what_a_class_ignores_does_not_count(said, copy):
+    """Old files hold buffers that are no weights, and tied weights twice."""
+    folder = copy("tied")
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(folder, lambda weights: weights | buffer | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    assert said(folder) == ""
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+SHARD = "model-00002-of-"
+
+
+def cut(folder: Path, name: str, size: int = -8) -> None:
+    (file,) = folder.glob(f"{name}*")
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def index_of(folder: Path, change) -> None:
+    file = folder / "model.safetensors.index.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).unlink(), "but lacks model-00002-of-"),
+        ("llama", lambda folder: next(folder.glob(f"{SHARD}*")).write_text(POINTER), "git-LFS pointer; `git lfs pull` gets"),
+        ("llama", lambda folder: cut(folder, SHARD), "cannot be read: .*; it is cut, damaged or no file of weights"),
+        ("llama", lambda folder: cut(folder, "model.safetensors.index", 20), "is no index of weights"),
+        ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "is no index of weights"),
+        ("llama", lambda folder: (folder / "model.safetensors.index.json").write_text(POINTER), "index.json .it is a git-LFS"),
+        ("tied", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it is cut, damaged"),
+        ("tied", lambda folder: cut(folder, "model.safetensors", 3), "cannot be read: .*; it is cut, damaged"),
+        ("tied", lambda folder: cut(folder, "model.safetensors", 0), "0 bytes. cannot be read: .*; it is cut, damaged"),
+        ("tied", lambda folder: (folder / "model.safetensors").write_text(POINTER), "lacks model.safetensors .it is a git-LFS"),
+        ("tied", lambda folder: (folder / "model.safetensors").unlink(), "but lacks model.safetensors"),
+        ("tied", lambda folder: (folder / "tokenizer.json").write_text(POINTER), "lacks tokenizer.json .it is a git-LFS"),
+        ("tied", lambda folder: cut(folder, "tokenizer.json", 100), "the tokenizer of .* cannot be loaded"),
+        ("tied", lambda folder: (folder / "tokenizer.json").unlink(), "the tokenizer of .* cannot be loaded"),
+        ("tied", lambda folder: cut(folder, "config.json", 30), "config.json of .* cannot be read"),
+        ("tied", lambda folder: set_config(folder, model_type="nobody"), "config.json of .* cannot be used: .*nobody"),
+        ("tied", lambda folder: set_config(folder, hidden_size="wide"), "config.json of .* cannot be used"),
+        ("tied", lambda folder: set_config(folder, hidden_size=15), "config.json of .* cannot be used"),
+        ("tied", lambda folder: set_config(folder, num_hidden_layers=1), "not in such a model: model.layers.1.input_layernorm"),
+        ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8; "),
+        ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq; "),
+        ("tied", lambda folder: set_config(folder, quantization_config={"load_in_4bit": True}), r"quantised"),
+        ("tied", lambda folder: set_config(folder, is_encoder_decoder=True), "which has an encoder"),
+        ("tied", lambda folder: (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}'), "temperature"),
+        ("tied", lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": -1}'), "`max_new_tokens` must be"),
+        ("tied", lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json of .* cannot be used"),
+        ("t5", lambda folder: set_config(folder, quantization_config={"quant_method": "awq"}), r"quantised \(awq; "),
+        ("t5", lambda folder: (folder / "generation_config.json").write_text('{"top_p": 0.6}'), "top_p"),
+        ("t5", lambda folder: (folder / "generation_config.json").write_text('{"early_stopping": true}'), "^$"),
+        ("bert", lambda folder: cut(folder, "model.safetensors"), "cannot be read: .*; it is cut, damaged"),
+        ("vit", lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json of .* cannot be used"),
+        ("vit", lambda folder: set_config(folder, model_type="bert"), "not one of deepvit, vit"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_model(said, copy, name, change, reason):
+    """What is cut, a pointer, quantised or contradicts itself is one message, the same from preflight and a launch."""
+    folder = copy(name)
+    change(folder)
+    message = said(folder, {"tied": "c4", "llama": "c4", "bert": "template"}.get(name, name))
+    assert re.search(reason, message, re.DOTALL), message
+    assert "  - " not in message, "one problem"
+
+
+def as_bin(folder: Path, num_files: int = 1, **options) -> None:
+    """Save the weights as torch's files, as was usual before safetensors."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"pytorch_model-{i}.bin" for i in range(num_files)] if num_files > 1 else ["pytorch_model.bin"]
+    of = {weight: names[i % num_files] for i, weight in enumerate(weights)}
+    for name in names:
+        torch.save({weight: weights[weight] for weight in weights if of[weight] == name}, folder / name, **options)
+    if num_files > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def test_files_of_torch_are_read_too(said, copy, models):
+    """A model whose only files are torch's trains as the same one in safetensors, in one file, several, or an old one."""
+    folder = copy("tied")
+    wanted = load_model(str(models / "tied"), "sdpa").state_dict()
+    for options in ({}, {"num_files": 3}, {"_use_new_zipfile_serialization": False}):
+        shutil.copy(models / "tied/model.safetensors", folder)
+        as_bin(folder, **options)
+        assert said(folder) == ""
+        found = load_model(str(folder), "sdpa").state_dict()
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        for file in folder.glob("pytorch_model*"):
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda folder: as_bin(folder), ""),
+        (lambda folder: (as_bin(folder), cut(folder, "pytorch_model.bin")), "cannot be read"),
+        (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin .* cannot be read"),
+        (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
+        (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
+        (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
+        (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
+        (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_damaged_files_of_torch(said, copy, change, reason):
+    folder = copy("tied")
+    change(folder)
+    assert re.search(reason, said(folder), re.DOTALL) if reason else said(folder) == ""
+
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Config(LlamaConfig):
+    model_type = "strange"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "changes, of_tokenizer, reason",
+    [
+        ({"model_type": "strange"}, {}, "model .* needs Python code"),
+        ({"model_type": "vit"}, {}, "model .* needs Python code"),
+        ({}, {"tokenizer_class": "Tokenizer"}, "the tokenizer of .* needs Python code"),
+        ({}, {}, "^$"),  # transformers has a class itself
+    ],
+)
+def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tokenizer, reason):
+    """Code of a model is not run, not even by a person who answers yes; where transformers has the class, it is not needed."""
+    folder = copy("tied")
+    ran = folder / "ran"
+    (folder / "strange.py").write_text(CODE.format(ran=str(ran)))
+    auto = {"AutoConfig": "strange.Config", "AutoModelForCausalLM": "strange.Model"}
+    set_config(folder, auto_map=auto, **changes)
+    file = folder / "tokenizer_config.json"
+    settings = {"auto_map": {"AutoTokenizer": [None, "strange.Tokenizer"]}} if of_tokenizer else {}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings | of_tokenizer))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    message = said(folder)
+    assert re.search(reason, message, re.DOTALL), message
+    if not message:
+        load_model(str(folder), "sdpa")
+    assert not ran.exists()
