@@ -369,6 +369,7 @@ def test_export(run, base, variant):
     """PEFT loads the adapters, and transformers the merged model; both give the last evaluation's loss."""
     out = run("fsdp2", *variant, "--merge_adapter")
     before, after = evaluations(out)
+    assert len({path.stat().st_mode for path in (out / "export").rglob("*") if path.is_file()}) == 1  # of any new file
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert loss_of(plain) == pytest.approx(before, rel=1e-5)
     loaded = PeftModel.from_pretrained(plain, out / "export/adapter")
@@ -625,6 +626,7 @@ def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
     before, after = evaluations(out)
     assert after < before - 0.1
     assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(after, rel=1e-5)
+    assert len({path.stat().st_mode for path in (out / "export").rglob("*") if path.is_file()}) == 1  # of any new file
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert loss_of(plain) == pytest.approx(before, rel=1e-5)
     assert loss_of(PeftModel.from_pretrained(plain, out / "export/adapter")) == pytest.approx(after, rel=1e-5)
