@@ -369,6 +369,7 @@ def test_export(run, base, variant):
     """PEFT loads the adapters, and transformers the merged model; both give the last evaluation's loss."""
     out = run("fsdp2", *variant, "--merge_adapter")
     before, after = evaluations(out)
+    assert len({path.stat().st_mode for path in (out / "export").rglob("*") if path.is_file()}) == 1  # of any new file
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert loss_of(plain) == pytest.approx(before, rel=1e-5)
     loaded = PeftModel.from_pretrained(plain, out / "export/adapter")
@@ -378,6 +379,32 @@ def test_export(run, base, variant):
     merged = AutoModelForCausalLM.from_pretrained(out / "export")
     assert loss_of(merged) == pytest.approx(after, rel=1e-5)
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+
+
+@pytest.mark.parametrize(
+    "config, num_processes, flags", [("fsdp_full", 2, ()), ("fsdp_full", 2, ("--use_peft", "--merge_adapter")), ("single", 1, ())]
+)  # fmt: skip
+@pytest.mark.parametrize("head", ["own", "equal"])
+def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, head, config, num_processes, flags):
+    """The weights in the files decide whether it is the embedding: the run evaluates, and exports, what was read."""
+    base = make_base(tmp_path / "base", seed=3)
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    if head == "equal":
+        weights = load_file(base / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+    short = ("--max_steps", 2, "--lora_dropout", 0) if flags else ("--max_steps", 2)
+    out = tmp_path / "out"
+    given = ("--model_name_or_path", base, *short, *flags)
+    assert forks.run(out, *given, config=config, num_processes=num_processes) == 0, log_of(out)[-3000:]
+    before, after = evaluations(out)
+    assert before == pytest.approx(loss_of(AutoModelForCausalLM.from_pretrained(base)), rel=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(out / "export")
+    assert after == pytest.approx(loss_of(model), rel=1e-5) and after != before
+    is_tied = head == "equal"
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    assert json.loads((out / "export/config.json").read_text())["tie_word_embeddings"] == is_tied
 
 
 def test_export_without_merging(run, base):
@@ -599,6 +626,7 @@ def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
     before, after = evaluations(out)
     assert after < before - 0.1
     assert loss_of(AutoModelForCausalLM.from_pretrained(out / "export")) == pytest.approx(after, rel=1e-5)
+    assert len({path.stat().st_mode for path in (out / "export").rglob("*") if path.is_file()}) == 1  # of any new file
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert loss_of(plain) == pytest.approx(before, rel=1e-5)
     assert loss_of(PeftModel.from_pretrained(plain, out / "export/adapter")) == pytest.approx(after, rel=1e-5)

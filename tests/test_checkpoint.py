@@ -751,9 +751,14 @@ def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 4000])
 def test_export(make_run, tmp_path, max_shard_size):
-    """In one shard or many, the weights are the model's, and the tied output layer is stored once."""
+    """In one shard or many, the weights are the model's, and the tied output layer is stored once; all may read them."""
     run = make_run()
-    export(save(run, 10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
+    umask = os.umask(0o002)
+    try:
+        export(save(run, 10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()} == {0o664}
     assert "A test. Trained with accelerate-recipes" in (tmp_path / "export/README.md").read_text()
     files = sorted((tmp_path / "export").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_size == 4000)

@@ -113,9 +113,27 @@ def load_model(
     if packed:
         config._attn_implementation = attention
         check_packing(config)
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=attention, **changes, **settings, **cache.pinned(name)
     )
+    return tie_as_read(model)
+
+
+def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model's output layer the embedding, or not, as the first rank read them, in place; returns the model.
+
+    What config.json says may be wrong: transformers 5.23 does not tie weights that differ. With
+    `fsdp_cpu_ram_efficient_loading` only the first rank has weights. The configuration is corrected; else Accelerate and
+    `resize_token_embeddings`, which tie weights again, would replace the output layer, and an export would lose it.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return model
+    is_tied = on_first_rank(lambda: head.weight is embedding.weight)
+    if is_tied != (head.weight is embedding.weight):
+        head.weight = embedding.weight if is_tied else nn.Parameter(torch.empty_like(embedding.weight))
+    model.config.tie_word_embeddings = is_tied
+    return model
 
 
 def check_decoder(config: PreTrainedConfig, name: str) -> None:
@@ -474,15 +492,9 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
     """Make an encoder-decoder's embedding a single module, in place; returns the model.
 
     transformers 5.23 ties three modules, which FSDP2 would put into two groups, and refuses. Only the weights say whether
-    the output layer is the embedding too (in v1.1 and FLAN it is not, though the configuration says so). The first rank
-    decides, since with `fsdp_cpu_ram_efficient_loading` the others have no weights. The configuration is corrected;
-    else Accelerate, which ties weights again, would replace the output layer.
+    the output layer is the embedding too (in v1.1 and FLAN it is not, though the configuration says so).
     """
-    head, shared = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = on_first_rank(lambda: head.weight is shared.weight)
-    if is_tied != (head.weight is shared.weight):
-        head.weight = shared.weight if is_tied else nn.Parameter(torch.empty_like(shared.weight))
-    model.config.tie_word_embeddings = is_tied
+    shared = tie_as_read(model).get_input_embeddings()
     for part in (model.get_encoder(), model.get_decoder()):
         part.embed_tokens = shared
     # FSDP2 warns because T5's layers pass on the position bias, a view. Nothing writes to it in place.

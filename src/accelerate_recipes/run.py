@@ -35,6 +35,7 @@ from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
+from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_images, draw_run
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
@@ -204,6 +205,7 @@ class Run(Generic[Args]):
         """
         if ranks_a_row() > 1:
             check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
+        tie_as_read(model)  # a recipe may load its model by itself
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]

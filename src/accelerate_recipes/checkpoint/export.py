@@ -300,7 +300,7 @@ def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size
 def write_adapter(checkpoint: Path, out: Path) -> None:
     """Write the adapters of `checkpoint/state` as PEFT does, in fp32."""
     tensors = {adapters.peft_name(name): tensor for name, tensor in read_adapter(checkpoint).items()}
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, out / "adapter_model.safetensors")
 
 
 def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -350,7 +350,15 @@ def write_shards(
     )
     for filename, names in plan.filename_to_tensors.items():
         # Do not assign the shard to a name: it would live until the next one is read.
-        save_file(read({name: tensors[name] for name in names}), out / filename, metadata={"format": "pt"})
+        save_tensors(read({name: tensors[name] for name in names}), out / filename)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write tensors as safetensors, with the mode of any new file: safetensors 0.8 lets only the owner read them."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
