@@ -4,6 +4,7 @@ A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .j
 .parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept. Shards of images are in `tars`.
 """
 
+import contextlib
 import glob
 import http.client
 import json
@@ -42,6 +43,22 @@ T = TypeVar("T")
 
 class DataError(Exception):
     """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
+
+
+@contextlib.contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Turn any error of `datasets`, pyarrow and other readers into one message.
+
+    Raises:
+        DataError: naming the source, and what is wrong with it.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{source} cannot be read: {reason}") from error
 
 
 class Retry(NamedTuple):
@@ -270,7 +287,7 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
     try:
-        file = pq.ParquetFile(shard, page_checksum_verification=True)  # if the file has checksums
+        file = open_parquet(shard)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
     if text_column not in file.schema_arrow.names:
@@ -293,6 +310,11 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
                 yield index, text
                 first = index + stride
         start = end
+
+
+def open_parquet(file: str) -> pq.ParquetFile:
+    """Open a Parquet file, whose pages are checked if it has checksums of them."""
+    return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
 def read_file(path: str) -> Iterator[bytes]:
@@ -447,6 +469,8 @@ def record_of(file: str, index: int, line: bytes) -> dict:
         record = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+    if record is None:
+        raise DataError(f"{where} is no JSON object, but null; remove it")
     if not isinstance(record, dict):
         raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
     return record
