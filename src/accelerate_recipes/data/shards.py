@@ -281,7 +281,8 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
     """Yield the texts of all documents, shard after shard."""
     for shard in shards:
         for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
-            yield text_of(shard, index, document, text_column)
+            if (text := text_of(shard, index, document, text_column)) is not None:
+                yield text
 
 
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
@@ -432,14 +433,16 @@ def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
         yield rest
 
 
-def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str:
-    """Extract the text from a line that `read_documents` yields.
+def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str | None:
+    """Extract the text from a line that `read_documents` yields; None from a blank one, which holds no document.
 
     Raises:
         DataError: naming shard and line, if it is not JSON or has no text.
     """
     if isinstance(document, str):
         return document
+    if not document.strip():
+        return None
     record = record_of(shard, index, document)
     if text_column not in record:
         raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
