@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.data.files import read_files
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, prompt_of
 from accelerate_recipes.games.preferences import RULES, make_pairs
@@ -92,7 +93,7 @@ def load_pairs(
             f"no pairs: in {len(positions):,} positions the model made no move that --reject {args.reject} takes; raise "
             "--num_train_positions, or give --reject not_played"
         )
-    pairs = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=args.data_cache_dir)
+    pairs = read_files([str(file)], args.data_cache_dir)
     rows = pairs.map(tokenize, remove_columns=pairs.column_names)
     rows = rows.filter(lambda pair: len(pair["prompt_ids"]) + max(len(pair[f"{m}_ids"]) for m in MOVES) <= max_tokens)
     return rows, len(pairs)

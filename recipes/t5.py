@@ -23,6 +23,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
+from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
@@ -198,7 +199,7 @@ def main(args: Args) -> None:
         copied = {f"eval_{name}": value for name, value in metrics.compute(sources, references, sources).items()}
         results = {"before": before, "source copied": copied, "after": after}
         names = args.measured
-        texts = [json.loads(line)["prediction"] for line in last_predictions.read_text().splitlines()]
+        texts = [line["prediction"] for line in read_json_lines(last_predictions)]
         lines = ["", *metrics.examples(names[0], texts, references, sources), ""]
         for name in names:
             scores = ", ".join(f"{key} {values[f'eval_{name}']:.1f}" for key, values in results.items())
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
 def write_predictions(file: Path, sources: list[str], references: list[list[str]], texts: list[str]) -> None:
     """Write the prediction for each source, and what is right: one text, or a list of several."""
     file.parent.mkdir(exist_ok=True)
-    with file.open("w") as lines:
+    with file.open("w", encoding="utf-8") as lines:
         for source, right, text in zip(sources, references, texts, strict=True):
             line = {"source": source, "target": right if len(right) > 1 else right[0], "prediction": text}
             lines.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.games.next_moves import longest_move
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
@@ -454,12 +455,17 @@ def test_samples_of_an_interrupted_run(tmp_path):
     samples = Samples(tmp_path, None)
     for step in (0, 3, 4):
         messages = [{"role": "user", "content": "<b>1</b>"}]
-        samples.add(step, "held out", [{"prompt": messages, "completion": "é\n2", "rewards": {"right": None}}])
+        samples.add(
+            step, "held out", [{"prompt": messages, "completion": "é\n2\u2028\x85", "rewards": {"right": None}}]
+        )
     with samples.path.open("a") as file:
         file.write('{"step": 3, "prom')
     again = Samples(tmp_path, tmp_path / "checkpoint-3")
     again.write_page()
-    assert [json.loads(line)["step"] for line in again.path.read_text().splitlines()] == [0, 3]
+    assert [(row["step"], row["completion"]) for row in read_json_lines(again.path)] == [
+        (0, "é\n2\u2028\x85"),
+        (3, "é\n2\u2028\x85"),
+    ]
     page = again.page.read_text()
     assert "user: &lt;b&gt;1&lt;/b&gt;" in page and "Step 4" not in page and "<td class=number>-</td>" in page
     Samples(tmp_path, None).write_page()

@@ -344,5 +344,5 @@ def test_rows_of_csv_are_as_they_are_written(tmp_path):
     (tmp_path / "a.csv").write_text("text\nNA\nnull\n")
     assert read_files([str(tmp_path / "a.csv")], tmp_path / "cache")["text"][:] == ["NA", "null"]
     (tmp_path / "a.csv").write_text("text,b\n1,2\n1,2,3\n")
-    with pytest.raises(DataError, match=r"a.csv cannot be read: .*line 3"):
+    with pytest.raises(DataError, match=r"a.csv cannot be read: .*Row #3: Expected 2 columns, got 3"):
         read_files([str(tmp_path / "a.csv")], tmp_path / "cache")

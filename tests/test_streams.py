@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections import Counter
@@ -31,13 +32,14 @@ from accelerate_recipes.data.streams import (
     Order,
     StreamLoader,
     StreamState,
+    TextArgs,
     TextShards,
     stream_documents,
     stream_problems,
     stream_rows,
     validation_rows,
 )
-from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, pretokenize
+from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, open_text, pretokenize
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_word_tokenizer
 
@@ -919,6 +921,67 @@ def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):
     assert rows_in_order(pretokenize(folder, tokenizer, lambda: shards_, {"subset": "en"}), 50) == rows_in_order(
         text_shards, 50
     )
+
+
+def test_blank_lines_are_no_documents(tokenizer, corpus, tmp_path):
+    """As text and as tokens, in training and in validation; and they are not counted."""
+    lines_ = [json.dumps({"text": text}) for text in corpus[:60]]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n \r\n" + "\n\n".join(lines_) + "\n\n\n", encoding="utf-8")
+    source = TextShards([str(file)], tokenizer)
+    order = Order(num_streams=1, max_length=10**6, seed=0, shuffle_block=BLOCK, min_document_tokens=1)
+    for some in (source, pretokenize(tmp_path / "tokens", tokenizer, lambda: [str(file)], {})):
+        row = next(stream_rows(some, order, 0, StreamState(), no_retry))
+        ends = np.cumsum(row.lengths)
+        found = [row.tokens[end - length : end].tolist() for end, length in zip(ends, row.lengths, strict=True)]
+        assert sorted(found) == sorted(ids.tolist() for ids in source.encode(corpus[:60]))
+        assert (row.state.documents, row.state.left_out) == (60 * (row.state.epoch > 0), 0)
+    assert list(shards.all_texts([str(file)], "text")) == corpus[:60]
+    assert validation_rows(source, 10**4, 8, 0, True).texts == corpus[:60]
+    file.write_text("\n \n", encoding="utf-8")
+    with pytest.raises(DataError, match="there is no document to train on"):
+        next(stream_rows(source, order._replace(min_document_tokens=0), 0, StreamState(), no_retry))
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_tokens_belong_to_their_text(is_folder, tokenizer, corpus, tmp_path):
+    """A replaced file, one more file, and another revision are other text; moved or deleted text is the same."""
+
+    def tokens(place: str, **settings) -> TokenShards:
+        files = {"dataset_name": str(tmp_path / place), "dataset_files": "*.jsonl"}
+        files = files if is_folder else {"train_files": sorted(map(str, (tmp_path / place).glob("*.jsonl")))}
+        return open_text(TextArgs(pretokenize=str(tmp_path / "tokens"), **files | settings), tokenizer, 0, 1)
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "ab":
+        write_shard(folder / f"{name}.jsonl", corpus[:NUM_STREAMS])
+    first = tokens("text").version()
+    assert tokens("text").version() == first
+    (tmp_path / "other").mkdir()
+    for file in folder.glob("*"):
+        shutil.copy(file, tmp_path / "other" / f"new-{file.name}")
+    assert tokens("other").version() == first
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"revision.*another folder"):
+        tokens("gone", dataset_name="allenai/c4", dataset_revision="v2")
+    file = folder / "b.jsonl"
+    stat, content = file.stat(), file.read_bytes()
+    file.write_bytes(content[:12] + bytes([content[12] ^ 1]) + content[13:])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ConfigError, match=r"b\.jsonl is not what .*tokens was tokenised from"):
+        tokens("text")
+    (tmp_path / "tokens" / MANIFEST).unlink()  # as if killed between two shards
+    with pytest.raises(ConfigError, match=r"b\.jsonl is not what .*tokens was tokenised from"):
+        tokens("text")
+    file.write_bytes(content)
+    assert tokens("text").version() == first
+    write_shard(folder / "c.jsonl", corpus[:NUM_STREAMS])
+    with pytest.raises(ConfigError, match="was tokenised from 2 files, now there are 3"):
+        tokens("text")
+    if is_folder:
+        shutil.rmtree(folder)
+        assert tokens("text").version() == first
 
 
 def test_large_vocabularies_take_four_bytes(corpus, tmp_path):

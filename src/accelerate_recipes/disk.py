@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -49,6 +51,15 @@ def naming(path: Path) -> Iterator[None]:
 def own_suffix() -> str:
     """Return an ending for names of unfinished files that no other process of the cluster uses."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"
+
+
+def read_json_lines(file: Path) -> list[Any]:
+    """Read a file of one JSON value a line, without a last line that is not whole.
+
+    Not by `splitlines`, which also divides a text in which one of Unicode's own line ends stands.
+    """
+    *lines, _ = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import of_layers, width_of_heads
-from accelerate_recipes.disk import naming, write_atomically
+from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 
 # Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first entry whose
 # words all occur in the device's name counts. A device that is not listed gets no MFU rather than a wrong one.
@@ -190,7 +190,7 @@ class MetricsLog:
     def restore(self, checkpoint: Path | None) -> None:
         """Continue after the records of a checkpoint, or start anew; later records of a killed run are dropped."""
         if checkpoint is not None:
-            self.records = [json.loads(line) for line in (checkpoint / self.path.name).read_text().splitlines()]
+            self.records = read_json_lines(checkpoint / self.path.name)
             self.progress.update(self.records[-1]["step"] if self.records else 0)
         if self.accelerator.is_main_process:
             write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -49,7 +49,7 @@ from accelerate_recipes.checkpoint.files import (
     write_marker,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.disk import fsync
+from accelerate_recipes.disk import fsync, read_json_lines
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
@@ -397,7 +397,7 @@ def score(checkpoint: Path, args: TrainArgs) -> float | None:
     if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
         return None
     key = f"eval_{args.metric_for_best_model}"
-    records = map(json.loads, (checkpoint / "metrics.jsonl").read_text().splitlines())
+    records = read_json_lines(checkpoint / "metrics.jsonl")
     values = [record[key] for record in records if key in record and record["step"] == step_of(checkpoint)]
     greater_is_better = args.greater_is_better
     if greater_is_better is None:

@@ -26,7 +26,7 @@ from accelerate_recipes.checkpoint.files import (
     unfinished_export,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import model_class, tied_names
 
@@ -222,7 +222,7 @@ def model_card(checkpoint: Path, description: str) -> str:
     if base := marker.get("base_model"):
         at = f" at commit {base['revision']}" if base["revision"] else ""
         description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
-    records = [json.loads(line) for line in (checkpoint / "metrics.jsonl").read_text().splitlines()]
+    records = read_json_lines(checkpoint / "metrics.jsonl")
     result = next((record for record in reversed(records) if is_evaluation(record)), {})
     measured = "".join(
         f"| {name.removeprefix('eval_')} | {value:.5g} |\n"

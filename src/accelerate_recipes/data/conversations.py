@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import pyarrow as pa
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.rendering import SETTINGS, parsed
+from accelerate_recipes.data.tables import has_nulls_inside
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
 
@@ -68,15 +68,6 @@ def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
     """Tell whether a column must be rewritten: tools, settings, and messages that are JSON or have nulls inside."""
     is_json = isinstance(getattr(rows.features[name], "feature", None), datasets.Json)
     return name in SETTINGS or is_json or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
-
-
-def has_nulls_inside(array: pa.Array) -> bool:
-    """Tell whether a structure in an array, at any depth, has a field that is null."""
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return has_nulls_inside(array.flatten())
-    if pa.types.is_struct(array.type):
-        return any(field.null_count or has_nulls_inside(field) for field in array.flatten())
-    return False
 
 
 def target(feature: Any) -> Any:

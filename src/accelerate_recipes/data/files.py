@@ -1,67 +1,93 @@
-"""Rows of local files, read by `datasets`; an error in a file becomes one message that says where it is."""
+"""Rows of local files, and of datasets on this machine; an error in a file becomes one message that says where it is."""
 
-import contextlib
 import json
 import logging
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import xxhash
+from datasets.data_files import DataFilesList
 
-from accelerate_recipes.data.shards import DataError, check_characters, record_of
+from accelerate_recipes.data.shards import DataError, reading
+from accelerate_recipes.data.tables import write_rows
+from accelerate_recipes.disk import checksum, own_suffix
 from accelerate_recipes.hub import cache
+
+VERSION = 1  # of the tables in the cache; raise it when files are read otherwise, so that no old table is found
+KINDS = cache.BUILDERS | {".arrow": "arrow"}
 
 # These libraries also log the errors that they raise.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
-@contextlib.contextmanager
-def reading(source: object) -> Iterator[None]:
-    """Turn any error of `datasets`, pandas and pyarrow into one message.
-
-    Raises:
-        DataError: naming the source, and what is wrong with it.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise DataError(f"{source} cannot be read: {reason}") from error
-
-
 def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
-    """Read all rows of local files, which are all .jsonl, all .parquet or all .csv.
+    """Read all rows of local files of one kind: .jsonl or .json, .parquet, .csv, or .arrow.
+
+    They are kept as an Arrow table in `cache_dir` (default: that of `datasets`), and found again by the files' content:
+    another content may have the same name, size and time.
 
     Raises:
         DataError: for a file that is damaged, or has no rows.
     """
-    names = ", ".join(files)
-    kind = cache.BUILDERS[Path(files[0]).suffix]
-    # A text may really be "None" or "NA".
-    options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+    kind, sums = KINDS[Path(files[0]).suffix], []
     for file in files:
         with reading(file):
-            if is_empty(file):
-                raise ValueError("it has 0 rows")
-        if kind == "json":
-            check_no_null(file)
-    try:
-        with reading(names):
-            rows = datasets.load_dataset(
-                kind, data_files=list(files), split="train", cache_dir=cache_dir and str(cache_dir), **options
-            )
-        check_texts(rows, names)
-    except DataError:
-        for file in files if kind == "json" else ():
-            check_lines(file)
-        raise
-    return rows
+            sums.append(checksum(Path(file)))
+    name = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, kind, sums]).encode())
+    table = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / f"files-{name}" / "rows.arrow"
+    if not table.exists():
+        table.parent.mkdir(parents=True, exist_ok=True)
+        partial = table.with_name(table.name + own_suffix())
+        try:
+            write_rows(files, kind, str(partial))
+            partial.rename(table)
+        finally:
+            partial.unlink(missing_ok=True)
+    return datasets.Dataset.from_file(str(table))
+
+
+def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None = None) -> datasets.Dataset:
+    """Read a split, such as `train[:10%]`, of a folder or of a downloaded dataset.
+
+    Raises:
+        ConfigError: if the dataset was not downloaded.
+        DataError: if it cannot be read, or has no such split.
+    """
+    root, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), False
+    saved = cache.saved_splits(need.name)
+    arguments = {} if saved else cache.load_arguments(need)
+    with reading(f"{need.name}, split {split}"):
+        if saved:
+            files = saved
+        elif Path(need.name).is_dir():
+            # `datasets` takes what it finds in its cache by the times of files.
+            root /= xxhash.xxh3_128_hexdigest(json.dumps(cache.version("dataset", need.name)).encode())
+            builder = datasets.load_dataset_builder(**arguments, cache_dir=str(root))
+            files = dict(builder.config.data_files or {})
+            is_typed = bool(cache.options_of(builder.config) or builder.info.features)
+        else:
+            # A list of this class is not taken for patterns. What lies in the cache of the Hub never changes.
+            found = arguments["data_files"].items()
+            files = {name: DataFilesList(paths, [(path,) for path in paths]) for name, paths in found}
+            arguments["data_files"] = files
+            is_typed = bool(arguments.keys() - {"path", "data_files"})
+        names = cache.names_in(split)
+        if lost := {*names} - {*files}:
+            raise ValueError(f"there is no split {min(lost)}; there are {', '.join(map(str, files))}")
+        kinds = {KINDS.get(Path(file).suffix) for name in names for file in files[name]}
+        if is_typed or len(kinds) > 1 or None in kinds:
+            return datasets.load_dataset(**arguments, split=split, cache_dir=str(root))
+        parts = {name: read_files(files[name], cache_dir) for name in names}
+        sizes = {name: len(part) for name, part in parts.items()}
+        places = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        chosen = [parts[place.splitname].select(range(place.from_, place.to)) for place in places]
+        if not any(map(len, chosen)):
+            raise ValueError("it has 0 rows")
+        return datasets.concatenate_datasets(chosen)
 
 
 def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
@@ -106,54 +132,6 @@ def check_messages(values: pa.ChunkedArray, where: str) -> None:
     if sum(chunk.flatten().null_count for chunk in values.chunks):
         number = next(i for i, messages in enumerate(values.to_pylist()) if None in messages)
         raise DataError(f"{where.format(f', row {number}')} has a message that is null; remove it")
-
-
-def is_empty(file: str) -> bool:
-    """Tell whether a local file has no rows; the message of `datasets` about such a file would help nobody."""
-    if file.endswith(".parquet"):
-        return pq.read_metadata(file).num_rows == 0
-    with open(file, "rb") as lines:
-        filled = (line for line in lines if line.strip())
-        if file.endswith(".csv"):
-            next(filled, None)  # the header
-        return next(filled, None) is None
-
-
-def check_no_null(file: str) -> None:
-    """Raise DataError for the first line of a .jsonl file that is `null`.
-
-    pyarrow 26.0 ends the process with a segmentation fault if such a line is the first of a block. A file that is one list
-    or one object, written on many lines, may have such lines inside.
-    """
-    with open(file, "rb") as lines:
-        begin = next((line.strip() for line in lines if line.strip()), b"")
-        if begin.startswith(b"[") or begin == b"{":
-            return
-        lines.seek(0)
-        for number, line in enumerate(lines, start=1):
-            if len(line) < 100 and line.strip() == b"null":
-                raise DataError(f"{file}, line {number} is no JSON object, but null; remove it")
-
-
-def check_lines(file: str) -> None:
-    """Raise DataError for the first line of a .jsonl file that is not JSON, or is JSON that cannot be stored."""
-    with open(file, "rb") as lines:
-        for index, line in enumerate(lines):
-            if line.strip():
-                record = record_of(file, index, line)
-                check_characters(json.dumps(record, ensure_ascii=False), f"{file}, line {index + 1}")
-
-
-def check_texts(rows: datasets.Dataset, source: str) -> None:
-    """Raise DataError for the first row with a text that is not UTF-8; pyarrow does not check this."""
-    table = rows.data.table
-    try:
-        table.validate(full=True)
-    except pa.ArrowInvalid as error:
-        for row in range(len(table)):
-            with reading(f"{source}, row {row}"):
-                table.slice(row, 1).to_pylist()
-        raise DataError(f"{source} cannot be read: {error}") from error
 
 
 def falls_under(source: str, share: float) -> bool:

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 
 from accelerate_recipes.args import ConfigError, arg
-from accelerate_recipes.data.files import falls_under, read_files, reading
+from accelerate_recipes.data.files import falls_under, read_files, read_split
 from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.hub import cache
 
@@ -37,6 +37,7 @@ class RowsArgs:
         found = super().problems(world_size)
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
+        found += cache.folder_problems(self.dataset_name)
         for name in ("train_files", "eval_files"):
             found += self.file_problems(name, cache.BUILDERS)
             if len({Path(file).suffix for file in getattr(self, name)}) > 1:
@@ -69,9 +70,7 @@ class RowsArgs:
         if self.train_files:
             rows = {"train": self.read_files(self.train_files)}
         else:
-            arguments = cache.load_arguments(self.row_datasets[0])
-            with reading(self.source):
-                rows = {"train": datasets.load_dataset(**arguments, split=self.train_split)}
+            rows = {"train": read_split(self.row_datasets[0], self.train_split)}
         return rows | ({"test": self.read_files(self.eval_files)} if self.eval_files else {})
 
     def read_files(self, files: list[str]) -> datasets.Dataset:

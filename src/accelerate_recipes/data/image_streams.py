@@ -14,9 +14,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.files import reading
 from accelerate_recipes.data.images import Augmentation, Preparation, decode, some_names
-from accelerate_recipes.data.shards import DataError, Retry, read_again, shards_version
+from accelerate_recipes.data.shards import DataError, Retry, read_again, reading, shards_version
 from accelerate_recipes.data.streams import Row, StreamLoader
 from accelerate_recipes.data.tars import TarImage, stream_images
 

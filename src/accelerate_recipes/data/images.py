@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import ConfigError, arg, first_line
-from accelerate_recipes.data.files import reading
+from accelerate_recipes.data.files import read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import (
     HUB,
@@ -37,6 +37,7 @@ from accelerate_recipes.data.shards import (
     named_shards,
     needs_of_shards,
     parts_of_hub_path,
+    reading,
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
@@ -173,9 +174,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
             return {"test": self.read_files(self.eval_files)}
         rows = super().read_rows()
         if self.eval_split:
-            with reading(self.sources["test"]):
-                arguments = cache.load_arguments(self.row_datasets[0])
-                rows["test"] = datasets.load_dataset(**arguments, split=self.eval_split)
+            rows["test"] = read_split(self.row_datasets[0], self.eval_split)
         return rows
 
 
@@ -299,7 +298,7 @@ def read_tars(files: Sequence[str]) -> datasets.Dataset:
     columns = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("string")})
     with reading(", ".join(files)):
         rows = datasets.Dataset.from_generator(
-            members, features=columns, gen_kwargs={"files": list(files), "versions": cache.file_versions(files)}
+            members, features=columns, gen_kwargs={"files": list(files), "versions": [*map(cache.file_version, files)]}
         )
     return rows.cast_column("image", datasets.Image())  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
 

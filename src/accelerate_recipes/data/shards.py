@@ -4,6 +4,7 @@ A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .j
 .parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept. Shards of images are in `tars`.
 """
 
+import contextlib
 import glob
 import http.client
 import json
@@ -42,6 +43,22 @@ T = TypeVar("T")
 
 class DataError(Exception):
     """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
+
+
+@contextlib.contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Turn any error of `datasets`, pyarrow and other readers into one message.
+
+    Raises:
+        DataError: naming the source, and what is wrong with it.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{source} cannot be read: {reason}") from error
 
 
 class Retry(NamedTuple):
@@ -264,13 +281,14 @@ def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
     """Yield the texts of all documents, shard after shard."""
     for shard in shards:
         for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
-            yield text_of(shard, index, document, text_column)
+            if (text := text_of(shard, index, document, text_column)) is not None:
+                yield text
 
 
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
     try:
-        file = pq.ParquetFile(shard, page_checksum_verification=True)  # if the file has checksums
+        file = open_parquet(shard)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
     if text_column not in file.schema_arrow.names:
@@ -293,6 +311,11 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
                 yield index, text
                 first = index + stride
         start = end
+
+
+def open_parquet(file: str) -> pq.ParquetFile:
+    """Open a Parquet file, whose pages are checked if it has checksums of them."""
+    return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
 def read_file(path: str) -> Iterator[bytes]:
@@ -410,14 +433,16 @@ def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
         yield rest
 
 
-def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str:
-    """Extract the text from a line that `read_documents` yields.
+def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str | None:
+    """Extract the text from a line that `read_documents` yields; None from a blank one, which holds no document.
 
     Raises:
         DataError: naming shard and line, if it is not JSON or has no text.
     """
     if isinstance(document, str):
         return document
+    if not document.strip():
+        return None
     record = record_of(shard, index, document)
     if text_column not in record:
         raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
@@ -447,6 +472,8 @@ def record_of(file: str, index: int, line: bytes) -> dict:
         record = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+    if record is None:
+        raise DataError(f"{where} is no JSON object, but null; remove it")
     if not isinstance(record, dict):
         raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
     return record

@@ -232,12 +232,16 @@ class TextShards:
                 texts, size = [], 0
         yield from self.encode(texts)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text. Nothing is truncated, whatever the tokenizer was last used for."""
+    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
+        """Return the token ids (int32) of each text; of None, which is no document, there are none.
+
+        Nothing is truncated, whatever the tokenizer was last used for.
+        """
         eos = [self.tokenizer.eos_token_id]
         # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(self.bos + encoding.ids + eos, dtype=np.int32) for encoding in encodings]
+        encodings = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
+        ids = [[] if text is None else self.bos + found.ids + eos for text, found in zip(texts, encodings, strict=True)]
+        return [np.array(some, dtype=np.int32) for some in ids]
 
 
 class StreamState(NamedTuple):
@@ -343,7 +347,7 @@ def stream_rows(
         start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
         for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
             if len(tokens) < order.min_document_tokens:
-                left_out += 1
+                left_out += len(tokens) > 0  # a blank line is no document
                 continue
             while start < len(tokens):
                 piece = tokens[start : start + space]
@@ -372,7 +376,7 @@ def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None
     def has_one(shard: int) -> bool:
         documents = source.read(shard, 0, 1, on_retry)
         while members := list(islice(documents, order.shuffle_block)):
-            if any(len(tokens) >= order.min_document_tokens for tokens in source.tokens(shard, members)):
+            if any(len(tokens) >= max(1, order.min_document_tokens) for tokens in source.tokens(shard, members)):
                 return True
         return False
 
@@ -734,7 +738,7 @@ def validation_rows(
         while num_tokens < wanted and (document := list(islice(documents, 1))):
             text = text_of(source.shards[shard], *document[0], source.text_column)
             (tokens,) = source.encode([text])
-            if len(tokens) >= min_document_tokens:
+            if text is not None and len(tokens) >= min_document_tokens:
                 texts.append(text)
                 pieces.append(tokens)
                 num_tokens += len(tokens)

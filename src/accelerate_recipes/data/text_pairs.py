@@ -16,7 +16,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, arg, error_list
-from accelerate_recipes.data.files import falls_under, read_files, reading
+from accelerate_recipes.data.files import falls_under, read_files, read_split
 from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -188,7 +188,7 @@ def file_version(source: PairSource) -> list:
     """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
-    return cache.file_versions([source.name])
+    return [cache.file_version(source.name)]
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
@@ -200,9 +200,7 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
     """
     if not source.split:
         return read_files([source.name], cache_dir)
-    arguments = cache.load_arguments(source.dataset)
-    with reading(source):
-        return datasets.load_dataset(**arguments, split=source.split, cache_dir=str(cache_dir))
+    return read_split(source.dataset, source.split, cache_dir)
 
 
 def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:

@@ -5,12 +5,15 @@ A folder holds, for text shard i,
     shard-<i>.tokens     the tokens of its documents, one after another, little-endian uint16, or uint32 for more than
                          65,536 different tokens; read through a memory map
     shard-<i>.ends       where each document ends in the tokens, uint64
-    shard-<i>.json       size and checksum of the two files; written last, so a shard with this file is finished
+    shard-<i>.json       size and checksum of the two files, and of the text, if that is a file; written last, so a shard
+                         with this file is finished
 
 and `manifest.json`, written when all shards are finished: what they were made from, and their entries.
 """
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.data.shards import DataError, Retry
+from accelerate_recipes.data.shards import DataError, Retry, is_named_elsewhere, is_remote
 from accelerate_recipes.data.streams import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, write_atomically
 from accelerate_recipes.ranks import on_first_rank
@@ -110,11 +113,16 @@ def open_text(
     if not args.pretokenize:
         return TextShards(on_first_rank(args.train_shards), tokenizer, args.text_column)
     settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
+    settings |= {"revision": args.dataset_revision} if args.dataset_revision else {}
+    elsewhere = (
+        any(map(is_named_elsewhere, args.train_files)) if args.train_files else not os.path.isdir(args.dataset_name)
+    )
     return pretokenize(
         args.pretokenize,
         tokenizer,
         args.train_shards,
         settings,
+        is_here=not elsewhere,
         text_column=args.text_column,
         rank=rank,
         world_size=world_size,
@@ -127,6 +135,7 @@ def pretokenize(
     find: Callable[[], Sequence[str]],
     settings: dict,
     *,
+    is_here: bool = False,
     text_column: str = "text",
     retry: Retry | None = None,
     rank: int = 0,
@@ -134,35 +143,72 @@ def pretokenize(
 ) -> TokenShards:
     """Tokenise the shards that `find()` lists into `folder`, unless that is done.
 
-    If it is done, `find` is not called, and neither the Hub nor the text is needed. The ranks divide the shards, and wait
+    If it is done, neither the Hub nor the text is needed. Text that `is_here`, as files, is compared by content with what
+    was tokenised, wherever it lies now; of other text only the `settings`, which say what `find` lists, in JSON's types. The
+    ranks divide the shards, and wait
     for each other without a collective that could time out; `folder` must lie on a filesystem that all share. A finished
-    shard is not done again, neither after a kill nor with more ranks. `settings` say what `find` lists, in JSON's types.
+    shard is not done again, neither after a kill nor with more ranks.
 
     Raises:
-        ConfigError: if the folder was made from other settings or with another tokenizer.
+        ConfigError: if the folder was made from other text or with another tokenizer.
         DataError: for a shard that cannot be read.
     """
     folder = Path(folder)
+    asked, here = {"settings": settings}, []
+    if is_here:
+        with contextlib.suppress(ConfigError):  # the text of a finished folder may be gone
+            here = find()
     key = {
-        "settings": settings,
         "text_column": text_column,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
     }
     if not (folder / MANIFEST).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        source = TextShards(find(), tokenizer, text_column, retry or Retry())
+        source = TextShards(here or find(), tokenizer, text_column, retry or Retry())
         dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
-        made_from = key | {"shards": [Path(shard).name for shard in source.shards]}
+        made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
         check_key(folder, made_from, "key.json", write=rank == 0)
+        check_text(folder, source.shards)
         tokenize_missing(folder, source, dtype, rank, world_size)
         if rank == 0:
-            write_token_manifest(folder, key | {"dtype": dtype}, len(source.shards))
+            write_token_manifest(folder, asked | key | {"dtype": dtype}, len(source.shards))
         else:
             while not (folder / MANIFEST).exists():
                 time.sleep(0.2)
-    check_key(folder, key, MANIFEST)
+    entries = read_token_manifest(folder)["shards"]
+    is_known = bool(here) and all(entry.get("text") for entry in entries)
+    check_key(folder, key if is_known else asked | key, MANIFEST)
+    if is_known:
+        if len(here) != len(entries):
+            raise ConfigError(
+                f"{folder} was tokenised from {len(entries)} files, now there are {len(here)}; give --pretokenize another "
+                "folder"
+            )
+        check_text(folder, here)
     return TokenShards(folder)
+
+
+def text_of_shard(shard: str) -> dict | None:
+    """Describe the file of a text shard: where it is unchanged since, its content need not be read. None for a URL."""
+    return None if is_remote(shard) else {"seen": seen(shard), "checksum": checksum(Path(shard))}
+
+
+def seen(shard: str) -> list[int]:
+    stat = os.stat(shard)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def check_text(folder: Path, shards: Sequence[str]) -> None:
+    """Raise ConfigError for a text shard that was tokenised, and has another content now."""
+    for i, shard in enumerate(shards):
+        entry = shard_file(folder, i, "json")
+        then = json.loads(entry.read_text(encoding="utf-8")).get("text") if entry.exists() else None
+        if then and not is_remote(shard) and seen(shard) != then["seen"] and checksum(Path(shard)) != then["checksum"]:
+            raise ConfigError(
+                f"{shard} is not what {folder} was tokenised from: its content is another one; give --pretokenize another "
+                "folder, or put the file back"
+            )
 
 
 def check_key(folder: Path, key: dict, file: str, write: bool = False) -> None:
@@ -213,7 +259,7 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
         retries += 1
         progress.set_postfix(retries=retries)
 
-    num_tokens, ends = 0, []
+    num_tokens, ends, text = 0, [], text_of_shard(source.shards[shard])
     try:
         with naming(folder), partial["tokens"].open("wb") as file:
             for tokens in source.tokens(shard, source.read(shard, 0, 1, on_retry)):
@@ -233,7 +279,7 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
         for path in partial.values():
             path.unlink(missing_ok=True)
     name = Path(source.shards[shard]).name
-    entry = {"shard": name, "documents": len(ends), "tokens": num_tokens, "files": files}
+    entry = {"shard": name, "documents": len(ends), "tokens": num_tokens, "files": files, "text": text}
     write_atomically(shard_file(folder, shard, "json"), json.dumps(entry, indent=1), own_suffix())
     return entry
 

@@ -12,9 +12,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, arg, error_list
-from accelerate_recipes.data.files import read_files, reading
+from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.packing import pack_documents
 from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
+from accelerate_recipes.data.shards import reading
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine
@@ -66,9 +67,8 @@ class GamesArgs:
     def game_key(self) -> list:
         """Key by which the cache knows whether it has read these files."""
         if self.train_files:
-            return cache.file_versions(self.train_files)
-        version = cache.version("dataset", self.dataset_name, self.dataset_files)
-        return [self.dataset_name, self.dataset_files, version]
+            return [[Path(file).suffix, cache.file_version(file)] for file in self.train_files]
+        return [self.dataset_files, cache.version("dataset", self.dataset_name, self.dataset_files)]
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:

@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.disk import fsync
+from accelerate_recipes.disk import fsync, read_json_lines
 from accelerate_recipes.games.next_moves import prompt_of
 from accelerate_recipes.games.rewards import answer
 from accelerate_recipes.games.rules import is_legal
@@ -81,6 +81,6 @@ def go_on(partial: Path) -> int:
     """Return the number of the position after the last pair in the file; removes a line that is not complete."""
     if not partial.exists():
         return 0
-    whole = [line for line in partial.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    partial.write_text("".join(whole))
-    return json.loads(whole[-1])["position"] + 1 if whole else 0
+    pairs = read_json_lines(partial)
+    partial.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    return pairs[-1]["position"] + 1 if pairs else 0

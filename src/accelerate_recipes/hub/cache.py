@@ -10,17 +10,20 @@
     configs       for a dataset: how to read each requested configuration, and the files of its splits
 """
 
+import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fsspec.utils import glob_translate
 from huggingface_hub import constants
 
 from accelerate_recipes.args import ConfigError
+from accelerate_recipes.disk import checksum
 
 MANIFEST = "accelerate_recipes.json"
 # `from_pretrained` takes the first of these files that exists. An index lists the files that hold the weights.
@@ -30,6 +33,7 @@ WEIGHTS = (
 # Builders with which `datasets` reads files, by the ends of their names.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 POINTER = b"version https://git-lfs.github.com/spec/"
+POINTED_AT = (".jpg", ".jpeg", ".png", ".webp", ".tar")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
 
@@ -168,15 +172,22 @@ def folder(repo_type: str, name: str) -> Path | None:
 
 
 def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
-    """Return what changes when matching files change: the commit, or for a folder the size and time of each file."""
+    """Return what changes when matching files change: the commit, or for a folder name and version of each file."""
     if not os.path.isdir(name):
         return [revision(repo_type, name)]
-    return file_versions(sorted(str(path) for path in Path(name).glob(pattern) if path.is_file()))
+    files = sorted(path for path in Path(name).glob(pattern) if path.is_file())
+    return [[str(path.relative_to(name)), file_version(path)] for path in files]
 
 
-def file_versions(files: Sequence[str]) -> list[list]:
-    """Return name, size and modification time of local files."""
-    return [[file, (stat := os.stat(file)).st_size, stat.st_mtime_ns] for file in files]
+def file_version(file: str | Path) -> str | list[int]:
+    """Return a checksum of a file's content, wherever it lies: another content may have the same size and time.
+
+    Of images and tars, which are many and large, and read where they lie, it is their size and times.
+    """
+    if not str(file).endswith(POINTED_AT):
+        return checksum(Path(file))
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def pinned(name: str) -> dict:
@@ -322,3 +333,34 @@ def load_arguments(need: HubDataset) -> dict:
     entry, place = manifest["configs"][need.config], folder("dataset", need.name)
     files = {name: [str(place / file) for file in entry["splits"].get(name, [])] for name in need.split_names}
     return {"path": entry["builder"], "data_files": files} | entry["options"]
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Return the options of one of the configurations of `datasets` by which its files are not read as usual."""
+    others = ("name", "version", "data_dir", "data_files", "description", "features")
+    own = [option for option in fields(config) if option.name not in others]
+    return {option.name: value for option in own if (value := getattr(config, option.name)) != option.default}
+
+
+def saved_splits(name: str) -> dict[str, list[str]]:
+    """List the Arrow files of each split of a folder that `save_to_disk` wrote; nothing for others."""
+    if (index := Path(name) / "dataset_dict.json").is_file():
+        folders = {split: Path(name) / split for split in json.loads(index.read_text(encoding="utf-8"))["splits"]}
+    else:
+        folders = {"train": Path(name)} if (Path(name) / "state.json").is_file() else {}
+    states = {split: json.loads((place / "state.json").read_text(encoding="utf-8")) for split, place in folders.items()}
+    return {
+        split: [str(folders[split] / file["filename"]) for file in state["_data_files"]]
+        for split, state in states.items()
+    }
+
+
+def folder_problems(name: str) -> list[str]:
+    """Say why `datasets` cannot find the files of a folder."""
+    here = str(Path(name).resolve())
+    if not os.path.isdir(name) or glob.escape(here) == here or saved_splits(name):
+        return []
+    return [
+        f"--dataset_name {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
+        "files by --train_files"
+    ]

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +186,8 @@ def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dic
     }
     if unknown := sorted(set(need.split_names) - set(splits)):
         raise Unavailable(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
-    options = {
-        option.name: getattr(builder.config, option.name)
-        for option in fields(builder.config)
-        if option.name not in ("name", "version", "data_dir", "data_files", "description", "features")
-        and getattr(builder.config, option.name) != option.default
-    }
     kind = type(builder).__module__.rpartition(".")[2]
-    plan.configs[need.config] = {"builder": kind, "options": options, "splits": splits}
+    plan.configs[need.config] = {"builder": kind, "options": cache.options_of(builder.config), "splits": splits}
     listed = tree(api, plan)
     names = [file for name in need.split_names or splits for file in splits[name]]
     return {name: listed[name] for name in names}

@@ -110,8 +110,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
     columns = set(rows.column_names)
     if columns >= set(JUDGED):
         check_texts_or_messages(rows, JUDGED[:2], source)
-        check_numbers(rows, JUDGED[2:], source)
-        rows = select(rows, JUDGED, source)
+        rows = select(with_numbers(rows, JUDGED[2:], source), JUDGED, source)
         # By `map`, whose result lies in a file, where every rank finds what trl computes for it.
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
@@ -121,10 +120,11 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         if "prompt" in columns:  # it may be a text beside whole conversations
             is_chat = isinstance(rows.features["prompt"], datasets.List)
             check_texts_or_messages(rows, ("prompt", *(PAIR if is_chat or not are_chats else ())), source)
+        if columns >= set(SCORES):
+            rows = with_numbers(rows, SCORES, source)
         rows = select(rows, columns & {"prompt", *PAIR, *SCORES}, source)
         pairs = rows.filter(lambda row: row["chosen"] != row["rejected"])
         if columns >= set(SCORES):
-            check_numbers(rows, SCORES, source)
             pairs = pairs.filter(lambda row: score_margin(row) >= min_margin)
         pairs = pairs.map(maybe_extract_prompt)
         if are_chats and not all(prompts := pairs["prompt"][:]):
@@ -147,12 +147,27 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
     return pairs.select_columns([name for name in ("prompt", *PAIR, *SETTINGS) if name in pairs.column_names])
 
 
-def check_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -> None:
-    """Raise DataError for a column of scores that does not hold numbers."""
+def with_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -> datasets.Dataset:
+    """Return rows whose columns of scores hold numbers. Those of a CSV file are texts; an empty one is no score.
+
+    Raises:
+        DataError: for a column that holds something else.
+    """
     for column in columns:
         kind = rows.data.column(column).type
-        if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-            raise DataError(f"{source}: {column!r} holds {kind}, not numbers")
+        try:
+            if pa.types.is_string(kind):
+                features = datasets.Features(rows.features | {column: datasets.Value("float64")})
+                rows = rows.map(read_number, fn_kwargs={"column": column}, features=features)
+            elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+                raise ValueError
+        except ValueError:
+            raise DataError(f"{source}: {column!r} holds {kind}, not numbers") from None
+    return rows
+
+
+def read_number(row: dict, column: str) -> dict[str, float | None]:
+    return {column: float(row[column]) if row[column] else None}
 
 
 def score_margin(row: dict) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.checkpoint.files import step_of
-from accelerate_recipes.disk import naming, write_atomically
+from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 
 MOST_STEPS = 200  # on the page; of more, it shows some, evenly spread
 STYLE = """body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em }
@@ -27,21 +27,19 @@ class Samples:
         self.path = output_dir / "samples.jsonl"
         self.page = output_dir / "samples.html"
         last = step_of(resumed_from) if resumed_from else -1
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = "".join(line for line in whole if json.loads(line)["step"] <= last)
+        rows = read_json_lines(self.path) if self.path.exists() else []
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, kept)
+        write_atomically(self.path, "".join(as_line(row) for row in rows if row["step"] <= last))
 
     def add(self, step: int, source: str, rows: Iterable[dict[str, Any]]) -> None:
         """Append rows with `prompt`, `completion` and `rewards`; `source` says which prompts they answer."""
-        lines = [json.dumps({"step": step, "source": source} | row, ensure_ascii=False) + "\n" for row in rows]
+        lines = [as_line({"step": step, "source": source} | row) for row in rows]
         with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def write_page(self) -> None:
         """Write all answers so far as one page, the newest first."""
-        rows = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        rows = read_json_lines(self.path)
         groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: (row["step"], row["source"]))]
         every = -(-len(groups) // MOST_STEPS) or 1
         parts = [f"<!doctype html><meta charset=utf-8><title>Answers by step</title><style>{STYLE}</style>"]
@@ -56,6 +54,10 @@ class Samples:
                 parts.append(f"<tr>{texts}{numbers}</tr>")
             parts.append("</table>")
         write_atomically(self.page, "\n".join(parts) + "\n")
+
+
+def as_line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def as_read(said: str | list[dict]) -> str:

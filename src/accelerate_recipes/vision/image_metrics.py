@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from accelerate_recipes.data.images import Images
 from accelerate_recipes.data.rows import RowLoader
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.engine import on_this_rank
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -73,7 +73,7 @@ class ImageEvaluation:
 
     def lines(self, step: int) -> list[dict]:
         """Read the predictions of a step."""
-        return [json.loads(line) for line in self.file(step).read_text().splitlines()]
+        return read_json_lines(self.file(step))
 
     def by_class(self, step: int) -> dict[str, float]:
         """Return the accuracy of each class, in percent."""

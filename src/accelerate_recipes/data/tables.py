@@ -1,0 +1,372 @@
+"""Rows of local files as one Arrow table on the disk. Its schema fits all rows, wherever in the files a field first appears.
+
+Texts stay as they are written, also in CSV. Values whose types differ from row to row are JSON, as `datasets` has it.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+from datasets.table import table_cast
+
+from accelerate_recipes.data.shards import DataError, check_characters, open_parquet, reading, record_of
+
+BLOCK = 10 << 20  # bytes that are parsed at once
+BATCH = 1000  # rows
+BOM = b"\xef\xbb\xbf"
+SPACE = re.compile(r"\s*")
+JSON = pa.json_()
+VOID = datasets.Value("null")
+# A line that is null: pyarrow 26.0 dies of it if it is the first of a block, and makes a row of it elsewhere.
+ENDS_WITH_NULL = re.compile(rb"null[ \t\r]*(?:\n|\Z)")
+
+
+class Block(NamedTuple):
+    """Part of a JSON file: whole lines, or rows that were parsed; `first` is the number of its first line or row, from 0."""
+
+    file: str
+    first: int
+    content: bytes | list[dict]
+
+
+class OtherSchema(Exception):
+    """Raised when rows do not fit the schema of the rows before them."""
+
+
+def write_rows(files: Sequence[str], kind: str, path: str) -> None:
+    """Write the rows of files of one kind (arrow, csv, json or parquet) to an Arrow stream.
+
+    Raises:
+        DataError: for a file that cannot be read, or has no rows.
+    """
+    if kind != "json":
+        features = datasets.Features()
+        for file in files:
+            with reading(file):
+                found = datasets.Features.from_arrow_schema(plain_schema(SCHEMAS[kind](file)))
+            features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
+        write(path, features, (part for file in files for part in tables_of(file, kind)))
+        return
+    # In most files every block has what the first one has.
+    _, schema = parsed(next(blocks_of(files[0])), None)
+    try:
+        write(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
+    except OtherSchema:
+        schema = reduce(merged_schema, (parsed(block, None)[1] for file in files for block in blocks_of(file)))
+        write(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
+
+
+def write(path: str, features: datasets.Features, parts: Iterator[tuple[str, pa.Table]]) -> None:
+    """Write tables that come with their files' names, as `features` has them."""
+    schema, counts = features.arrow_schema, {}
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for name, table in parts:
+            start = counts.get(name, 0)
+            with reading(name):
+                table = table_cast(table, schema)
+                check_texts(table, name, start)
+            stream.write_table(table, max_chunksize=BATCH)
+            counts[name] = start + len(table)
+
+
+def check_texts(table: pa.Table, source: str, start: int) -> None:
+    """Raise DataError for the first row with a text that is not UTF-8; pyarrow does not check this when it reads."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid:
+        for row in range(len(table)):
+            with reading(f"{source}, row {start + row}"):
+                table.slice(row, 1).to_pylist()
+        raise
+
+
+# Parquet, Arrow and CSV
+
+
+def tables_of(file: str, kind: str) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the file's name and its rows, part by part."""
+    with reading(file):
+        rows = 0
+        for batch in BATCHES[kind](file):
+            table = pa.Table.from_batches([batch])
+            rows += len(table)
+            yield file, table.cast(plain_schema(table.schema))
+        if not rows:
+            raise ValueError("it has 0 rows")
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Replace the types of which Polars and pandas have other forms: a text is a text, a list a list."""
+    return pa.schema([(field.name, plain(field.type)) for field in schema], metadata=schema.metadata)
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return plain(kind.value_type)
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, plain(field.type)) for field in kind])
+    return kind
+
+
+def parquet_batches(file: str) -> Iterator[pa.RecordBatch]:
+    opened = open_parquet(file)
+    rows = opened.metadata.num_rows
+    size = sum(opened.metadata.row_group(i).total_byte_size for i in range(opened.num_row_groups))
+    yield from opened.iter_batches(max(1, min(BATCH, rows * BLOCK // max(size, 1))))
+
+
+def arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
+        yield from stream
+
+
+def arrow_schema(file: str) -> pa.Schema:
+    with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
+        return stream.schema
+
+
+def csv_schema(file: str) -> pa.Schema:
+    """Read the names of the columns, all of which hold texts: a number may begin with zeros that belong to it."""
+    with open(file, encoding="utf-8-sig", newline="") as lines:
+        names = next(filter(None, csv.reader(lines)), [])
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"it has several columns called {min(twice)!r}")
+    return pa.schema([(name, pa.string()) for name in names])
+
+
+def csv_batches(file: str) -> Iterator[pa.RecordBatch]:
+    # Threads would leave the number of a wrong row out of the message.
+    how = pa.csv.ReadOptions(block_size=BLOCK, use_threads=False), pa.csv.ParseOptions(newlines_in_values=True)
+    schema = csv_schema(file)
+    if not schema.names:
+        return
+    texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
+    with open(file, "rb") as lines, pa.csv.open_csv(lines, *how, texts) as reader:
+        yield from reader
+
+
+BATCHES = {"parquet": parquet_batches, "csv": csv_batches, "arrow": arrow_batches}
+SCHEMAS = {"parquet": lambda file: open_parquet(file).schema_arrow, "csv": csv_schema, "arrow": arrow_schema}
+
+# JSON
+
+
+def json_tables(files: Sequence[str], schema: pa.Schema) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the file and the rows of each block.
+
+    Raises:
+        OtherSchema: for a block that needs another schema.
+    """
+    for block in (block for file in files for block in blocks_of(file)):
+        rows, own = parsed(block, schema)
+        if merged_schema(schema, own) != schema:
+            raise OtherSchema
+        yield block.file, rows if isinstance(rows, pa.Table) else table_of(rows, schema, block)
+
+
+def blocks_of(file: str) -> Iterator[Block]:
+    """Divide a file into blocks of whole lines that are not all blank. A file may also hold JSON on many lines."""
+    with reading(file), open(file, "rb") as lines:
+        begin = next((line for line in lines if line.strip()), None)
+        if begin is None:
+            raise ValueError("it has 0 rows")
+        if (rows := rows_on_many_lines(file, begin)) is not None:
+            yield from (Block(file, i, rows[i : i + BATCH]) for i in range(0, len(rows), BATCH))
+            return
+        lines.seek(0)
+        first = 0
+        while content := lines.read(BLOCK):
+            content += lines.readline()
+            if content.strip():
+                yield Block(file, first, content if first else content.removeprefix(BOM))
+            first += content.count(b"\n")
+
+
+def rows_on_many_lines(file: str, begin: bytes) -> list[dict] | None:
+    """Return the rows of a file that is a list of objects or texts, or objects on many lines; None for one object a line."""
+    start = begin.removeprefix(BOM).lstrip()[:1]
+    if start == b"{":
+        try:
+            record_of(file, 0, begin)
+            return None
+        except DataError:  # the object ends on another line, or is broken
+            pass
+    elif start != b"[":
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig")
+        values, place = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
+        while place < len(text):
+            value, place = json.JSONDecoder().raw_decode(text, place)
+            place = SPACE.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
+            values.append(value)
+    except (ValueError, RecursionError):
+        return None
+    if len(values) == 1 and isinstance(values[0], list):
+        (values,) = values
+    if not values:
+        raise ValueError("it has 0 rows")
+    rows = [{"text": value} if isinstance(value, str) else value for value in values]
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{file}, row {number} is no JSON object, but a {type(row).__name__}")
+    return rows
+
+
+def parsed(block: Block, known: pa.Schema | None) -> tuple[pa.Table | list[dict], pa.Schema]:
+    """Parse a block, as a table if pyarrow knows its types for certain; else as rows. Returns also its own schema.
+
+    Raises:
+        DataError: naming the first line that is no JSON object.
+    """
+    if isinstance(block.content, bytes) and (table := table_by_arrow(block.content, known)):
+        return table, table.schema
+    rows = [row for _, row in places_and_rows(block)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return rows, pa.schema([(name, kind_of([row.get(name) for row in rows])) for name in names])
+
+
+def places_and_rows(block: Block) -> Iterator[tuple[str, dict]]:
+    """Yield each row of a block, and where it stands in its file."""
+    if isinstance(block.content, list):
+        yield from ((f"row {number}", row) for number, row in enumerate(block.content, block.first))
+        return
+    for number, line in enumerate(block.content.split(b"\n"), block.first):
+        if line.strip():
+            yield f"line {number + 1}", record_of(block.file, number, line)
+
+
+def table_by_arrow(lines: bytes, known: pa.Schema | None) -> pa.Table | None:
+    """Parse lines by pyarrow, which is fast; None where it would lose something.
+
+    It makes dates of texts, and adds nulls to objects that lack a field.
+    """
+    if ENDS_WITH_NULL.search(lines) or (known and any(has_json(field.type) for field in known)):
+        return None
+    whole = pa.json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
+    schema = pa.schema([field for field in known or () if not pa.types.is_null(field.type)])
+    try:
+        for _ in range(2):
+            options = pa.json.ParseOptions(explicit_schema=schema)
+            table = pa.json.read_json(io.BytesIO(lines), whole, options)
+            schema = pa.schema([(field.name, with_texts(field.type)) for field in table.schema])
+            if schema == table.schema:
+                break
+        table.validate(full=True)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+    return None if any(has_nulls_inside(chunk) for column in table.columns for chunk in column.chunks) else table
+
+
+def with_texts(kind: pa.DataType) -> pa.DataType:
+    """Replace dates by texts."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(with_texts(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, with_texts(field.type)) for field in kind])
+    return kind
+
+
+def has_json(kind: pa.DataType) -> bool:
+    return kind == JSON or any(has_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def has_nulls_inside(array: pa.Array) -> bool:
+    """Tell whether a structure in an array, at any depth, has a field that is null."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return has_nulls_inside(array.flatten())
+    if pa.types.is_struct(array.type):
+        return any(field.null_count or has_nulls_inside(field) for field in array.flatten())
+    return False
+
+
+def kind_of(values: list) -> pa.DataType:
+    """Return the type of some values of JSON, which is JSON if they differ in type, or as objects in their fields."""
+    values = [value for value in values if value is not None]
+    kinds = {type(value) for value in values}
+    if not kinds:
+        return pa.null()
+    if kinds == {str}:
+        return pa.string()
+    if kinds == {bool}:
+        return pa.bool_()
+    if kinds <= {int, float}:
+        if float in kinds:
+            return pa.float64()
+        return pa.int64() if all(-(2**63) <= value < 2**63 for value in values) else JSON
+    if kinds == {list}:
+        return pa.list_(kind_of([entry for value in values for entry in value]))
+    if kinds == {dict} and values[0] and all(value.keys() == values[0].keys() for value in values):
+        return pa.struct([(name, kind_of([value[name] for value in values])) for name in values[0]])
+    return JSON
+
+
+def merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return the type of values of both types."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(merged(one.value_type, other.value_type))
+    if pa.types.is_struct(one) and pa.types.is_struct(other) and {f.name for f in one} == {f.name for f in other}:
+        return pa.struct([(field.name, merged(field.type, other.field(field.name).type)) for field in one])
+    return JSON
+
+
+def merged_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
+    kinds = {field.name: field.type for field in one}
+    return pa.schema((kinds | {f.name: merged(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
+
+
+def table_of(rows: list[dict], schema: pa.Schema, block: Block) -> pa.Table:
+    """Make a table of rows, in which JSON is written as text."""
+    try:
+        columns = [[stored(row.get(field.name), field.type) for row in rows] for field in schema]
+        arrays = [pa.array(column, storage(field.type)) for column, field in zip(columns, schema, strict=True)]
+    except UnicodeEncodeError:
+        for place, row in places_and_rows(block):
+            check_characters(json.dumps(row, ensure_ascii=False), f"{block.file}, {place}")
+        raise
+    return pa.table(arrays, names=schema.names)
+
+
+def storage(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(storage(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, storage(field.type)) for field in kind])
+    return pa.string() if kind == JSON else kind
+
+
+def stored(value: Any, kind: pa.DataType) -> Any:
+    if value is None:
+        return None
+    if kind == JSON:
+        return json.dumps(value, ensure_ascii=False)
+    if pa.types.is_floating(kind):
+        return float(value)
+    if pa.types.is_list(kind):
+        return [stored(entry, kind.value_type) for entry in value]
+    if pa.types.is_struct(kind):
+        return {field.name: stored(value[field.name], field.type) for field in kind}
+    return value

@@ -1,0 +1,192 @@
+"""Tests of reading: which files, found again by content, and rows exactly as they are written, wherever a field appears."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import ROOT
+
+from accelerate_recipes import recipe
+from accelerate_recipes.data import tables
+from accelerate_recipes.data.files import read_files, read_split
+from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.data.text_pairs import PairSource, file_version
+from accelerate_recipes.disk import read_json_lines
+from accelerate_recipes.games.games import GamesArgs
+from accelerate_recipes.hub.cache import HubDataset
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(file: Path, rows: list[dict]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        file.write_text("\n".join([",".join(rows[0]), *(",".join(row.values()) for row in rows)]), encoding="utf-8")
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("name", ["t[1]", "a*", "a?", "a::b", "[x] * ?/{a}/t", "zip:::t", "%41"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_a_name_is_no_pattern(name, suffix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for other in ("t1", "ab", "abc", "a", "b", "x a b/a/t", "A"):
+        write(tmp_path / f"{other}.{suffix}", [{"text": other}])
+    write(tmp_path / f"{name}.{suffix}", [{"text": "mine"}])
+    assert read_files([f"{name}.{suffix}"])["text"][:] == ["mine"]
+    assert RowsArgs(train_files=[f"{name}.{suffix}"]).read_rows()["train"]["text"][:] == ["mine"]
+
+
+def replace(file: str, text: str) -> None:
+    """Give a file another content of the same size, with the same times."""
+    stat = os.stat(file)
+    Path(file).write_text(text, encoding="utf-8")
+    assert os.path.getsize(file) == stat.st_size
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_another_content_gives_other_rows(tmp_path):
+    """Also if neither name, size nor time tell; whatever is computed of the rows is computed anew."""
+    file = write(tmp_path / "folder/train.jsonl", [{"text": f"a{i}"} for i in range(40)])
+    args = RowsArgs(train_files=[file], heldout_share=0.5)
+    folder = HubDataset(str(tmp_path / "folder"), splits=("train",))
+
+    def seen() -> list:
+        sides = args.sides(args.read_rows(), "text")
+        return [{*side["text"]} for side in (sides["train"], sides["test"], read_split(folder, "train"))]
+
+    def keys() -> list:
+        games = GamesArgs(train_files=[file]), GamesArgs(dataset_name=folder.name, dataset_files="*.jsonl")
+        pairs = PairSource(file, "s", "t"), PairSource(folder.name, "s", "t", "train")
+        return [game.game_key for game in games] + [file_version(pair) for pair in pairs]
+
+    before, keys_before = seen(), keys()
+    replace(file, Path(file).read_text(encoding="utf-8").replace("a", "b"))
+    after, keys_after = seen(), keys()
+    for one, other in zip(before, after, strict=True):
+        assert one and {text[0] for text in one} == {"a"} and {text[0] for text in other} == {"b"}
+    assert all(one != other for one, other in zip(keys_before, keys_after, strict=True))
+    # And the same content elsewhere is what was read before.
+    moved = write(tmp_path / "elsewhere/x.jsonl", [{"text": f"b{i}"} for i in range(40)])
+    assert read_files([moved]).cache_files == read_files([file]).cache_files
+    assert GamesArgs(train_files=[moved]).game_key == keys_after[0]
+
+
+def test_texts_of_csv_stay_texts(tmp_path):
+    """Numbers keep their zeros, wherever a text stands among them; a quoted cell may have several lines."""
+    cells = [f"{i:05}" for i in range(25_000)] + ["1.50", "NA", "", "x", '"a ""b"",\nc"', "é"]
+    (tmp_path / "a.csv").write_text(
+        "\ufeffcode,n\n" + "".join(f"{cell},{i}\n" for i, cell in enumerate(cells)), encoding="utf-8"
+    )
+    rows = read_files([str(tmp_path / "a.csv")])
+    assert rows["code"][:] == [*cells[:-2], 'a "b",\nc', "é"]
+    assert rows["n"][:3] == ["0", "1", "2"]
+    for content, message in {
+        b"a,a\n1,2\n": "it has several columns called 'a'", b"a,b\n1\n": "Expected 2 columns, got 1",
+        "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
+    }.items():  # fmt: skip
+        (tmp_path / "b.csv").write_bytes(content)
+        with pytest.raises(DataError, match=f"b.csv cannot be read: .*{message}"):
+            read_files([str(tmp_path / "b.csv")])
+
+
+LATE = {
+    "a field": ({"score": 1.5}, None, 1.5),
+    "a field of another type": ({"n": "text"}, 7, "text"),
+    "a number with a fraction": ({"n": 0.12345678901234567}, 7.0, 0.12345678901234567),
+    "a text of digits": ({"n": "5"}, 7, "5"),
+    "an object": ({"n": {"a": None}}, 7, {"a": None}),
+    "a field inside": ({"m": [{"role": "a", "more": 1}]}, [{"role": "a"}], [{"role": "a", "more": 1}]),
+    "no date": ({"at": "soon"}, "2026-01-02", "soon"),
+    "a list": ({"x": ["a"]}, [], ["a"]),
+    "a large number": ({"n": 2**70}, 7, 2**70),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("second_file", [False, True])
+def test_a_field_may_appear_or_change_anywhere(case, second_file, tmp_path, monkeypatch):
+    """In whatever block or file of JSON a field is another one, all rows are read, each as it is written."""
+    change, early, late = LATE[case]
+    first = {"text": "a", "n": 7, "m": [{"role": "a"}], "at": "2026-01-02", "x": []}
+    rows = [first] * 20 + [first | change]
+    parts = [rows[:20], rows[20:]] if second_file else [rows]
+    files = [write(tmp_path / f"{i}.jsonl", part) for i, part in enumerate(parts)]
+    monkeypatch.setattr(tables, "BLOCK", 200)
+    found = read_files(files)
+    (name,) = change
+    assert found[name][:] == [early] * 20 + [late]
+    assert found["text"][:] == ["a"] * 21 and found["at"][0] == "2026-01-02"
+
+
+def test_json_in_other_forms(tmp_path):
+    """A byte order mark, blank lines, DOS lines, a list, objects on many lines."""
+    rows = [{"text": "a\u2028b\u0085"}, {"text": "c", "n": None}]
+    contents = {
+        "a.jsonl": "\ufeff\n" + "\r\n \r\n".join(json.dumps(row, ensure_ascii=False) for row in rows),
+        "b.json": json.dumps(rows, indent=1),
+        "c.json": "\n".join(json.dumps(row, indent=1) for row in rows),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_files([str(tmp_path / name)])["text"][:] == ["a\u2028b\u0085", "c"]
+    (tmp_path / "d.json").write_text('["x", "y"]', encoding="utf-8")
+    assert read_files([str(tmp_path / "d.json")])["text"][:] == ["x", "y"]
+
+
+def test_a_prediction_may_hold_any_line_end(tmp_path):
+    """Those of Unicode stand in our own files as they are."""
+    texts = ["a\u2028b\u2029c\x85d\x0be\r\nf", "é"]
+    t5 = recipe.load(ROOT / "recipes/t5.py")
+    t5.write_predictions(tmp_path / "step-3.jsonl", texts, [["x"]] * 2, texts)
+    assert [line["prediction"] for line in read_json_lines(tmp_path / "step-3.jsonl")] == texts
+
+
+def test_tables_of_polars_and_of_pandas(tmp_path):
+    """Other forms of texts, lists and categories are read as the usual ones, beside an image that `datasets` wrote."""
+    message = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+    messages = [[{"role": "user", "content": "a"}], [], None]
+    table = pa.table(
+        {
+            "messages": pa.array(messages, pa.large_list(message)),
+            "text": pa.array(["a", None, "b"], pa.string_view()),
+            "label": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "image": pa.array([b"1", b"2", None], pa.binary_view()),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = read_files([str(tmp_path / "a.parquet")])
+    assert rows.to_dict() == {
+        "messages": messages,
+        "text": ["a", None, "b"],
+        "label": ["x", "y", "x"],
+        "image": [b"1", b"2", None],
+    }
+    text = datasets.Value("string")
+    assert rows.features["messages"] == datasets.List({"role": text, "content": text})
+    assert (rows.features["text"], rows.features["label"]) == (text, text)
+    typed = datasets.Features(label=datasets.ClassLabel(names=["n", "y"]), image=datasets.Image())
+    datasets.Dataset.from_dict({"label": [1], "image": [None]}, features=typed).to_parquet(tmp_path / "b.parquet")
+    assert read_files([str(tmp_path / "b.parquet")]).features == typed
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    parts = {name: datasets.Dataset.from_dict({"text": [name] * 9}) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both [1]")
+    parts["train"].save_to_disk(tmp_path / "one", num_shards=2)
+    assert read_split(HubDataset(str(tmp_path / "both [1]")), "test[:3]")["text"][:] == ["test"] * 3
+    args = RowsArgs(dataset_name=str(tmp_path / "one"))
+    assert args.read_rows()["train"]["text"][:] == ["train"] * 9 and "give one" not in str(args.problems)
+    with pytest.raises(DataError, match="one, split test cannot be read: there is no split test; there are train"):
+        read_split(HubDataset(str(tmp_path / "one")), "test")
