@@ -29,8 +29,11 @@ from accelerate_recipes.args import ConfigError, Range, arg, first_line
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.rendering import (
+    IS_RESERVED,
+    RESERVED,
     SETTINGS,
     Rendering,
+    added_begin,
     end_of_answer,
     prompt_alone,
     shown_ends,
@@ -111,6 +114,8 @@ class GRPOArgs(TrainerArgs):
                 f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
                 "'{\"enable_thinking\": false}'"
             )
+        elif reserved := sorted(RESERVED & {*self.template_settings}):
+            found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
         return found
 
     @property
@@ -289,7 +294,8 @@ def tokenize_prompts(
 ) -> list[list[int]]:
     """Tokenise prompts, texts or conversations, as trl does for an answer."""
     if isinstance(prompts[0], str):
-        return tokenizer(list(prompts))["input_ids"]  # pyright: ignore[reportReturnType]
+        begin = added_begin(tokenizer)
+        return tokenizer([text.removeprefix(begin) for text in prompts])["input_ids"]  # pyright: ignore[reportReturnType]
     return [prompt_alone(tokenizer, prompt, settings) for prompt in prompts]
 
 
