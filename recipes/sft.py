@@ -11,32 +11,25 @@ Every argument of trl's SFTConfig about data and loss is also an argument here: 
 """
 
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import datasets
 import torch
-from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from accelerate_recipes.args import ConfigError, Range, arg
-from accelerate_recipes.data.conversations import NUM_COMPARED, select
-from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
-from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import load_tokenizer
-from accelerate_recipes.posttraining.supervised import SupervisedTrainer, supervised_trial
+from accelerate_recipes.posttraining.supervised import SupervisedTrainer, load_sides, supervised_trial
 from accelerate_recipes.posttraining.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.trial import Trial
 
-FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
 
 
@@ -69,6 +62,8 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
                 f"--chat_template_path {self.chat_template_path} is a model, whose tokens trl would add to the embedding "
                 "after --use_peft has chosen the rows of --new_tokens; give the template as a .jinja file"
             )
+        if "" in self.new_tokens or len({*self.new_tokens}) < len(self.new_tokens):
+            found.append(f"--new_tokens has an empty token, or one twice: {', '.join(map(repr, self.new_tokens))}")
         if self.chat_template_path and not self.template_model:
             found += self.file_problems("chat_template_path", TEMPLATES)
         return found
@@ -87,43 +82,6 @@ def requirements(args: Args) -> Requirements:
         datasets=args.row_datasets,
         new_model=args.new_model,
     )
-
-
-def load_rows(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
-    """Load the rows to train on and to evaluate on, as `train` and `test`; returns also some of the former as written.
-
-    Raises:
-        DataError: for files that cannot be read, and rows that hold no text or messages.
-        ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
-    """
-    rows = args.read_rows()
-    features = rows["train"].features
-    columns = next((c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features}), None)
-    if columns is None:
-        raise ConfigError(
-            f"the rows have the columns {', '.join(features)}; SFT needs messages, prompt and completion, or "
-            f"{args.dataset_text_field} (--dataset_text_field)"
-        )
-    if args.completion_only_loss and "completion" not in columns:
-        raise ConfigError(
-            f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}, of which trl "
-            "would train everything; remove it, or give --assistant_only_loss for messages"
-        )
-    are_chats = any(isinstance(features[name], datasets.List) for name in columns)
-    if are_chats and not (tokenizer.chat_template or args.chat_template_path):
-        raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
-    if "prompt" not in columns and are_chats != (columns == FORMATS[0]):
-        raise ConfigError(
-            f"the column {columns[0]} holds {'messages' if are_chats else 'texts'}; lists of messages belong into messages, "
-            f"texts into {args.dataset_text_field} (--dataset_text_field)"
-        )
-    for name, side in rows.items():
-        check_texts_or_messages(side, columns, args.sources[name])
-    read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
-    asked = columns[0]
-    written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
-    first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
-    return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
 def without_targets(row: dict, number: int) -> dict:
@@ -146,7 +104,7 @@ def main(args: Args) -> None:
     # Tokenizer and data
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name_or_path)
     tokenizer.add_tokens(args.new_tokens, special_tokens=True)
-    rows, first = on_first_of_machine_before_others(lambda: load_rows(args, tokenizer))
+    rows, first = on_first_of_machine_before_others(lambda: load_sides(args, tokenizer))
 
     # Model and trainer
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.

@@ -1,5 +1,6 @@
 """Tests of conversations: what a row says reaches the template, and the export renders what was trained."""
 
+import contextlib
 import copy
 import json
 import re
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLConfig,
 )
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
@@ -34,7 +36,6 @@ from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.data import conversations
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
@@ -238,7 +239,7 @@ def shifted_mask(patch) -> None:
 
 
 def removed_tools(patch) -> None:
-    patch.setattr(conversations, "select", lambda *args: select(*args).remove_columns("tools"))
+    patch.setattr(supervised, "select", lambda *args: select(*args).remove_columns("tools"))
 
 
 @pytest.mark.parametrize(
@@ -558,6 +559,15 @@ OTHER = [{"role": "assistant", "content": "No."}]
         ("sft", {"messages": [{"from": "user", "value": "And?"}]}, "holds messages with .*; a message has role and content"),
         ("sft", {"prompt": "And?", "completion": ANSWER}, "'prompt' holds texts, 'completion' holds messages; give all"),
         ("sft", {"prompt": ASKED, "completion": "Yes."}, "'prompt' holds messages, 'completion' holds texts"),
+        ("sft", {"messages": [{"content": "And?"}, *CHAT]}, "row 3: 'messages' has a message without a role"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}]}, "'messages' holds messages whose `role` is not a text in all rows"),
+        ("sft", {"messages": [{"role": 3, "content": "And?"}, *CHAT]}, "'messages' holds messages whose `role` is not a text in all"),
+        ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}]},
+         r"row 3: 'messages': the arguments '\[1\]' of a tool call must be a JSON object"),
+        ("sft", {"messages": [call("add") | {"tool_calls": [{"function": {"name": "a", "arguments": "{a"}}]}]},
+         r"row 3: 'messages': the arguments '{a' of a tool call are no JSON: "),
+        ("sft", {"messages": CHAT, "chat_template_kwargs": {"tokenize": False}},
+         r"'chat_template_kwargs' has tokenize, which is no variable of a chat template, but an argument"),
         ("grpo", {"prompt": []}, "row 3: 'prompt' has no message"),
         ("dpo", {"prompt": "And?", "chosen": ANSWER, "rejected": OTHER}, "pair 0: the answers are messages, but the prompt"),
         ("dpo", {"prompt": ASKED, "chosen": "Yes.", "rejected": "No."}, "'prompt' holds messages, 'chosen' holds texts"),
@@ -909,7 +919,7 @@ def test_new_tokens_of_adapters(forks, tmp_path, tied):
 def test_new_tokens_that_have_rows(forks, tmp_path):
     """Adapters train the row of a token that the tokenizer has, and rows to spare; DPO and GRPO go on from the export."""
     folder = save_base(tmp_path / "base", None, spare_rows=64)
-    arguments = (*new_tokens(folder, tmp_path, "<yes>", "</s>", "<no>", "<yes>"), "--use_peft", "--merge_adapter")
+    arguments = (*new_tokens(folder, tmp_path, "<yes>", "</s>", "<no>"), "--use_peft", "--merge_adapter")
     out = tmp_path / "out"
     assert forks.run(out, *arguments, "--max_steps", 2) == 0, log_of(out)[-3000:]
     before, after = (load_file(place / "model.safetensors") for place in (folder, out / "export"))
@@ -969,3 +979,200 @@ def test_commands_of_the_page(base, games_file, tmp_path, monkeypatch, capsys):
     assert "Rows to train on: " in printed[0] and "target |" in printed[0]
     assert printed[1].startswith("Ready: ") and "target |" in printed[1]
     assert "2 tokens, ended by" in printed[2]
+
+
+def targets_of(folder: Path) -> str:
+    return "".join(re.findall(r"target \|(.*)", (folder / "out/rows.txt").read_text())).replace("|", "")
+
+
+def weighted(number: int, **answer) -> list[dict]:
+    return [
+        {"role": "user", "content": f"What is {number} + 1?"},
+        {"role": "assistant", "content": "WRONG", "weight": 0} | answer,
+        {"role": "user", "content": "Again?"},
+        {"role": "assistant", "content": f"It is {number + 1}.", "weight": 1},
+    ]
+
+
+MARKED = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.reasoning }}{% endgeneration %}"
+    "{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "phi3", "marked"])
+def test_messages_of_weight_0(name, tmp_path):
+    """They are no targets, nor are their ends; rows of prompt and completion too. Nobody trains them without a word."""
+    folder = save_base(tmp_path, MARKED if name == "marked" else template_of(name), PUBLISHED.get(name, "</s>"))
+    rows = [{"messages": weighted(i, **({"reasoning": "Hm."} if i % 2 else {}))} for i in range(30)]
+    with pytest.raises(ConfigError, match=r"rows.jsonl has messages of weight 0, .* give --assistant_only_loss true"):
+        prepare(folder, rows)
+    prepare(folder, rows, "--assistant_only_loss", "true")
+    end = PUBLISHED.get(name, "</s>").replace("|", "")
+    said = re.sub(rf"It is \d+\.(\\n|{end})+| |\\n", "", targets_of(folder))
+    assert not said and targets_of(folder).count("It is") == 6, targets_of(folder)
+    assert "WRONG" in (folder / "out/rows.txt").read_text().replace("|", "")
+    rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    prepare(folder, rows, "--assistant_only_loss", "true")
+    assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
+
+
+def test_weights_that_say_nothing(tmp_path):
+    """A part that is the same for every message, between messages of other weights, is nobody's."""
+    constant = MARKED.replace("{{ m.reasoning }}", "Hm.")
+    folder = save_base(tmp_path, constant)
+    with pytest.raises(ConfigError, match=r"row 0, .*: the template does not show to which message 'Hm.' belongs"):
+        prepare(folder, [{"messages": weighted(i)} for i in range(30)], "--assistant_only_loss", "true")
+    rows = [{"messages": weighted(i, weight=0.5 if i == 7 else 0)} for i in range(30)]
+    with pytest.raises(DataError, match=r"row 7: 'messages' has a message of weight 0.5; it must be 0 or 1"):
+        prepare(folder, rows, "--assistant_only_loss", "true")
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_tool_arguments_as_text(base, capsys, name):
+    """OpenAI's format writes them as texts of JSON: they are trained as those that are objects."""
+    printed = []
+    for as_text in (False, True):
+        rows = json.loads(json.dumps(ROWS_WITH_TOOLS if name == "sft" else PAIRS))
+        for row in rows:
+            for message in row["messages"] if name == "sft" else [*row["prompt"], *row["chosen"]]:
+                for used in message.get("tool_calls", ()) if as_text else ():
+                    used["function"]["arguments"] = json.dumps(used["function"]["arguments"])
+        prepare(base, rows, name=name)
+        printed.append(capsys.readouterr().out.replace("|", ""))
+    assert '"arguments": {"' in printed[0] and printed[0] == printed[1]
+
+
+TEXTS = [
+    ("sft", [{"text": f"<s>Question {i}. Yes."} for i in range(30)]),
+    ("sft", [{"prompt": f"<s>Question {i}.", "completion": " Yes."} for i in range(30)]),
+    ("dpo", [{"prompt": f"<s>Question {i}.", "chosen": " Yes.", "rejected": " No."} for i in range(30)]),
+    ("grpo", [{"prompt": f"<s>Question {i}."} for i in range(30)]),
+]
+
+
+@pytest.mark.parametrize("name, rows", TEXTS)
+def test_texts_with_a_begin_token(tmp_path, capsys, name, rows):
+    """A text that begins with the begin token, as one that a template has rendered, gets no second one."""
+    folder = save_base(tmp_path, None)
+    prepare(folder, rows, name=name)
+    said = capsys.readouterr().out
+    assert re.search(first := r"\| <s>(\||\n  target \| )Qu", said) and "<s>|<s>" not in said
+    prepare(folder, json.loads(json.dumps(rows).replace("<s>", "")), name=name)
+    assert re.search(first, capsys.readouterr().out), "without it, the tokenizer adds it"
+
+
+@pytest.mark.parametrize("name, rows", TEXTS[1:])
+def test_prompts_that_are_texts_beside_a_template(base, capsys, name, rows):
+    flags = ("--eos_token", "</s>") if name == "sft" else ()
+    with contextlib.suppress(ConfigError):
+        prepare(base, rows, *flags, name=name)
+    assert "the chat template of " in (said := capsys.readouterr().out) and "is not used" in said
+
+
+def test_what_users_say_is_trained_too(base, capsys):
+    """The line says how much; with --assistant_only_loss nothing of it is."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i} And? " * 30}, {"role": "assistant", "content": f"{i}"}]}
+        for i in range(30)
+    ]
+    prepare(base, rows)
+    (share,) = re.findall(r"About (\d+)% of the targets in the first 16 rows are what users", capsys.readouterr().out)
+    assert 60 < int(share) < 100
+    prepare(base, rows, "--assistant_only_loss", "true", "--accept_training_template", "true")
+    assert "what users, tools" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "template, row, flags, said",
+    [
+        ("{{ raise_exception('No.') if messages[0].content == 'A' }}", [{"role": "user", "content": "A"}], (), "No."),
+        ("{% include 'a' %}", CHAT, (), "no loader for this environment"),
+        ("{{ messages[0].content + 1 }}", CHAT, (), "can only concatenate"),
+        ("", CHAT[:1], ("--assistant_only_loss", "true"), "has no answer, as the template marks them"),
+    ],
+)
+def test_a_template_that_refuses_a_row(tmp_path, template, row, flags, said):
+    """The message says in which row of which file."""
+    folder = save_base(tmp_path, template + MARKED)
+    rows = [{"messages": conversation(i, tools=False, system=False)["messages"]} for i in range(30)]
+    rows[17] = {"messages": row}
+    number = 0 if row == CHAT else 17
+    with pytest.raises(ConfigError, match=rf"rows.jsonl, row {number}, .*{said}"):
+        prepare(folder, rows, *flags)
+
+
+def test_a_template_that_refuses_a_pair(tmp_path):
+    refusing = "{{ raise_exception('No.') if messages[-1].content == 'A' }}"
+    rows = [row | {"tools": None} for row in PAIRS]
+    rows[11] |= {"chosen": [{"role": "assistant", "content": "A"}]}
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 11, .*No\."):
+        prepare(save_base(tmp_path, refusing + MARKED), rows, name="dpo")
+
+
+def test_arguments_that_cannot_be(base):
+    for tokens in (["<a>", "<a>"], [""]):
+        with pytest.raises(ConfigError, match="--new_tokens has an empty token, or one twice: '"):
+            prepare(base, ROWS_WITH_TOOLS, "--new_tokens", *tokens)
+    settings = ("--chat_template_kwargs", '{"tokenize": false, "conversation": [], "enable_thinking": true}')
+    with pytest.raises(ConfigError, match="--chat_template_kwargs has conversation, tokenize, which is no variable"):
+        prepare(base, PROMPTS, *settings, name="grpo")
+
+
+MARKS = ROOT / "recipes/chat_templates"
+# Formats whose originals are no files here, as their authors describe them.
+DESCRIBED = {
+    "chatml": (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "mistral_v3": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+}
+OF_TRL = ("llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "phi3", "phi3_5")
+
+
+@pytest.mark.parametrize("name", [*(path.stem for path in MARKS.glob("*.jinja")), *OF_TRL])
+def test_templates_with_marks(name):
+    """They render what the originals render, with tools, thoughts and system prompts, and mark what the assistant says."""
+    if original := DESCRIBED.get(name):
+        tools, system = False, name != "mistral_v3"
+    else:
+        original, tools, system = template_of(name), name not in WITHOUT_TOOLS | {"phi3_5"}, name not in NOT_A_SYSTEM
+    marked = template_of(f"{name}_training") if name in OF_TRL else (MARKS / f"{name}.jinja").read_text()
+    tokenizer = new_bpe_tokenizer(["a b"] * 3, 280)
+    rows = [
+        conversation(i, tools=used, system=has) for i in range(2) for used in {False, tools} for has in {False, system}
+    ]
+    rows.append({"messages": [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n Well. "}]})
+    for row in rows:
+        messages, settings = row["messages"], {"tools": json.loads(row.get("tools", "null"))}
+        parts = [
+            messages[:number] for number in range(1, len(messages) + 1) if messages[number - 1]["role"] != "system"
+        ]
+        for part in parts:
+            for asked in {False, part[-1]["role"] != "assistant"}:
+                one, other = (
+                    tokenizer.apply_chat_template(
+                        part, chat_template=template, tokenize=False, add_generation_prompt=asked, **settings
+                    )
+                    for template in (original, marked)
+                )
+                assert one == other
+        (text,), (places,) = render_jinja_template(
+            [messages],
+            chat_template=marked,
+            return_assistant_tokens_mask=True,
+            **settings,
+            **tokenizer.special_tokens_map,
+        )
+        answers = [message for message in messages if message["role"] == "assistant"]
+        said = [text[begin:end] for begin, end in places if text[begin:end] != tokenizer.eos_token]
+        assert len(said) == len(answers)
+        for part, answer in zip(said, answers, strict=True):
+            assert (answer.get("content") or answer["tool_calls"][0]["function"]["name"]).split("</think>")[
+                -1
+            ].strip() in part
+            assert "user" not in part and "assistant" not in part

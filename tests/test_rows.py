@@ -224,11 +224,11 @@ def test_rows_to_fine_tune_on(content, message, tmp_path, monkeypatch):
     argv = ["--model_name_or_path", "none", "--train_files", str(file), "--heldout_share", "0.5"]
     args = parse(sft.Args, argv, world_size=1)
     with pytest.raises(DataError) as error:
-        sft.load_rows(args, SimpleNamespace(chat_template=None))
+        sft.load_sides(args, SimpleNamespace(chat_template=None))
     assert str(error.value).startswith(f"{file}{message}")
     file.write_bytes(b'{"text": "a"}\n')
     with pytest.raises(ConfigError, match="none of 1 rows is left to"):
-        sft.load_rows(args, SimpleNamespace(chat_template=None))
+        sft.load_sides(args, SimpleNamespace(chat_template=None))
 
 
 def test_what_a_rank_cannot_read_ends_all(monkeypatch):

@@ -5,9 +5,13 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.data.rendering import SETTINGS, parsed
+from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
+from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tables import has_nulls_inside
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
@@ -65,9 +69,10 @@ def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source
 
 
 def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column must be rewritten: tools, settings, and messages that are JSON or have nulls inside."""
-    is_json = isinstance(getattr(rows.features[name], "feature", None), datasets.Json)
-    return name in SETTINGS or is_json or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
+    """Tell whether a column must be rewritten: tools, settings, messages that are JSON, call tools or have nulls inside."""
+    message = getattr(rows.features[name], "feature", None)
+    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and "tool_calls" in message)
+    return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
 
 
 def target(feature: Any) -> Any:
@@ -79,9 +84,45 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
     """Return the columns `names` of a row without nulls. Settings may also be texts of JSON, whose nulls stay."""
     found = {name: parsed(row[name], name, number, source) for name in names}
     for name in found.keys() - {*SETTINGS}:
-        messages = found[name] if isinstance(found[name], list) else []
-        if any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages):
-            raise ConfigError(PARTS.format(f"{source}, row {number}: {name!r}"))
+        where = f"{source}, row {number}: {name!r}"
+        for message in found[name] if isinstance(found[name], list) else []:
+            if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+                raise DataError(f"{where} has a message without a role that is a text: {message!r:.60}")
+            if isinstance(message.get("content"), list):
+                raise ConfigError(PARTS.format(where))
+        try:
+            found[name] = with_objects(found[name])
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
+    return found
+
+
+def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
+    """Take the begin token from texts of a column that begin with it, where the tokenizer adds it."""
+    begin = added_begin(tokenizer)
+    texts = rows.data.column(column)
+    if not (begin and rows.features[column] == TEXT and pc.any(pc.starts_with(texts, begin)).as_py()):
+        return rows
+    return rows.map(lambda row: {column: row[column].removeprefix(begin)}, desc=f"Removing a second {begin}")
+
+
+def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
+    """Tell whether a message has a `weight` of 0, so that it is no target.
+
+    Raises:
+        DataError: for a weight that is neither 0 nor 1.
+    """
+    found = False
+    for name in columns:
+        message = getattr(rows.features[name], "feature", None)
+        if isinstance(message, datasets.Json) or (isinstance(message, dict) and "weight" in message):
+            for number, messages in enumerate(rows[name]):
+                weights = [message.get("weight") for message in messages]
+                if wrong := [weight for weight in weights if weight not in (None, 0, 1)]:
+                    raise DataError(
+                        f"{source}, row {number}: {name!r} has a message of weight {wrong[0]!r}; it must be 0 or 1"
+                    )
+                found |= 0 in weights
     return found
 
 

@@ -126,12 +126,19 @@ def check_messages(values: pa.ChunkedArray, where: str) -> None:
     if isinstance(fields, pa.StructType) and fields.get_field_index("role") < 0:
         names = ", ".join(field.name for field in fields)
         raise DataError(f"{where.format('')} holds messages with {names}; a message has role and content")
+    if isinstance(fields, pa.StructType) and not pa.types.is_string(fields.field("role").type):
+        raise DataError(f"{where.format('')} holds messages whose `role` is not a text in all rows, such as user")
     for number, length in enumerate(pc.list_value_length(values).to_pylist()):
         if not length:
             raise DataError(f"{where.format(f', row {number}')} has no message; remove the row")
     if sum(chunk.flatten().null_count for chunk in values.chunks):
         number = next(i for i, messages in enumerate(values.to_pylist()) if None in messages)
         raise DataError(f"{where.format(f', row {number}')} has a message that is null; remove it")
+    if isinstance(fields, pa.StructType) and any(
+        pc.struct_field(c.flatten(), "role").null_count for c in values.chunks
+    ):
+        number = next(i for i, found in enumerate(values.to_pylist()) if any(m["role"] is None for m in found))
+        raise DataError(f"{where.format(f', row {number}')} has a message without a role")
 
 
 def falls_under(source: str, share: float) -> bool:

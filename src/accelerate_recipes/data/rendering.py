@@ -1,15 +1,20 @@
 """Rendering of a row by a tokenizer: tokens and targets, compared with what was trained. It needs no `datasets`."""
 
+import inspect
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from accelerate_recipes.data.shards import DataError
 
 SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template reads beside the messages
+# Arguments of the function that renders; a template reads none of them, except documents.
+RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
+IS_RESERVED = "is no variable of a chat template, but an argument of apply_chat_template; remove it"
 NUM_SHOWN = 8  # tokens on each side of a difference
 
 
@@ -24,6 +29,8 @@ def parsed(value: Any, name: str, number: int, source: str) -> Any:
         return {} if kind is dict else None  # templates ask whether there are tools in different ways
     if kind and not isinstance(value, kind):
         raise DataError(f"{source}, row {number}: {name!r} is {value!r:.60}; it must be a JSON {kind.__name__}")
+    if kind is dict and (reserved := sorted(RESERVED & {*value})):
+        raise DataError(f"{source}, row {number}: {name!r} has {', '.join(reserved)}, which {IS_RESERVED}")
     return value
 
 
@@ -36,6 +43,87 @@ def without_nulls(value: Any) -> Any:
         needed = {"content": None} if value.get("tool_calls") else {}
         return needed | {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def with_objects(value: Any) -> Any:
+    """Return messages whose tool calls have objects as arguments, as templates expect; OpenAI's format has texts of JSON.
+
+    Raises:
+        ValueError: for a text that is no JSON object.
+    """
+    if isinstance(value, list):
+        return [with_objects(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    value = value | {name: with_objects(value[name]) for name in ("tool_calls", "function") if value.get(name)}
+    if isinstance(text := value.get("arguments"), str):
+        try:
+            value["arguments"] = json.loads(text or "{}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the arguments {text!r:.60} of a tool call are no JSON: {error}") from None
+        if not isinstance(value["arguments"], dict):
+            raise ValueError(f"the arguments {text!r:.60} of a tool call must be a JSON object")
+    return value
+
+
+def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the begin token that the tokenizer would add to a text that has it already; "" if it adds none."""
+    begin: Any = tokenizer.bos_token
+    ids: Any = tokenizer(begin)["input_ids"] if begin else []
+    return begin if ids[:2] == [tokenizer.bos_token_id] * 2 else ""
+
+
+def altered(value: Any) -> Any:
+    """Return a message with another text wherever it has one, in a form that templates take as they took it."""
+    if isinstance(value, dict):
+        kept = ("role", "type", "id", "weight")
+        return {name: entry if name in kept else altered(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [altered(entry) for entry in value]
+    return f"{value}\ue000" if isinstance(value, str) and value else value
+
+
+def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
+    """List the tokens of answers with `weight: 0`, of those that the template marks as the answers'.
+
+    A marked part belongs to the message with which it changes; one that no message changes, such as an end, to those
+    beside it.
+
+    Raises:
+        ValueError: if it cannot be told to which message a part belongs.
+    """
+
+    def parts_of(messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
+        given = tokenizer.special_tokens_map | settings | {"chat_template": template}
+        rendered: Any = render_jinja_template([said], return_assistant_tokens_mask=True, **given)
+        (text,), (places,) = rendered
+        return text, places
+
+    text, places = parts_of(messages)
+    weights: list[set] = [set() for _ in places]
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            other, moved = parts_of([*messages[:number], altered(message), *messages[number + 1 :]])
+            if len(moved) == len(places):
+                for weight, (a, b), (c, d) in zip(weights, places, moved, strict=True):
+                    weight |= {message.get("weight", 1)} if text[a:b] != other[c:d] else set()
+    encoded = tokenizer(text, add_special_tokens=False)
+    found = []
+    for number, (begin, end) in enumerate(places):
+        if begin == end:
+            continue
+        before = next((weight for weight in reversed(weights[:number]) if weight), set())
+        after = next((weight for weight in weights[number + 1 :] if weight), set())
+        weight = weights[number] or before | after
+        if len(weight) != 1:
+            raise ValueError(
+                f"the template does not show to which message {text[begin:end]!r:.60} belongs; leave out weight"
+            )
+        if weight == {0}:
+            found += [token for place in range(begin, end) if (token := encoded.char_to_token(place)) is not None]
+    return found
 
 
 class Rendering(NamedTuple):
@@ -61,6 +149,7 @@ def render(
     row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
         name: parsed(row.get(name), name, 0, "") for name in SETTINGS
     }
+    row |= {name: with_objects(row[name]) for name in ("messages", "prompt", "completion") if name in row}
     settings = {"tools": row.get("tools") or None, **(row.get("chat_template_kwargs") or {})}
     settings |= {"chat_template": template} if template else {}
     if row.keys() <= {"prompt", *SETTINGS}:  # the answer is drawn in training
@@ -71,11 +160,14 @@ def render(
         asked = {"return_assistant_tokens_mask": True} if assistant_only else {}
         found = by_template(tokenizer, [*prompt, *answer], **settings, **asked)
         ids, mask = found["input_ids"], found.get("assistant_masks")
+        if mask and any(message.get("weight") == 0 for message in answer):
+            for token in tokens_without_weight(tokenizer, [*prompt, *answer], **settings):
+                mask[token] = 0
     else:
         prompt, mask = row.get("prompt", ""), None
         text = row["completion"] if "completion" in row else row[text_field]
         end = "" if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
-        ids = tokenizer(prompt + text + end)["input_ids"]
+        ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
     targets = [bool(bit) for bit in mask] if mask else [True] * len(ids)
     if prompt and completion_only:
         before = prompt_alone(tokenizer, prompt, settings)
@@ -89,7 +181,7 @@ def render(
 def prompt_alone(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> list[int]:
     """Tokenise what an answer is asked for by: a text, or messages by the template with its `settings`."""
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]  # pyright: ignore[reportReturnType]
+        return tokenizer(prompt.removeprefix(added_begin(tokenizer)))["input_ids"]  # pyright: ignore[reportReturnType]
     return by_template(tokenizer, prompt, **{"add_generation_prompt": True} | settings)["input_ids"]
 
 
@@ -109,6 +201,31 @@ def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     """Tokenise messages by the chat template, into `input_ids` and what the settings ask for."""
     found: Any = tokenizer.apply_chat_template(messages, return_dict=True, **settings)
     return found
+
+
+def first_refused(
+    rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, template: str | None, *, assistant_only: bool
+) -> tuple[int, str] | None:
+    """Find the first row of which a conversation cannot be rendered; return its number, and why."""
+    for number, row in enumerate(rows):
+        try:
+            row = without_nulls(row) | {name: parsed(row.get(name), name, number, "") for name in SETTINGS}
+            settings = {"tools": row["tools"], "chat_template": template} | row["chat_template_kwargs"]
+            prompt = row.get("prompt", [])
+            for name in ("messages", "completion", "chosen", "rejected", "prompt"):
+                if isinstance(messages := row.get(name), list):
+                    messages = with_objects(
+                        [*prompt, *messages] if name != "prompt" and isinstance(prompt, list) else messages
+                    )
+                    asked = {"return_assistant_tokens_mask": True} if assistant_only and name != "prompt" else {}
+                    found = by_template(tokenizer, messages, **settings, **asked)
+                    if asked and 1 not in found["assistant_masks"]:
+                        return number, "has no answer, as the template marks them, to train on; remove it"
+                    if asked and any(message.get("weight") == 0 for message in messages):
+                        tokens_without_weight(tokenizer, messages, **settings)
+        except Exception as error:
+            return number, f"cannot be rendered by the chat template: {error}"
+    return None
 
 
 def differences(

@@ -261,7 +261,8 @@ class PreferenceTrainer(PairTrainer):
         # `datasets` finds a result again by all that a function holds. trl 1.16 hands its filter all arguments, also those
         # that a run has otherwise than `prepare`, or than the next run.
         needed = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
-        return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
+        with self.naming_rows(tokenizer):
+            return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
 
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         exported = as_exported(self.model, self.processing_class)

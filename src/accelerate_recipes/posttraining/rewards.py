@@ -29,8 +29,11 @@ from accelerate_recipes.args import ConfigError, Range, arg, first_line
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.rendering import (
+    IS_RESERVED,
+    RESERVED,
     SETTINGS,
     Rendering,
+    added_begin,
     end_of_answer,
     prompt_alone,
     shown_ends,
@@ -115,6 +118,8 @@ class GRPOArgs(TrainerArgs):
                 f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
                 "'{\"enable_thinking\": false}'"
             )
+        elif reserved := sorted(RESERVED & {*self.template_settings}):
+            found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
         return found
 
     @property
@@ -354,7 +359,8 @@ def tokenize_prompts(
         DataError: for a prompt that the template cannot render, or of which no token is left.
     """
     if isinstance(prompts[0], str):
-        found: Any = tokenizer(list(prompts))["input_ids"]
+        begin = added_begin(tokenizer)
+        found: Any = tokenizer([text.removeprefix(begin) for text in prompts])["input_ids"]
     else:
         found = []
         for number, prompt in enumerate(prompts):

@@ -3,25 +3,80 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
-from accelerate_recipes.data.conversations import EVERYTHING, NUM_COMPARED, count_targets_of, cut_at, lengths_of
-from accelerate_recipes.data.rendering import Rendering, shown_ends
+from accelerate_recipes.data.conversations import (
+    EVERYTHING,
+    NUM_COMPARED,
+    count_targets_of,
+    cut_at,
+    has_unweighted,
+    lengths_of,
+    select,
+)
+from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.trial import Trial, config_of, refuse
+
+FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks
+
+
+def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
+    """Load the rows to train on and to evaluate on, as `train` and `test`; returns also some of the former as written.
+
+    Raises:
+        DataError: for files that cannot be read, and rows that hold no text or messages.
+        ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
+    """
+    rows = args.read_rows()
+    features = rows["train"].features
+    columns = next((c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features}), None)
+    if columns is None:
+        raise ConfigError(
+            f"the rows have the columns {', '.join(features)}; SFT needs messages, prompt and completion, or "
+            f"{args.dataset_text_field} (--dataset_text_field)"
+        )
+    if args.completion_only_loss and "completion" not in columns:
+        raise ConfigError(
+            f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}, of which trl "
+            "would train everything; remove it, or give --assistant_only_loss for messages"
+        )
+    are_chats = any(isinstance(features[name], datasets.List) for name in columns)
+    if are_chats and not (tokenizer.chat_template or args.chat_template_path):
+        raise ConfigError(f"{args.base_model or args.tokenizer_name} has no chat template; give --chat_template_path")
+    if "prompt" not in columns and are_chats != (columns == FORMATS[0]):
+        raise ConfigError(
+            f"the column {columns[0]} holds {'messages' if are_chats else 'texts'}; lists of messages belong into messages, "
+            f"texts into {args.dataset_text_field} (--dataset_text_field)"
+        )
+    for name, side in rows.items():
+        check_texts_or_messages(side, columns, args.sources[name])
+    read = {name: select(side, columns, args.sources[name]) for name, side in rows.items()}
+    asked, trained = columns[0], columns if args.completion_only_loss is False else columns[-1:]
+    unweighted = [name for name, side in read.items() if has_unweighted(side, trained, args.sources[name])]
+    if unweighted and not args.assistant_only_loss:
+        raise ConfigError(
+            f"{args.sources[unweighted[0]]} has messages of weight 0, which are no targets; give --assistant_only_loss "
+            "true, with which the template says where messages are"
+        )
+    written = rows["train"].select_columns([name for name in features if name in {*columns, *SETTINGS}])
+    first = islice((row for row in written if not args.is_heldout(row, asked)), NUM_COMPARED)
+    return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
 class SupervisedTrainer(RecipeTrainer, SFTTrainer):
@@ -40,7 +95,13 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         """Tokenise, then cut or pack, as trl does; keep the first training rows as they are in between."""
         whole_rows = copy.copy(config)
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
-        whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
+        with self.naming_rows(tokenizer):
+            whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
+            columns = [column for column in ("prompt", "messages", "completion") if column in rows.column_names]
+            if config.assistant_only_loss and has_unweighted(rows, columns, name):
+                given = {"tokenizer": tokenizer, "template": self.chat_template, "columns": columns}
+                with global_then_local_main_first():
+                    whole = whole.map(without_weightless, fn_kwargs=given, desc="Leaving out messages of weight 0")
         if name == "train":
             self.whole = whole
             first = whole.select(range(min(NUM_COMPARED, len(whole))))
@@ -67,6 +128,13 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 "--max_length, or mend the chat template"
             )
         on_first_rank(lambda: self.compare(exported, ends))
+        if "messages" in self.source_rows[0] and not self.args.assistant_only_loss:
+            others = sum(tokens_of_others(self.processing_class, row["messages"]) for row in self.source_rows)
+            share = others / max(1, sum(sum(targets) for _, targets in self.first))
+            self.run.print(
+                f"About {share:.0%} of the targets in the first {len(self.first)} rows are what users, tools and the system "
+                "say: all of a conversation is trained. --assistant_only_loss true trains the answers alone"
+            )
         longest = self.args.max_length if self.kept != EVERYTHING else None
         # trl leaves out rows in which no target is left; of packed rows it leaves out none.
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
@@ -99,6 +167,26 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
             first.accepted = found
             self.run.print("\n- ".join([f"{said}; it differs in {len(found)} of {len(self.first)} rows", *found]))
         self.compare_with_export(exported, first)
+
+
+def tokens_of_others(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> int:
+    """Count the tokens of the messages that are no answers."""
+    texts = [message.get("content") for message in messages if message["role"] != "assistant"]
+    return sum(len(tokenizer(text or "", add_special_tokens=False)["input_ids"]) for text in texts)  # pyright: ignore
+
+
+def without_weightless(
+    row: dict, tokenizer: PreTrainedTokenizerBase, template: str | None, columns: list[str]
+) -> dict[str, list[int]]:
+    """Return the labels of a row without the answers of weight 0."""
+    messages = [message for column in columns for message in row[column]]
+    if not any(message.get("weight") == 0 for message in messages):
+        return {"labels": row["labels"]}
+    settings = {"tools": row.get("tools"), "chat_template": template} | (row.get("chat_template_kwargs") or {})
+    labels = row["labels"]
+    for token in tokens_without_weight(tokenizer, messages, **settings):
+        labels[token] = IGNORE_INDEX
+    return {"labels": labels}
 
 
 def supervised_trial(args: Any, loss_fn: Callable) -> Trial:

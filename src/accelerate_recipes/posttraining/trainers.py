@@ -56,8 +56,9 @@ from accelerate_recipes.checkpoint.check_export import (
     stops_of,
 )
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.data.conversations import TEXT, without_begin
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
-from accelerate_recipes.data.rendering import Rendering
+from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache
@@ -66,7 +67,7 @@ from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.pretrained import load_config
-from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
+from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
 from accelerate_recipes.weights import initialize, seed_of
 
@@ -366,8 +367,20 @@ class RecipeTrainer:
         self.base_stops = stops_of(model.generation_config)
         num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
         adapter = [(p, p.data) for p in model.parameters() if p.requires_grad] if run.adapter else []
+        for name in ("train_dataset", "eval_dataset"):
+            for column in ("prompt", getattr(config, "dataset_text_field", None)):
+                if column in getattr(settings.get(name), "column_names", ()):
+                    once = partial(without_begin, settings[name], column, tokenizer)
+                    settings[name] = on_first_of_machine_before_others(once)
+        if settings["train_dataset"].features.get("prompt") == TEXT and tokenizer.chat_template:
+            run.print(
+                "The prompts are texts, which are read as they stand: the chat template of "
+                f"{run.args.base_model or run.args.model_name_or_path} is not used. Give lists of messages to use it"
+            )
         try:
             super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
+        except ConfigError:
+            raise
         except (ValueError, TemplateError, TypeError) as error:  # TemplateError: of a chat template, or for bad rows
             if isinstance(error, TypeError) and "Undefined" not in str(error):  # a template writes what a row lacks
                 raise
@@ -396,6 +409,24 @@ class RecipeTrainer:
             heldout = FirstRows(self, self.eval_dataset)
         loaders |= {"Evaluation": heldout} if heldout else {}
         run.show_rows(tokenizer, loaders, *self.examine())
+
+    @contextlib.contextmanager
+    def naming_rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+        """Say in which row of which file a conversation cannot be rendered, if that is why trl cannot prepare the rows.
+
+        Raises:
+            ConfigError: naming the row.
+        """
+        try:
+            yield
+        except Exception as error:
+            args: Any = self.run.args
+            settings = {"assistant_only": getattr(args, "assistant_only_loss", False)}
+            for name, rows in args.read_rows().items():
+                found = first_refused(rows, tokenizer, getattr(self, "chat_template", None), **settings)
+                if found:
+                    raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error
+            raise
 
     def examine(self) -> tuple[np.ndarray | int, dict[str, int]]:
         """Check the prepared rows, and count their targets, and what else is worth saying; see `shown.count_line`.
