@@ -155,7 +155,8 @@ class Ledger(TorchDispatchMode):
         self.after_backward: list[dict[str, Any]] = []  # sums until the end of each backward pass
         self.passes: list[tuple[str, int, dict[str, Any]]] = []  # before the micro-batches: see `begin_pass`
         self.in_pass = ""
-        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in self.live.copy().items()]  # a collected cycle may end tensors meanwhile
+        live = self.live.copy()  # the garbage collector may end tensors meanwhile
+        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in live.items()]
         if self.clock:
             self.clock.reset()
 
@@ -370,6 +371,8 @@ def bytes_moved(func, args, kwargs, out) -> int:
         moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
     elif name == "_fused_adamw_":  # what it changes, it does not return
         moved += tensor_bytes((args[0], args[2], args[3]))
+    elif name == "add_compensated_":
+        moved *= 2
     elif name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_":
         moved += tensor_bytes(args[0])
     return moved
