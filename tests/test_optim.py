@@ -1,7 +1,10 @@
 """Tests of optimizers against references, in one process, and of the schedule. tests/test_levers.py uses several ranks."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
 from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
-from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn, parts
+from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn
 from accelerate_recipes.weights import WRAPPERS
 
 STEPS = 20
@@ -59,22 +62,66 @@ def test_kahan_is_adamw():
     assert (ends["adamw_bf16_kahan"] - ends["adamw_torch_fused"]).norm() < 0.02 * whole
 
 
-def test_kahan_takes_tensors_together():
-    """Tensors of any sizes, also empty shards, are updated as each by itself: to the bit."""
-    shapes = [(n, 1) for n in (1, 5, 0, 2, 3, 7, 1)]
-    assert list(parts([torch.empty(n) for n in shapes])) == [slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)]
-    assert list(parts([torch.empty(0), torch.empty(0)])) == [slice(0, 2)] and not list(parts([]))
+def compensated(weight: torch.Tensor, pending: torch.Tensor, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add to a weight what is pending; return the sum in bf16, and what rounding has lost."""
+    pending = (pending.double() - decay * weight.double()).bfloat16()
+    total = (weight.double() + pending.double()).bfloat16()
+    return total, (pending.double() + (weight.double() - total.double())).bfloat16()
+
+
+def test_kahan_to_the_bit():
+    """Given the updates of AdamW, each weight and its compensation are those of the algorithm; the moments are AdamW's."""
+    shapes = [(32, 16), (0, 16), (16, 1), (64,)]
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
-    settings = {"learning_rate": 1e-2, "weight_decay": 0.1}
-    together = nn.ParameterList([tensor.clone() for tensor in start])
-    follow(build(together, "adamw_bf16_kahan", **settings), together, gradients)
-    for i, tensor in enumerate(start):
-        alone = nn.ParameterList([tensor.clone()])
-        follow(build(alone, "adamw_bf16_kahan", **settings), alone, [[step[i]] for step in gradients])
-        assert torch.equal(together[i], alone[0])
-    assert not torch.equal(together[5], start[5])
+    gradients = [[torch.randn(shape, generator=generator).bfloat16() for shape in shapes] for _ in range(20)]
+    settings = {"learning_rate": 2**-10, "weight_decay": 0.25}  # decay and its products have no rounding of their own
+    model, plain = (nn.ParameterList([tensor.clone() for tensor in start]) for _ in range(2))
+    optimizer = build(model, "adamw_bf16_kahan", **settings)
+    reference = torch.optim.AdamW(plain, lr=2**-10, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for group in optimizer.param_groups:
+        group["betas"] = (0.9, 0.95)
+    weights, pending = start, [torch.zeros_like(tensor) for tensor in start]
+    for step in gradients:
+        follow(optimizer, model, [step])
+        for parameter, lost in zip(plain, pending, strict=True):
+            parameter.data.copy_(lost)
+        follow(reference, plain, [step])
+        decays = [2**-12 if tensor.ndim > 1 else 0.0 for tensor in start]
+        pairs = [compensated(*of) for of in zip(weights, plain, decays, strict=True)]
+        weights, pending = ([pair[i].detach() for pair in pairs] for i in range(2))
+    for parameter, other, weight, lost in zip(model, plain, weights, pending, strict=True):
+        state = optimizer.state[parameter]
+        assert torch.equal(parameter, weight) and torch.equal(state["compensation"], lost)
+        assert lost.count_nonzero() > 0.8 * lost.numel() or not lost.numel()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[name], reference.state[other][name])
+
+
+IN_TRITON = """
+import torch
+from accelerate_recipes.kernels import add_compensated
+from accelerate_recipes.optim import add_compensated_
+
+generator = torch.Generator().manual_seed(0)
+for size, decay in ((5000, 0.0), (4096, 2**-12), (0, 0.5)):  # an odd end of a tensor is decayed otherwise on a CPU
+    weight = torch.randn(size, generator=generator).bfloat16()
+    pending = (weight.float() * torch.rand(size, generator=generator) * 2.0 ** torch.arange(-size, 0).clamp(-14)).bfloat16()
+    pending[:2] = torch.tensor([torch.nan, torch.inf])[:size]
+    ways = [(weight.clone(), pending.clone()) for _ in range(2)]
+    add_compensated(*ways[0], decay)
+    add_compensated_([ways[1][0]], [ways[1][1]], decay)
+    for one, other in zip(*ways):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert ways[0][1][2:].count_nonzero() > 0.5 * (size - 2)
+"""
+
+
+def test_the_kernel_computes_the_same_bits():
+    """Triton's interpreter runs the kernel of GPUs on a CPU; torch for CPUs comes without Triton."""
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", IN_TRITON], env=env, check=True)
 
 
 def test_adafactor_is_that_of_transformers():

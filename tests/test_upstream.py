@@ -102,7 +102,6 @@ TOUCHED = [
     (chunked_logprob, "_forward_kernel", "pretence", "trl's loss runs without Triton", None),
     (chunked_logprob, "_backward_kernel", "pretence", "the same", None),
     (chunked_logprob, "_TRITON_AVAILABLE", "pretence", "trl's loss takes its path of GPUs", None),
-    (torch.nn.LinearCrossEntropyOptions, "_resolve_auto_acc_dtype", "pretence", "the precision on a GPU", "dtype device"),
     # accelerate
     (PartialState, "_shared_state", "pretence", "the device", None),
     (PartialState, "_shared_state", "distributed", "DDP on a CPU in one process", None),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import ModelOutput
 
@@ -34,6 +34,8 @@ from accelerate_recipes.attention import (
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
+LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
+LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
 LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
@@ -60,11 +62,13 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
 
 
-def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Compute the loss, and the gradients, of `next_token_loss` with the logits of a few hundred tokens at a time.
+def next_token_loss_without_logits(
+    model: nn.Module, batch: dict[str, torch.Tensor], by_row: bool = False
+) -> torch.Tensor:
+    """Compute the loss, and the gradients, of `next_token_loss` with the logits of some of the tokens at a time.
 
-    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. The price
-    is to compute the logits once more in the backward pass.
+    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. With `by_row`
+    the result is the sum of each row, (B,), without gradients.
 
     During this one call the output layer returns the loss instead of logits. The model calls it as usual: there
     FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
@@ -76,12 +80,12 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     check_head(causal_lm.config)
-    head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
+    head.forward = partial(linear_cross_entropy, head, next_tokens(batch), by_row)
     try:
         output, balance = predict(model, batch)
     finally:
         del head.forward  # restores the class's own, which gives logits
-    return output.logits + balance
+    return output.logits if by_row else output.logits + balance
 
 
 def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
@@ -434,38 +438,92 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
 
 
 @torch.compiler.disable
-def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
-    hidden, weight = hidden.flatten(0, -2), head.weight
-    if torch.is_autocast_enabled(hidden.device.type):  # autocast knows F.linear, not F.linear_cross_entropy
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    # Choose chunks whose logits are as large as the hidden states, but not too few rows, since each chunk reads the whole
-    # weight: torch's default (8 rows for 2,048 tokens of width 512 and 128,256 words) was 2.5 times slower on a CPU.
-    rows = max(256, hidden.numel() // weight.shape[0])
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.13; chunked only with options
-        # Do not use reduction="sum": under bf16 it adds up in bf16, and the loss of a batch is a few per cent off.
-        losses = F.linear_cross_entropy(
-            hidden, weight, targets, linear_bias=head.bias, reduction="none", ignore_index=IGNORE_INDEX,
-            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
-        )  # fmt: skip
-        return losses.float().sum()
-    return chunked_cross_entropy(hidden, weight, head.bias, targets, rows)
+def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, by_row: bool, hidden: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy of `head(hidden)`, in nats, in fp32: a scalar, or (B,) without gradients if `by_row`.
+
+    `hidden` is (B, T, H), `targets` (B x T,).
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    with torch.autocast(device, enabled=False):  # which would not take products in fp32 of factors in bf16
+        loss, losses = LinearCrossEntropy.apply(
+            hidden.flatten(0, -2), head.weight, head.bias, targets, dtype, torch.is_grad_enabled()
+        )
+    return losses.view(hidden.shape[:-1]).sum(1) if by_row else loss
 
 
-def chunked_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, rows: int
-) -> torch.Tensor:
-    """Compute `linear_cross_entropy` with any torch, recomputing `rows` tokens at a time. `hidden` is (N, H)."""
+class LinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of a linear layer: the sum, and without gradients the losses of the rows.
 
-    def chunk_loss(hidden, weight, bias, targets):
-        return summed_cross_entropy(F.linear(hidden, weight, bias), targets)
+    Gradients for a sum need nothing from the backward pass but a factor, so they are computed in the forward pass, where
+    the logits are: no logits are computed twice. The gradient of the weight is summed in fp32.
+    """
 
-    losses = [
-        checkpoint(chunk_loss, some, weight, bias, theirs, use_reentrant=False, preserve_rng_state=False)
-        for some, theirs in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.stack(losses).sum()
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, dtype, with_gradients):
+        inputs, size = (hidden, weight, bias), weight.shape[0]
+        # Each chunk reads and writes the weight's gradient, so it is large, but no larger than the weight.
+        rows = max(256, min(weight.shape[1], LOGITS_OF_A_CHUNK // size))
+        rows_in_fp32 = max(1, LOGITS_IN_FP32 // size)
+        needed = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
+        of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        of_bias = weight.new_zeros(1, size, dtype=torch.float32) if needed[2] else None
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        losses = torch.empty_like(targets, dtype=torch.float32)
+        for start in range(0, len(targets), rows):
+            chunk = slice(start, start + rows)
+            ignored = targets[chunk, None] == IGNORE_INDEX
+            words = targets[chunk, None].masked_fill(ignored, 0)
+            # Whatever an ignored row holds, a zero adds nothing to the weight's gradient.
+            some = hidden[chunk].to(dtype).masked_fill(ignored, 0)
+            logits = F.linear(some, weight, bias)
+            parts = zip(logits.split(rows_in_fp32), words.split(rows_in_fp32), strict=True)
+            chosen = [replace_by_gradient(part, theirs, any(needed)) for part, theirs in parts]
+            losses[chunk] = torch.cat(chosen).masked_fill_(ignored, 0).squeeze(1)
+            if needed[0]:
+                torch.mm(logits, weight, out=of_hidden[chunk]).masked_fill_(ignored, 0)
+            if needed[1]:
+                add_product(of_weight, logits.T, some)
+            if needed[2]:
+                add_product(of_bias, (~ignored).T.to(dtype), logits)
+            del logits  # before the next are made
+        ctx.save_for_backward(of_hidden, of_weight, None if of_bias is None else of_bias[0])
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, factor, _):
+        gradients = (
+            # In place where that is possible: a second backward pass is an error.
+            None
+            if sums is None
+            else torch.mul(sums, factor, out=sums if sums.dtype == dtype else torch.empty_like(sums, dtype=dtype))
+            for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *gradients, None, None, None
+
+
+def replace_by_gradient(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
+    """Return the cross-entropy of each row, (N, 1), in fp32; `logits` become its gradient if that `is_needed`."""
+    log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    chosen = log_probs.gather(1, words)
+    if is_needed:
+        torch.exp(log_probs, out=logits)
+        logits.scatter_(1, words, chosen.expm1().to(logits.dtype))  # exact for a probability near 1
+    return -chosen
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the product of two matrices to `total`, which is in fp32, whatever the precision of the factors."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such product on a CPU
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,8 @@ class Ledger(TorchDispatchMode):
         self.after_backward: list[dict[str, Any]] = []  # sums until the end of each backward pass
         self.passes: list[tuple[str, int, dict[str, Any]]] = []  # before the micro-batches: see `begin_pass`
         self.in_pass = ""
-        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in self.live.items()]
+        live = self.live.copy()  # the garbage collector may end tensors meanwhile
+        self.events = [Event(0, key, size, kind, 0) for key, (size, kind) in live.items()]
         if self.clock:
             self.clock.reset()
 
@@ -309,12 +310,6 @@ class Ledger(TorchDispatchMode):
             self.tag(kwargs["out"], GATHERED)
         elif func is fsdp.chunk_cat.default:
             self.tag(args[0], WHOLE_GRADIENTS)
-        elif name == "_linear_cross_entropy_batch_chunked_no_reduction":  # opaque: a matmul, and logits of a chunk
-            hidden, weight, rows = args[0], args[1], args[6]
-            flops = 2 * hidden.numel() * weight.shape[0]
-            self.recomputed += flops  # the backward pass computes the logits again
-            is_cast = hidden.device.type == "cpu" and weight.dtype != torch.float32
-            self.needs(4 * min(rows, hidden.shape[0]) * weight.shape[0] + 4 * weight.numel() * is_cast)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
         if flops:
@@ -376,6 +371,8 @@ def bytes_moved(func, args, kwargs, out) -> int:
         moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
     elif name == "_fused_adamw_":  # what it changes, it does not return
         moved += tensor_bytes((args[0], args[2], args[3]))
+    elif name == "add_compensated_":
+        moved *= 2
     elif name.startswith("_foreach_") and name.endswith("_") and name != "_foreach_copy_":
         moved += tensor_bytes(args[0])
     return moved

@@ -207,12 +207,6 @@ def of_gpu() -> list[Any]:
         mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch.object(nn.functional, "scaled_dot_product_attention", fake_sdpa),
-        # It asks whether there is a GPU, and adds up in bf16 if not.
-        mock.patch.object(
-            nn.LinearCrossEntropyOptions,
-            "_resolve_auto_acc_dtype",
-            lambda self, dtype, device: torch.float32 if dtype.itemsize == 2 else None,
-        ),
         *(
             truthful(FSDPParamGroup, name)
             for name in ("__init__", "lazy_init", "unshard", "wait_for_unshard", "pre_backward", "post_backward")
