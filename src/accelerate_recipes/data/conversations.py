@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
