@@ -87,7 +87,7 @@ def evaluate(run: Run[Args], heldout: RowLoader) -> dict[str, float]:
 def main(args: Args) -> None:
     run = start(args)
     tokenizer, loader, heldout, labels = make_data(run)
-    run.show_rows(tokenizer, {"Training": loader, "Evaluation": heldout}, len(loader.dataset))
+    run.show_rows(tokenizer, {"Training": loader, "Evaluation": heldout}, len(loader.dataset), classes=labels)
     run.prepare(make_model(args, labels), tokenizer, total_steps=num_steps(args, len(loader.dataset)))
     records = train(run, loader, loss_fn=loss, count_fn=count, evaluate_fn=lambda step: evaluate(run, heldout))
     finish(run, records, f"{args.model_name_or_path}, trained to label texts from {args.source}.")

@@ -102,8 +102,9 @@ def main(args: Args) -> None:
         note = train_loader.workers_note
     else:
         train_images = Images(train_side, *how)
+        content = on_first_rank(lambda: train_side.content)
         train_loader = make_train_loader(
-            train_images, *place, collate_fn=collate_images, content=train_side.content, order_class=EpochOrder
+            train_images, *place, collate_fn=collate_images, content=content, order_class=EpochOrder
         )
         total_steps, said = num_steps(args, len(train_images)), f"{len(train_images):,} images"
         note = ""

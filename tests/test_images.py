@@ -1,8 +1,10 @@
 """Tests of images: what chance does to them, their order, their sources, which lie on which side, and broken ones."""
 
 import io
+import os
 import sys
 import tarfile
+import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +33,7 @@ from accelerate_recipes.data.images import (
     load_images,
     random_box,
 )
+from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.vision.classifiers import new_image_processor
@@ -203,6 +206,27 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         ])  # fmt: skip
     assert found[0] == found[1] == found[2] and len(found[0][0]) + len(found[0][1]) == 40
     assert sides([str(shard) for shard in shards])[0].content == sides([str(shard) for shard in shards])[0].content
+    # Another image, or another label, of the same size, in a file with the same times.
+    files, place = {"eval_files": [str(shards[1])]}, shards[0].stat()
+    before = sides([str(shards[0])], **files)[0]
+    then, whole = before.content, shards[0].read_bytes()
+    for old, new in ((png(7), png(7)[:-1] + b"\0"), (b"b" + bytes(511), b"c" + bytes(511))):
+        shards[0].write_bytes(whole.replace(old, new, 1))
+        os.utime(shards[0], ns=(place.st_atime_ns, place.st_mtime_ns))
+        after = sides([str(shards[0])], **files)[0]
+        assert np.array_equal(before.labels, after.labels) == (old == png(7))
+        with pytest.raises(ConfigError, match="the training data are others than the checkpoint's"):
+            check_content(after.content, [{"content": then}])
+    check_content(then, [{"content": then[:32]}])  # of an earlier version
+    shards[0].write_bytes(whole)
+    folders = [load_images(args)[0].content]
+    file = folder / "a" / "03.png"
+    for content in (png(3)[:-1], png(3)):
+        file.write_bytes(content)
+        folders.append(
+            load_images(Args(dataset_name=args.dataset_name, heldout_share=0.25, skip_broken_images=True))[0].content
+        )
+    assert folders[0] == folders[2] != folders[1]
     with tarfile.open(shards[0], "a") as tar:
         member = tarfile.TarInfo("alone.png")
         member.size = len(png(1))
@@ -211,8 +235,15 @@ def test_every_source_gives_the_same_images(parquet, tmp_path):
         sides([str(shard) for shard in shards])
     with tarfile.open(shards[1], "a") as tar:
         tar.addfile(tarfile.TarInfo("images/20.jpg"))
-    with pytest.raises(DataError, match=r"shard-1\.tar has two images called images/20; give each its own name"):
+    with pytest.raises(DataError, match=r"shard-1\.tar has two images called images/20; give each image its own"):
         sides([str(shards[1])])
+    with tarfile.open(shards[0], "w") as tar:
+        for suffix, content in (("png", png(1)), ("cls", b"a"), ("cls", b"b")):
+            member = tarfile.TarInfo(f"x.{suffix}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(DataError, match=r"shard-0\.tar has two labels called x; give each image its own name"):
+        sides([str(shards[0])])
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
@@ -264,6 +295,19 @@ def test_alike_by_way_of_others():
     axis[:2], other[2:4] = (1, -1), (1, -1)
     chain = np.cos(angles) * axis + np.sin(angles) * other
     assert groups_of_alike(np.concatenate([chain, np.full((2, 256), 7.0)])) == [0, 0, 0, 0, 4, 5]
+    assert groups_of_alike(np.concatenate([chain[:1], other[None], chain[[3, 1, 2]]])) == [0, 1, 0, 0, 0]
+
+
+def test_many_images_that_are_alike(parquet, tmp_path):
+    """They are compared in seconds, not by each pair, and the message says why none is left on a side."""
+    start = time.process_time()
+    assert set(groups_of_alike(np.arange(6000 * 256.0).reshape(6000, 256))) == {0}
+    assert time.process_time() - start < 10
+    rows = {"image": [{"bytes": png(1), "path": None}] * 20, "label": [0] * 20}
+    features = Features({"image": ImageColumn(), "label": ClassLabel(names=["a"])})
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "alike.parquet")
+    with pytest.raises(ConfigError, match=r"none of the 20 images .* they make 1 groups of images that look alike"):
+        sides([str(tmp_path / "alike.parquet")])
 
 
 @pytest.fixture
@@ -360,7 +404,9 @@ def test_columns_and_labels_are_checked(parquet, tmp_path):
     Dataset.from_dict({"image": images, "label": [[0], [0, 1]]}).cast_column("image", ImageColumn()).to_parquet(file)
     with pytest.raises(DataError, match=r"'label' holds .*, not one name or number"):
         sides([file])
-    with pytest.raises(ConfigError, match=r"none of the images of .* is left to evaluate on"):
+    with pytest.raises(
+        ConfigError, match=r"none of the 40 images of .* is left to evaluate on: they make 40 groups of"
+    ):
         load_images(Args(train_files=[parquet], heldout_share=1e-9))
 
 

@@ -2,17 +2,21 @@
 
 import copy
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import ROOT
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.packing import collate, pack_row
+from accelerate_recipes.data.shown import Token
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
+from accelerate_recipes.run import Run
 
 WORDS = new_word_tokenizer(["a", "b", "c", "d"])  # tokens 4 to 7, after <pad>, <s>, </s>, <unk>
 
@@ -66,6 +70,18 @@ def test_other_kinds_of_rows():
     assert "  row 2, label 3: 1 tokens, 0 targets, 1 of padding left out" in lines(
         sources | {"labels": torch.tensor([1, 3])}
     )
+    named = shown.rows_of(sources | {"labels": torch.tensor([1, -100])}, WORDS, ["a", "\033b"])
+    assert [row.title for row in named] == [r"row 1, label \x1bb", "row 2, label -100"]
+    several = sources | {"labels": torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])}
+    assert [row.title for row in shown.rows_of(several, WORDS, list("xyz"))] == [
+        "row 1, labels x, z",
+        "row 2, labels y",
+    ]
+    assert "row 2, labels [0.0, 1.0, 0.0]: 1 tokens, 0 targets" in "".join(lines(several))
+    of_tokens = sources | {"labels": torch.tensor([[-100, 1], [0, -100]])}
+    (one, other) = shown.rows_of(of_tokens, WORDS, ["PLACE", "NAME"])
+    assert [(token.text, token.is_target) for token in one.tokens] == [("a", False), (" b/NAME", True)]
+    assert [(token.text, token.is_target) for token in other.tokens] == [("c/PLACE", True)] and other.num_padding == 1
     preferences = lines(sources | {"completion_mask": torch.tensor([[0, 1], [1, 0]])})
     assert [line for line in preferences if "row" in line] == [
         "  row 1, chosen: 2 tokens, 1 targets", "  row 1, rejected: 1 tokens, 1 targets, 1 of padding left out"
@@ -93,6 +109,24 @@ def test_page_and_colours(tmp_path):
     assert '<span class="target" title="4"> a</span><span class="target special" title="2">' in page
     assert "\033[1;32m" in shown.as_text("Training", row, in_colour=True)
     assert "\033" not in (tmp_path / "rows.txt").read_text()
+
+
+def test_data_do_not_command_the_terminal(tmp_path, capsys):
+    """Escape sequences, the bell and changes of direction are shown, in rows, messages and results; letters stay."""
+    nasty, letters = "\x1b]0;x\x07\x9b\r\u202e\u2028\x00", "é 日本 👩\u200d🚀 \\"
+    run = Run(TrainArgs(output_dir=str(tmp_path)), Accelerator(cpu=True))
+    run.print(f"{nasty}\n{letters}")
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recipe, "leave", sys.exit)
+        recipe.fail(None, nasty)
+    printed = "".join(capsys.readouterr())
+    text, special = Token(5, nasty + letters, True, False, False), "\\x1b]0;x\\x07\\x9b\\r\\u202e\\u2028\\x00"
+    shown.write_rows(tmp_path, [("Training", [shown.ShownRow("row", [text], 0)])], "")
+    for page in ("rows.txt", "rows.html"):
+        written = (tmp_path / page).read_bytes().decode()
+        assert special in written and letters.rstrip("\\") in written
+        assert not set(nasty) & set(written) - set("]0;x")
+    assert printed.count(special) == 2 and letters in printed and not set(nasty) & set(printed) - set("]0;x")
 
 
 def test_marks_of_a_template_are_special(tmp_path):

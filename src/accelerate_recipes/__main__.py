@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(code)
 
     # These import torch and transformers, which a usage message does not need.
-    from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.args import ConfigError, printable
 
     try:
         if args.command == "preflight":
@@ -126,7 +126,7 @@ def main() -> None:
         else:
             list_checkpoints(args.directory)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -42,6 +43,9 @@ OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"
 MAX_INT = 2**31 - 1  # numpy and torch then accept a seed plus step and rank, and a product of two sizes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALL_LINEAR = "all-linear"
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)  # but line break and tab
 
 
 def computes_in_bf16(precision: str | None = None) -> bool:
@@ -595,6 +599,11 @@ def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
     """Return "; did you mean ...?" with the known name that is most similar, or nothing if none is."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def printable(text: str) -> str:
+    """Escape control characters, and those that change the direction of writing: data must not command a terminal."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ import transformers
 import yaml
 from huggingface_hub import constants
 
-from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse
+from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse, printable
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.disk import existing, is_full
@@ -259,7 +259,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End with an error that the user must put right. If another rank found it, rank 0 runs this in the watch's thread."""
-    say(f"error: {reason}")
+    say(f"error: {printable(reason)}")
     if args is not None and attempt()["job"] and is_first():
         # Before training too, the job script must learn that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):

@@ -25,7 +25,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
-from accelerate_recipes.args import Args
+from accelerate_recipes.args import Args, printable
 from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
@@ -106,9 +106,9 @@ class Run(Generic[Args]):
         return not (self.args.data_only and (self.output_dir / "status.json").exists())
 
     def print(self, text: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. Control characters, which may come from the data, are escaped."""
         if self.is_first:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def show_rows(
         self,
@@ -116,11 +116,13 @@ class Run(Generic[Args]):
         loaders: dict[str, HasRows],
         num_targets: np.ndarray | int | None = None,
         counts: dict[str, int] | None = None,
+        classes: Sequence[str] = (),
     ) -> None:
         """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
 
         Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
         for, such as "Training"; `num_targets` and `counts` are for a line above the rows, as `shown.count_line` takes them.
+        Where the labels are classes, of rows or of tokens, `classes` are their names.
         A resumed run keeps the rows that it wrote before.
 
         Raises:
@@ -129,7 +131,9 @@ class Run(Generic[Args]):
         """
 
         def show() -> str:
-            parts = [(name, shown.rows_of(loader.first_batch(), tokenizer)) for name, loader in loaders.items()]
+            parts = [
+                (name, shown.rows_of(loader.first_batch(), tokenizer, classes)) for name, loader in loaders.items()
+            ]
             counted, which = "", "the first"
             if num_targets is not None:
                 counted = f"Rows to train on: {shown.count_line(num_targets, counts or {})}"
@@ -148,7 +152,7 @@ class Run(Generic[Args]):
             return
         text = on_first_rank(show)
         if self.args.data_only:
-            self.print(text)
+            print(text, flush=True)  # a process alone; the text has colours
             raise DataReady
 
     def show_images(self, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
@@ -296,9 +300,9 @@ def finish(
             draw_run(run.output_dir / "result.png", records, result.bars, result.curves)
             places += f"   picture: {run.output_dir / 'result.png'}"
         export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
-        print(result.text, places, sep="\n", flush=True)
+        run.print(f"{result.text}\n{places}")
         if (run.output_dir / ROWS).exists():
-            print(compare_rows(out, run.output_dir), flush=True)
+            run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()
     if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
         from accelerate_recipes.hub.push import push  # it imports `datasets`, which training does not need

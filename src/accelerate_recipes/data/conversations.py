@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, printable
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tables import has_nulls_inside
@@ -39,7 +39,7 @@ def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> dat
         raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
     kept = sorted({*columns, *(name for name in SETTINGS if name in rows.column_names)})
     if (unread := [name for name in rows.column_names if name not in kept]) and is_first():
-        print(f"Columns of {source} that are not used: {', '.join(unread)}", flush=True)
+        print(printable(f"Columns of {source} that are not used: {', '.join(unread)}"), flush=True)
     rows = rows.select_columns(kept)
     for name in kept:
         message = getattr(rows.features[name], "feature", None)

@@ -6,6 +6,7 @@ What chance does to an image of the training data is a pure function of (seed, e
 another number of processes or loader workers, trains on the same pixels.
 """
 
+import contextlib
 import io
 import math
 import os
@@ -47,6 +48,7 @@ from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first
 
 THUMBNAIL = 16  # pixels of a side, by which images are compared
 ALIKE = 0.99  # correlation of two thumbnails above which they show the same
+NUM_READ = 10_000  # images, evenly spread, whose bytes tell the data of a resumed run from those of the checkpoint
 MOST_COMPARED = 50_000  # images; each is compared with all others
 RATIO = 4 / 3  # of the sides of a random crop, at most
 TORCHS_GENERATOR = threading.Lock()  # threads may augment at the same time, where a stream has no workers
@@ -188,7 +190,10 @@ class Labelled(NamedTuple):
 
     @property
     def content(self) -> str:
-        """Return a checksum of the labels and of what identifies the images without reading them: sizes, or names."""
+        """Return two joined checksums: of labels, and sizes or names of the images; and of the bytes of NUM_READ of them.
+
+        Earlier versions wrote only the first.
+        """
         column = self.images.data.column("image")
         digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
         digest.update(np.ascontiguousarray(self.rows))
@@ -197,7 +202,11 @@ class Labelled(NamedTuple):
             names = chunk.field("path").to_pylist()
             for size, name in zip(sizes, names, strict=True):
                 digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
-        return digest.hexdigest()
+        read = xxhash.xxh3_128()
+        for number in np.unique(np.linspace(0, len(self.images) - 1, NUM_READ, dtype=int)):
+            with contextlib.suppress(OSError):  # an image that is not there is an error, or left out, in its own step
+                read.update(read_bytes(self.images[int(number)]["image"]))
+        return digest.hexdigest() + read.hexdigest()
 
 
 def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
@@ -232,8 +241,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     for name, side in sides.items():
         if not len(side.images):
             raise ConfigError(
-                f"none of the images of {side.source} is left to {'train' if name == 'train' else 'evaluate'} on; change "
-                f"--heldout_share {args.heldout_share}, or give more images"
+                f"{side.source} has no image to {'train' if name == 'train' else 'evaluate'} on; give others"
             )
     return sides.get("train"), sides["test"], names
 
@@ -312,11 +320,12 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
             tarfile.open(file, "r:", tarinfo=Member) as shard,
         ):  # not compressed: images are read from their places
             for stem, is_image, member in images_and_labels(shard, file):
+                if stem in (images if is_image else labels):
+                    kind = "images" if is_image else "labels"
+                    raise DataError(f"{file} has two {kind} called {stem}; give each image its own name")
                 if not is_image:
                     labels[stem] = text_of_label(shard.extractfile(member).read(), f"{file}: {member.name}")  # pyright: ignore[reportOptionalMemberAccess]
                     continue
-                if stem in images:
-                    raise DataError(f"{file} has two images called {stem}; give each its own name")
                 images[stem] = f"{os.path.abspath(file)}:{member.offset_data}:{member.size}"
         if lost := images.keys() ^ labels.keys():
             raise DataError(f"{file}: {min(lost)} has no image, or no label in {min(lost)}.cls")
@@ -354,7 +363,7 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
 
     Raises:
         DataError: for an image that cannot be decoded.
-        ConfigError: for more images than can be compared.
+        ConfigError: for more images than can be compared, and if a side is empty.
     """
     if len(side.images) > MOST_COMPARED:
         raise ConfigError(
@@ -382,7 +391,14 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
         first[root] = min(first.get(root, math.inf), digests[number])
     # A smallest hash is small: hash it again.
     sides = {root: xxhash.xxh64_intdigest(str(digest).encode()) < share * 2**64 for root, digest in first.items()}
-    return np.array([sides[root] for root in group], dtype=bool)
+    chosen = np.array([sides[root] for root in group], dtype=bool)
+    if chosen.all() or not chosen.any():
+        raise ConfigError(
+            f"none of the {len(chosen):,} images of {side.source} is left to {'train' if chosen.all() else 'evaluate'} on: "
+            f"they make {len(first):,} groups of images that look alike, and a group lies on one side; change "
+            f"--heldout_share {share}, give --eval_files, or more images"
+        )
+    return chosen
 
 
 def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
@@ -390,19 +406,13 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     centred = thumbnails - thumbnails.mean(1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
     centred /= np.where(norms, norms, 1)  # an image of one colour is like no other
-    root = list(range(len(centred)))
-
-    def find(number: int) -> int:
-        while root[number] != number:
-            root[number] = number = root[root[number]]
-        return number
-
+    root = np.arange(len(centred))
     for start in range(0, len(centred), 1024):
-        alike = centred[start : start + 1024] @ centred[start:].T > ALIKE
-        for one, other in np.argwhere(alike):
-            one, other = sorted((find(start + int(one)), find(start + int(other))))
-            root[other] = one
-    return [find(number) for number in range(len(root))]
+        for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
+            joined = root[start:][is_alike]
+            if len(joined) and (joined != joined[0]).any():  # groups are joined less often than there are images
+                root[np.isin(root, joined)] = joined.min()
+    return root.tolist()
 
 
 class Preparation:

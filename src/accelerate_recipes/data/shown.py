@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.args import ConfigError, printable
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.losses import IGNORE_INDEX
 
@@ -56,30 +56,40 @@ class ShownRow(NamedTuple):
         return f"{self.title}: {', '.join(parts)}"
 
 
-def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[ShownRow]:
+def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: Sequence[str] = ()) -> list[ShownRow]:
     """Take a batch apart into the rows that the model reads.
 
     `batch` holds `input_ids`, (B, T), and what says which of them are targets: `labels`, (B, T) for a causal model, (B, S)
-    for an encoder-decoder, (B,) for classes; or `completion_mask`, (B, T), of trl's pairs, whose second half are the
-    rejected answers. Without these nothing is a target, as in prompts.
+    for an encoder-decoder, (B,) for classes, (B, C) of floats for several of C classes, or (B, T) for classes of tokens,
+    if `classes` names them; or `completion_mask`, (B, T), of trl's pairs, whose second half are the rejected answers.
+    Without these nothing is a target, as in prompts.
     """
     ids, labels = batch["input_ids"].tolist(), batch.get("labels")
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
     rows = []
     for i, tokens in enumerate(ids):
+        names: list[str] = []
         if "completion_mask" in batch:
             answer = "chosen" if i < len(ids) // 2 else "rejected"
             title, wanted = f"row {i % (len(ids) // 2) + 1}, {answer}", batch["completion_mask"][i].tolist()
         else:
             title, wanted = f"row {i + 1}", [0] * len(tokens)
         if labels is not None and labels.ndim == 1:
-            title += f", label {labels[i].item()}"
+            label = labels[i].item()
+            title += f", label {visible(classes[label]) if classes and label >= 0 else label}"
+        elif labels is not None and labels.is_floating_point():  # several classes of a row
+            found = labels[i].tolist()
+            held = [visible(name) for name, is_held in zip(classes, found, strict=False) if is_held]
+            title += f", labels {', '.join(held) if classes else found}"
+        elif labels is not None and classes:
+            wanted = [int(label != IGNORE_INDEX) for label in labels[i].tolist()]
+            names = [classes[label] if label != IGNORE_INDEX else "" for label in labels[i].tolist()]
         elif labels is not None and is_causal(batch):
             # A causal model predicts a token from those before it: the first token of a row is no target.
             wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
         starts = batch["position_ids"][i].eq(0).tolist() if "position_ids" in batch else [False] * len(tokens)
-        if labels is None or labels.ndim == 1 or is_causal(batch):
-            rows.append(show_row(title, tokens, wanted, starts, mask[i], tokenizer))
+        if labels is None or labels.ndim == 1 or labels.is_floating_point() or classes or is_causal(batch):
+            rows.append(show_row(title, tokens, wanted, starts, mask[i], tokenizer, names))
             continue
         rows.append(show_row(f"{title}, to read", tokens, wanted, starts, mask[i], tokenizer))
         targets = [token for token in labels[i].tolist() if token != IGNORE_INDEX]
@@ -101,16 +111,22 @@ def show_row(
     starts: Sequence[bool],
     mask: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
+    names: Sequence[str] = (),
 ) -> ShownRow:
-    """Make a row of tokens, without the padding at its end; in a packed row, which has `starts`, that may be of token 0."""
+    """Make a row of tokens, without the padding at its end; in a packed row, which has `starts`, that may be of token 0.
+
+    `names` are those of the tokens' classes, or empty.
+    """
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
         length -= 1
     special = special_ids(tokenizer)
     shown = min(length, MAX_TOKENS)
     tokens = [
-        Token(token, text, bool(wanted[t]), token in special, bool(starts[t]))
-        for t, (token, text) in enumerate(zip(ids[:shown], spelt(ids[:shown], tokenizer), strict=True))
+        Token(token, f"{text}/{name}" if name else text, bool(wanted[t]), token in special, bool(starts[t]))
+        for t, (token, text, name) in enumerate(
+            zip(ids[:shown], spelt(ids[:shown], tokenizer), names or [""] * shown, strict=False)
+        )
     ]
     title += f" (the first {shown:,} of {length:,} tokens)" if shown < length else ""
     return ShownRow(title, tokens, len(ids) - length)
@@ -160,7 +176,7 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> str:
                 body.append("<hr>" if number else "")
                 for token in document:
                     kinds = [name for name, on in (("target", token.is_target), ("special", token.is_special)) if on]
-                    text = html.escape(token.text).replace("\n", "↵\n")
+                    text = html.escape(printable(token.text)).replace("\n", "↵\n")
                     body.append(f'<span class="{" ".join(kinds)}" title="{token.id}">{text}</span>')
             body.append("</div>")
     legend = "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; "
@@ -177,7 +193,7 @@ def split_documents(tokens: list[Token]) -> list[list[Token]]:
 
 def visible(text: str) -> str:
     """Return a text in one line, whose white space and control characters can be seen."""
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return printable(text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def count_line(num_targets: np.ndarray | int, counts: dict[str, int]) -> str:
