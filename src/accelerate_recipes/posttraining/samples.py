@@ -27,7 +27,7 @@ class Samples:
         self.path = output_dir / "samples.jsonl"
         self.page = output_dir / "samples.html"
         last = step_of(resumed_from) if resumed_from else -1
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         kept = "".join(line for line in whole if json.loads(line)["step"] <= last)
         output_dir.mkdir(parents=True, exist_ok=True)
