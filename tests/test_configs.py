@@ -7,11 +7,13 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import psutil
 import pytest
 import xxhash
 import yaml
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
+from huggingface_hub import constants
 
 from accelerate_recipes import launcher as launcher_module
 from accelerate_recipes import recipe
@@ -454,6 +456,21 @@ def test_a_cache_that_others_have_filled_may_be_read_only(tmp_path):
     args.data_cache_dir = "/proc/nowhere"
     (problem,) = recipe.write_problems(args)
     assert problem.startswith("--data_cache_dir /proc/nowhere cannot be written to: ")
+
+
+def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
+    """Recipes whose libraries write there say so before they begin, each cache once; a stream of text needs none."""
+    found = {}
+    for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
+        monkeypatch.setattr(datasets.config, name, f"/proc/nowhere/{name}")
+    for name in ("chess", "sft", "c4"):
+        args = recipe.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
+        if name == "chess":
+            args.data_cache_dir = str(tmp_path)
+        found[name] = recipe.write_problems(args)
+    assert [len(found[name]) for name in found] == [1, 2, 0]
+    assert found["chess"][0].startswith("/proc/nowhere/HF_MODULES_CACHE cannot be written to: ")
+    assert f"set HF_HOME to a folder of your own, and HF_HUB_CACHE to {constants.HF_HUB_CACHE}" in found["chess"][0]
 
 
 def test_what_may_not_be_read_is_one_message(tmp_path, monkeypatch, started):

@@ -220,6 +220,16 @@ def test_a_full_disk_while_logging_is_a_failure(forks, tmp_path):
     assert not (out / "lock.json").exists()
 
 
+def test_letters_that_the_locale_lacks(forks, tmp_path):
+    """A run whose arguments hold them finishes in the plainest locale, and its card shows them."""
+    out = tmp_path / "Läufer ♞"
+    assert forks.run(out, "--max_steps", 2, LC_ALL="C", config="single", num_processes=1) == 0, out.with_suffix(
+        ".log"
+    ).read_text()[-3000:]
+    assert json.loads((out / "status.json").read_bytes())["state"] == "finished"
+    assert str(out) in (out / "export/README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     """Only rank 1 finds bad data, before training or in step 5; this is no crash, which would be tried again."""

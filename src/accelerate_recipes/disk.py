@@ -69,7 +69,7 @@ def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
     """
     partial = path.with_name(path.name + suffix)
     with naming(path):
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         fsync(partial)
     partial.replace(path)
     fsync(path.parent)

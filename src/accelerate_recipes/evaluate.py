@@ -128,7 +128,7 @@ def keep(export: Path, results: dict[str, Any]) -> None:
     results = read_results(export) | results
     write_atomically(export / RESULTS, json.dumps(results, indent=1) + "\n")
     add_to_list(export, RESULTS)
-    card = (export / "README.md").read_text()
+    card = (export / "README.md").read_text(encoding="utf-8")
     section = f"{HEADING}\n\n{table(results)}\n"
     # It ends at the next heading, or with the card.
     earlier = re.compile(rf"^{re.escape(HEADING)}\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)

@@ -29,6 +29,7 @@ from huggingface_hub import constants
 from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse, printable
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.data.streams import TextArgs
 from accelerate_recipes.disk import existing, is_full
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
@@ -79,16 +80,30 @@ def write_problems(args: TrainArgs) -> list[str]:
     for name in WRITTEN:
         directory = getattr(args, name, None)
         if directory:
-            try:
-                if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
-                    continue  # prepared data there, perhaps somebody else's, are only read
-                with tempfile.TemporaryFile(dir=existing(Path(directory))):
-                    pass
-            except OSError as error:
-                found.append(f"--{name} {directory} cannot be written to: {error.strerror}; give another")
+            if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
+                continue  # prepared data there, perhaps somebody else's, are only read
+            if why := refusal(directory):
+                found.append(f"--{name} {directory} cannot be written to: {why}; give another")
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
+    if not isinstance(args, TextArgs):  # a stream of text is read without `datasets`, and evaluated without `evaluate`
+        caches = ["HF_MODULES_CACHE"] if hasattr(args, "data_cache_dir") else ["HF_MODULES_CACHE", "HF_DATASETS_CACHE"]
+        for directory in (getattr(datasets.config, name) for name in caches):
+            if why := refusal(directory):
+                found.append(
+                    f"{directory} cannot be written to: {why}; set HF_HOME to a folder of your own, and HF_HUB_CACHE to "
+                    f"{constants.HF_HUB_CACHE} if the models lie there"
+                )
     return found
+
+
+def refusal(directory: str | Path) -> str | None:
+    """Return why a directory, or what will hold it, cannot be written to; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=existing(Path(directory))):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:

@@ -10,6 +10,7 @@ with 99.
 
 import importlib
 import json
+import locale
 import os
 import runpy
 import signal
@@ -39,6 +40,7 @@ def rank_process(rank: int, job: dict) -> int:
     if pid := os.fork():
         return pid
     os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    locale.setlocale(locale.LC_CTYPE, "")  # a run may have another LC_ALL than this process
     sys.argv = [job["script"], *job["argv"]]
 
     def run() -> None:

@@ -126,7 +126,7 @@ def write_export(
         config = json.loads((out / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out / "README.md").write_text(model_card(checkpoint, description))
+    (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
 
 
 def list_files(export: Path) -> None:
@@ -174,7 +174,7 @@ def arguments_of(export: Path) -> dict:
         ConfigError: if the card does not have them.
     """
     found = re.search(
-        r"^## Arguments\n\n```yaml\n(.*?)^```", (export / "README.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^## Arguments\n\n```yaml\n(.*?)^```", (export / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     if found is None:
         raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")

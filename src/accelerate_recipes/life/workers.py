@@ -23,11 +23,13 @@ def start_fork_server() -> None:
     the workers. They end when the loader tells them to, or with their process (see `parent`).
     """
     multiprocessing.set_start_method("forkserver", force=True)
+    # The resource tracker, the server and the workers inherit what is blocked.
+    blocked = {*SIGNALS, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     sys.warnoptions.append("ignore:resource_tracker")  # it would warn of each loader that is open when the process ends
     resource_tracker.ensure_running()
     sys.warnoptions.pop()
-    # The server and the workers inherit what is blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting the tracker has unblocked some
     start = util.spawnv_passfds
     # Python 3.11 starts its server as a new program, which would import everything again, for seconds and a second time in
     # memory. A fork is as safe as long as there is no other thread.
