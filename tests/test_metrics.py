@@ -123,6 +123,8 @@ def test_a_tracker_knows_a_run_again(tmp_path, monkeypatch):
     def settings(folder: Path, resumed_from: Path | None = None) -> dict:
         return tracker_settings(SimpleNamespace(output_dir=folder, resumed_from=resumed_from))
 
+    for name in ("tall", "two/tall", "new"):
+        (tmp_path / name).mkdir(parents=True)
     first = settings(tmp_path / "tall")
     assert first["wandb"]["name"] == "tall" and first["trackio"]["name"].startswith("tall-")
     assert first["trackio"]["resume"] == "never"
