@@ -80,7 +80,7 @@ def requirements(args: Args) -> Requirements:
         models=[args.base_model],
         kind=ENCODER_DECODER,
         datasets=[source.dataset for source in (*args.train_sources, *args.eval_sources) if source.split],
-        new_model=(lambda: make_model(args, vocab_size=args.vocab_size)) if args.from_scratch else None,
+        new_model=(lambda: make_model(args)) if args.from_scratch else None,
     )
 
 
@@ -89,17 +89,20 @@ def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
     if not args.from_scratch:
         name, settings = args.model_name_or_path, load_settings(args)
         return load_encoder_decoder(name, args.attn_implementation, args.dropout_rate, **settings)
-    return new_t5(args.attn_implementation, args.param_dtype, **sizes(args), **vocabulary)
+    return new_t5(args.attn_implementation, args.param_dtype, **sizes(args) | vocabulary)
 
 
 def sizes(args: Args) -> dict[str, Any]:
-    """Return the fields of a new model's configuration, besides those that its tokenizer decides."""
-    names = ("d_model", "d_kv", "d_ff", "num_layers", "num_heads", "dropout_rate")
-    return {name: getattr(args, name) for name in names} | {"feed_forward_proj": "gated-gelu"}
+    """Return the fields of a new model's configuration; its tokenizer, if there is one yet, decides some of them."""
+    names = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "dropout_rate")
+    return {name: getattr(args, name) for name in names} | {
+        "feed_forward_proj": "gated-gelu",
+        "decoder_start_token_id": 0,
+    }
 
 
 def trial(args: Args) -> Trial:
-    return pairs_trial(args, T5Config(**sizes(args), vocab_size=args.vocab_size) if args.from_scratch else None)
+    return pairs_trial(args, T5Config(**sizes(args)) if args.from_scratch else None)
 
 
 def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Dataset]:

@@ -221,7 +221,7 @@ def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_p
     ]
     done = run_forked(*tiny, *arguments, "--max_steps", 2, "--report_to", "tensorboard", config="fsdp_full_state_dict")
     assert done.returncode == 0 and "1 skipped" in done.stderr, done.stderr[-3000:]
-    assert list((tmp_path / "out").rglob("events.out.tfevents.*"))
+    assert list((tmp_path / "out/chess").glob("events.out.tfevents.*"))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,8 @@ from accelerate import Accelerator
 from transformers import Gemma4TextConfig, LlamaConfig, MixtralConfig
 
 from accelerate_recipes import metrics
+from accelerate_recipes.agenda import tracker_settings
+from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.models import new_llama
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -112,3 +115,28 @@ def test_a_step_has_its_evaluation_or_not(tmp_path):
         log.log_step(step, window, grad_norm=1.0, lr=0.1, gib=1.0, counts={})
     log.log_evaluation(4, {"loss": 1.0})
     assert [log.has_evaluation(step) for step in (0, 2, 4)] == [False, False, True]
+
+
+def test_a_tracker_knows_a_run_again(tmp_path, monkeypatch):
+    """A run is named after its output directory; resumed there it is the same one, begun anew or elsewhere another one."""
+
+    def settings(folder: Path, resumed_from: Path | None = None) -> dict:
+        return tracker_settings(SimpleNamespace(output_dir=folder, resumed_from=resumed_from))
+
+    for name in ("tall", "two/tall", "new"):
+        (tmp_path / name).mkdir(parents=True)
+    first = settings(tmp_path / "tall")
+    assert first["wandb"]["name"] == "tall" and first["trackio"]["name"].startswith("tall-")
+    assert first["trackio"]["resume"] == "never"
+    monkeypatch.chdir(tmp_path)
+    again = settings(Path("tall"), tmp_path / "tall/checkpoint-3")
+    assert again == first | {"trackio": first["trackio"] | {"resume": "allow"}}
+    others = [
+        settings(tmp_path / "tall"),
+        settings(tmp_path / "two/tall"),
+        settings(tmp_path / "new", tmp_path / "tall/checkpoint-3"),
+    ]
+    assert len({other["wandb"]["id"] for other in [first, *others]}) == 4
+    assert others[-1]["trackio"]["resume"] == "never"
+    update_status(tmp_path / "tall", state="running")
+    assert read_status(tmp_path / "tall")["run"] == others[0]["wandb"]["id"]

@@ -12,8 +12,10 @@ from transformers import (
     BartConfig,
     BertConfig,
     ConvNextConfig,
+    Gemma2Config,
     LlamaConfig,
     MT5Config,
+    OPTConfig,
     PreTrainedTokenizerFast,
     SwinConfig,
     T5Config,
@@ -101,6 +103,14 @@ def bases(tmp_path_factory):
             vocab_size=203, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
         ),
+        "OPT": OPTConfig(
+            vocab_size=203, hidden_size=48, ffn_dim=100, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=48,
+            max_position_embeddings=64, dropout=0.0,
+        ),
+        "GEMMA2": Gemma2Config(
+            vocab_size=203, hidden_size=48, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=12, max_position_embeddings=64,
+        ),
         "T5": T5Config(**t5, num_layers=2),
         "FLAN": T5Config(**t5, num_layers=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         "MT5": MT5Config(**t5, num_layers=2, feed_forward_proj="gated-gelu"),
@@ -152,8 +162,25 @@ def job(config: str, command: list[str], *flags: str, num_processes: int = 2, **
     return Job(launch_environment([*argv, "--main_process_ip", "head", *command]), command, **changes)
 
 
+PACKED = ["--attn_implementation", "auto", "--whole_logits", "true", "--model_name_or_path"]
+NEW_T5 = [
+    *T5[:-1],
+    "--train_files",
+    TEXTS,
+    "--from_scratch",
+    "--vocab_size",
+    "203",
+    "--d_model",
+    "48",
+    "--d_ff",
+    "100",
+    "--num_layers",
+    "2",
+]
 CASES = [
-    ("fsdp_full", FP32, 2, [[], LORA]),
+    ("fsdp_full", FP32, 2, [[], LORA, [*PACKED, "OPT"]]),
+    pytest.param("fsdp_full", BF16, 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"], NEW_T5], marks=pytest.mark.slow),
+    pytest.param("fsdp_full", [*FP32, *RECOMPUTE], 2, [[*PACKED, "OPT"], [*PACKED, "GEMMA2"]], marks=pytest.mark.slow),
     pytest.param(
         "fsdp_full",
         FP32,

@@ -1,7 +1,10 @@
 """Calendar of a run: when to log, evaluate, save and stop. Our loop and trl's trainers both use it."""
 
+import sys
 import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 from accelerate.utils import set_seed
 
@@ -10,7 +13,7 @@ from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import forget_evaluated_shapes
 from accelerate_recipes.life import stop, watch
-from accelerate_recipes.life.status import update_status
+from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import max_over_ranks
@@ -18,6 +21,20 @@ from accelerate_recipes.run import Run
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
+
+
+def tracker_settings(run: Run) -> dict[str, dict[str, str]]:
+    """Return what each tracker needs to know a run by its output directory, and again when it is resumed there.
+
+    status.json keeps the id. A run that begins anew in the directory of another one gets a new id. (Names of directories are
+    not unique, but trackio finds a run to resume by its name. TensorBoard finds it by its folder.)
+    """
+    known = read_status(run.output_dir).get("run") if run.resumed_from else None
+    number = known or uuid.uuid4().hex[:8]
+    update_status(run.output_dir, run=number)
+    name = run.output_dir.resolve().name
+    trackio = {"name": f"{name}-{number}", "resume": "allow" if known else "never"}
+    return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio}
 
 
 class Agenda:
@@ -75,7 +92,9 @@ class Agenda:
                 name: value if isinstance(value, int | float | str) else str(value)
                 for name, value in args.values().items()
             }
-            run.accelerator.init_trackers(run.output_dir.name, config=config)
+            # The script is the project; a run in it is named after its output directory.
+            settings = tracker_settings(run) if run.is_first else {}
+            run.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config, init_kwargs=settings)
         if run.is_first:
             newest = str(run.checkpointer.newest or "")
             update_status(run.output_dir, state="running", step=self.step, checkpoint=newest, reason="")

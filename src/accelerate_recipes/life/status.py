@@ -2,7 +2,7 @@
 
 Its keys: `state` (running, finished, stopped, failed: the user must put something right, crashed: any other error), `step`
 (of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, `job`
-(which wrote it), and `restarts` (of this job).
+(which wrote it), `restarts` (of this job), and `run` (by which a tracker knows it).
 """
 
 import json

@@ -27,6 +27,7 @@ from accelerate_recipes import distributed, recipe
 from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError, TrainArgs, computes_in_bf16, resolve
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.losses import packing_of
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
@@ -240,6 +241,8 @@ def simulate_here(job: Job) -> Outcome:
         model = trial.make_model(config)
     adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
+    if "position_ids" in trial.batch:
+        packing_of(model.config)  # which the loss asks: its small model would have no values under fakes
     with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
         run = Run(args, distributed.make_accelerator(args))
         run.adapter = adapter
