@@ -219,6 +219,9 @@ class TrainArgs:
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
 
+    # Folders that libraries write to during the run, by the variables of the environment that name them.
+    library_folders: ClassVar[tuple[str, ...]] = ()
+
     # Folders that only the machine of the run sees: this machine cannot check their files.
     elsewhere = ()
 

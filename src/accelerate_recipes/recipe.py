@@ -45,6 +45,11 @@ from accelerate_recipes.strategy import launch_problems
 # Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
+LIBRARY_FOLDERS = {
+    "HF_DATASETS_CACHE": "the rows of this run are kept there",
+    "HF_MODULES_CACHE": "the metrics of this run are kept there",
+}
+
 
 @dataclass
 class Requirements:
@@ -87,6 +92,16 @@ def write_problems(args: TrainArgs) -> list[str]:
                 found.append(f"--{name} {directory} cannot be written to: {error.strerror}; give another")
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
+    for name in args.library_folders:
+        place = Path(getattr(datasets.config, name))
+        try:
+            with tempfile.TemporaryFile(dir=existing(place)):
+                pass
+        except OSError as error:
+            found.append(
+                f"{place} cannot be written to: {error.strerror}; let {name}, or HF_HOME, name a folder that can: "
+                f"{LIBRARY_FOLDERS[name]}"
+            )
     return found
 
 

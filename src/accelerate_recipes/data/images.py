@@ -80,6 +80,8 @@ class Augmentation:
 class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     """Arguments that say which images a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
+    library_folders = ("HF_DATASETS_CACHE", "HF_MODULES_CACHE")
+
     train_files: list[str] = arg(
         [],
         "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset. Shards that "

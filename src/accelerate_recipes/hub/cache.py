@@ -113,7 +113,7 @@ def repository(repo_type: str, name: str) -> Path:
 def read_manifest(repo_type: str, name: str) -> dict | None:
     try:
         return json.loads((repository(repo_type, name) / MANIFEST).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -129,7 +129,7 @@ def revision(repo_type: str, name: str) -> str | None:
         return manifest["revision"]
     try:
         return (repository(repo_type, name) / "refs" / "main").read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
