@@ -82,7 +82,7 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert f"--model_name_or_path is now '{moved}'; until step 6 it was '{model}'" in log_of(killed)
     (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
     args = recipe.load(ROOT / "recipes/template.py").Args(
-        output_dir=str(killed), model_name_or_path=str(moved), resume_from_checkpoint="latest"
+        output_dir=str(whole), model_name_or_path=str(moved), resume_from_checkpoint="latest"
     )
     with pytest.raises(ConfigError, match=f"--model_name_or_path was '{model}' and is now '{moved}'; set it back"):
         find_resume(args)
