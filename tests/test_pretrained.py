@@ -10,12 +10,14 @@ import datasets
 import pytest
 import sentencepiece
 import torch
-from helpers import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT, log_of
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -55,6 +57,7 @@ def models(tmp_path_factory) -> Path:
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32)),
         "tied": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, tie_word_embeddings=True)),
         "mixtral": MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)),
+        "gptj": GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)),
         "t5": T5ForConditionalGeneration(encoder_decoder),
         "bert": BertForMaskedLM(BertConfig(**SIZES)),
         "vit": ViTModel(ViTConfig(**SIZES, image_size=32, patch_size=16)),
@@ -159,10 +162,26 @@ def test_weights_of_another_model(said, copy, name, by, change, reasons):
     assert all(reason in message for reason in reasons), message
 
 
+def test_where_only_one_process_reads_the_weights(models, forks, tmp_path):
+    """Two ranks under FSDP2, of which one would read the weights, end with the same message, once, and no traceback."""
+    folder, out = shutil.copytree(models / "tied", tmp_path / "model"), tmp_path / "out"
+    rewrite(folder, without("0.mlp.up_proj.weight"))
+    args = ["--train_files", models / "texts.jsonl", "--validation_files", models / "texts.jsonl", "--max_length", 16]
+    args += ["--model_name_or_path", folder, "--max_steps", 1, "--total_batch_size", 2]
+    assert forks.run(out, *args, script=ROOT / "recipes/c4.py") == 2
+    assert log_of(out).count("random values: model.layers.0.mlp.up_proj.weight") == 1, log_of(out)
+    assert "Traceback" not in log_of(out)
+
+
 def test_what_a_class_ignores_does_not_count(said, copy):
     """Old files hold buffers that are no weights, and tied weights twice."""
+    folder = copy("gptj")
+    computed = {"transformer.h.0.attn.bias": torch.ones(4, 4), "transformer.h.0.attn.masked_bias": torch.tensor(-1e9)}
+    rewrite(folder, lambda weights: weights | computed)
+    assert said(folder) == ""
+    shutil.rmtree(folder)
     folder = copy("tied")
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
     rewrite(folder, lambda weights: weights | buffer | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     assert said(folder) == ""
 

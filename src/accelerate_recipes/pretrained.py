@@ -4,9 +4,10 @@ preflight and the processes of a run call `check_model`, so that they say the sa
 that its files lack a random value, and only prints a table of such weights while it loads.
 """
 
+import contextlib
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,28 +110,40 @@ def check_model(
     for field, value in (changes(config, name) if changes else {}).items():
         setattr(config, field, value)
     kind.check(config, name)
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # what it would print of missing weights is told below
     try:
         config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
         with torch.device("meta"):
             model = kind.auto.from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
-            model = loaded_on_meta(model, name, kind)
+            with silence():
+                model = loaded_on_meta(model, name, kind)
     except ConfigError:
         raise
     except (ValueError, AttributeError, RuntimeError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(needs_code(f"model {name}")) from error
         raise ConfigError(f"model {name} cannot be made by {kind.auto.__name__}: {first_line(error)}") from error
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
     if model.can_generate():
         settings = generation_config(model, name)
         if config.is_encoder_decoder:
             settings.update(num_beams=1, length_penalty=1.0, early_stopping=False)  # recipes/t5.py sets them
         check_generation_config(settings, name)
     return model
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Leave out the progress of a loading that only looks, and the table of missing weights, which the caller tells."""
+    logging = transformers.utils.logging
+    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
@@ -150,9 +163,14 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight
         for weight, of_file, wanted in found["mismatched_keys"]
     }
+    buffers = dict(loaded.named_buffers())  # old files hold these, which are computed, and a constant of attention
     kinds = {
         "not in the files, so that they would begin with random values": found["missing_keys"],
-        "in the files, but not in such a model": found["unexpected_keys"],
+        "in the files, but not in such a model": [
+            weight
+            for weight in found["unexpected_keys"]
+            if weight not in buffers and not weight.endswith(".masked_bias")
+        ],
         "of another shape": shapes,
     }
     problems = []
