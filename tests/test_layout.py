@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "games": {"args", "data", "disk", "generation", "hub", "ranks"},
     "agenda": {"args", "checkpoint", "data", "distributed", "life", "metrics", "ranks", "run"},
     "engine": {"agenda", "checkpoint", "data", "distributed", "life", "metrics", "ranks", "run", "sequence"},
-    "pretrained": {"args", "hub"},
+    "pretrained": {"args", "disk", "hub"},
     "trial": {"adapters", "args", "data", "hub", "losses", "models", "pretrained"},
     "posttraining": {
         "adapters",

@@ -1,21 +1,28 @@
 """Tests of pretrained models that cannot be loaded: preflight and a launch say why, with the same message."""
 
+import io
 import json
 import re
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
+import sentencepiece
 import torch
-from helpers import CONFIGS, ROOT
+from helpers import CONFIGS, ROOT, log_of
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MT5Config,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -25,8 +32,10 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.hub import cache
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model, new_word_tokenizer
+from accelerate_recipes.models import load_model, load_tokenizer, new_word_tokenizer
+from accelerate_recipes.pretrained import fingerprint
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {
@@ -48,6 +57,7 @@ def models(tmp_path_factory) -> Path:
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32)),
         "tied": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, tie_word_embeddings=True)),
         "mixtral": MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)),
+        "gptj": GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)),
         "t5": T5ForConditionalGeneration(encoder_decoder),
         "bert": BertForMaskedLM(BertConfig(**SIZES)),
         "vit": ViTModel(ViTConfig(**SIZES, image_size=32, patch_size=16)),
@@ -152,10 +162,26 @@ def test_weights_of_another_model(said, copy, name, by, change, reasons):
     assert all(reason in message for reason in reasons), message
 
 
+def test_where_only_one_process_reads_the_weights(models, forks, tmp_path):
+    """Two ranks under FSDP2, of which one would read the weights, end with the same message, once, and no traceback."""
+    folder, out = shutil.copytree(models / "tied", tmp_path / "model"), tmp_path / "out"
+    rewrite(folder, without("0.mlp.up_proj.weight"))
+    args = ["--train_files", models / "texts.jsonl", "--validation_files", models / "texts.jsonl", "--max_length", 16]
+    args += ["--model_name_or_path", folder, "--max_steps", 1, "--total_batch_size", 2]
+    assert forks.run(out, *args, script=ROOT / "recipes/c4.py") == 2
+    assert log_of(out).count("random values: model.layers.0.mlp.up_proj.weight") == 1, log_of(out)
+    assert "Traceback" not in log_of(out)
+
+
 def test_what_a_class_ignores_does_not_count(said, copy):
     """Old files hold buffers that are no weights, and tied weights twice."""
+    folder = copy("gptj")
+    computed = {"transformer.h.0.attn.bias": torch.ones(4, 4), "transformer.h.0.attn.masked_bias": torch.tensor(-1e9)}
+    rewrite(folder, lambda weights: weights | computed)
+    assert said(folder) == ""
+    shutil.rmtree(folder)
     folder = copy("tied")
-    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
     rewrite(folder, lambda weights: weights | buffer | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     assert said(folder) == ""
 
@@ -305,3 +331,80 @@ def test_code_beside_a_model_never_runs(said, copy, monkeypatch, changes, of_tok
     if not message:
         load_model(str(folder), "sdpa")
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "name, recipe_name, model", [("HF_DATASETS_CACHE", "template", "bert"), ("HF_MODULES_CACHE", "t5", "t5")]
+)
+@pytest.mark.parametrize("place", ["/proc/nowhere", "{file}/below"])
+def test_folders_that_libraries_write_to(name, recipe_name, model, place, models, tmp_path, monkeypatch):
+    """Where HF_HOME is read-only or cannot be made, preflight and a launch name the folder, and the variable that moves it."""
+    monkeypatch.chdir(models)
+    place = Path(place.format(file=models / "texts.jsonl"))
+    monkeypatch.setattr(datasets.config, name, place)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
+    command = [
+        str(ROOT / f"recipes/{recipe_name}.py"),
+        *DATA[recipe_name],
+        "--output_dir",
+        str(tmp_path),
+        "--max_steps",
+        "1",
+    ]
+    command += ["--model_name_or_path", str(models / model)]
+    problem = re.escape(f"{place} cannot be written to: ") + ".*; set HF_HOME to a folder of your own"
+    with pytest.raises(ConfigError, match=problem) as said:
+        preflight([str(CONFIGS / "single.yaml"), *command])
+    assert len(re.findall("  - ", str(said.value))) == 1
+    module = recipe.load(command[0])
+    assert re.search(problem, *recipe.problems_here(parse(module.Args, command[1:], world_size=1)))
+    c4 = recipe.load(ROOT / "recipes/c4.py")
+    assert recipe.problems_here(parse(c4.Args, [*DATA["c4"], "--max_steps", "1"], world_size=1)) == []
+
+
+@pytest.mark.parametrize(
+    "file, config, kind, settings",
+    [
+        ("spiece.model", MT5Config(vocab_size=60, decoder_start_token_id=0), "unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
+        ("tokenizer.model", LlamaConfig(vocab_size=60), "bpe", {"tokenizer_class": "LlamaTokenizer"}),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_of_sentencepiece_alone(file, config, kind, settings, tmp_path):
+    """A tokenizer that is published as sentencepiece's file alone, as mT5's is, gives the ids that sentencepiece gives."""
+    texts = ["the cat sat on the mat", "a dog sat on the log", "the dog and the cat"]
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=written, model_type=kind, vocab_size=45, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=3, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / file).write_bytes(written.getvalue())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    wanted = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    for text in texts:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == wanted.encode(text)
+    (tmp_path / file).write_text(POINTER)
+    assert cache.lacking(cache.HubModel(str(tmp_path), weights=False))[0].startswith(f"{file} (it is a git-LFS pointer")
+
+
+def test_a_model_is_known_in_another_place(models, copy):
+    """A model that was moved is the same; with other weights, settings or tokenizer it is another."""
+    folder = copy("llama")
+    assert fingerprint(str(folder)) == fingerprint(str(models / "llama"))
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    weights = load_file(last)
+    weights[max(weights)] += 1e-3
+    save_file(weights, last)
+    changed = fingerprint(str(folder))
+    set_config(folder, rms_norm_eps=1e-5)
+    assert (
+        len({fingerprint(str(models / "llama")), changed, fingerprint(str(folder)), fingerprint(str(models / "tied"))})
+        == 4
+    )
+    assert fingerprint(str(folder / "nowhere")) is None
+    as_one = folder.parent / "one"
+    LlamaForCausalLM.from_pretrained(models / "llama").save_pretrained(as_one)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models / "llama" / name, as_one)
+    assert fingerprint(str(as_one)) == fingerprint(str(models / "llama")), "in one file or several"

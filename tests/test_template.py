@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from helpers import ROOT, blocks, losses, read_metrics
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
+from accelerate_recipes import recipe
+from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.files import candidates, step_of
+from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.models import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
@@ -63,14 +67,26 @@ def arguments(tmp_path_factory):
 
 
 def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp_path):
-    """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run."""
+    """The page's recipe trains sharded over two processes; after a kill, its steps are those of an uninterrupted run.
+
+    Meanwhile the model was moved; another model cannot take its place.
+    """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert forks.run(whole, *arguments, script=typed) == 0, log_of(whole)[-3000:]
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
     arguments = [*arguments, "--dataloader_num_workers", 1]
     assert forks.run(killed, *arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
     assert [step_of(path) for path in candidates(killed)] == [4, 6]
-    assert forks.run(killed, *arguments, script=typed) == 0, log_of(killed)[-3000:]
+    model = Path(arguments[arguments.index("--model_name_or_path") + 1])
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert forks.run(killed, *arguments, "--model_name_or_path", moved, script=typed) == 0, log_of(killed)[-3000:]
+    assert f"--model_name_or_path is now '{moved}'; until step 6 it was '{model}'" in log_of(killed)
+    (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
+    args = recipe.load(ROOT / "recipes/template.py").Args(
+        output_dir=str(whole), model_name_or_path=str(moved), resume_from_checkpoint="latest"
+    )
+    with pytest.raises(ConfigError, match=f"--model_name_or_path was '{model}' and is now '{moved}'; set it back"):
+        find_resume(args)
     assert "Strategy: FSDP2 full shard | 2 x cpu" in log_of(killed) and "(step 6, saved by 2 x" in log_of(killed)
     assert losses(killed) == losses(whole)
     evaluations = [record for record in read_metrics(whole) if "eval_accuracy" in record]

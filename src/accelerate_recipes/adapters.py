@@ -21,13 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -36,6 +33,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
 from accelerate_recipes.hub import cache
+from accelerate_recipes.pretrained import mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
 from accelerate_recipes.weights import linear_layers_and_experts, seed_of
 
@@ -312,19 +310,9 @@ def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
     """
     name, revision = config.base_model_name_or_path, config.revision
     place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
-    found = next((file for file in cache.WEIGHTS if (place / file).is_file()), None)
-    if found is None:
+    if not any((place / file).is_file() for file in cache.WEIGHTS):
         raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
-    tensors = {}
-    for file in cache.shards_of(place / found) if found.endswith(".index.json") else [found]:
-        try:
-            if file.endswith(".safetensors"):
-                tensors |= load_file(place / file)
-            else:
-                tensors |= torch.load(place / file, map_location="cpu", mmap=True, weights_only=True)
-        except (SafetensorError, RuntimeError, OSError, UnpicklingError) as error:
-            raise ConfigError(f"{place / file} cannot be read: {error}") from error
-    return tensors
+    return mapped_weights(place)
 
 
 def weight_of(name: str, layer: "LoraLayer") -> str:

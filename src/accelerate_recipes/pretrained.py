@@ -4,24 +4,29 @@ preflight and the processes of a run call `check_model`, so that they say the sa
 that its files lack a random value, and only prints a table of such weights while it loads.
 """
 
+import contextlib
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import xxhash
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.modeling_utils import load_state_dict
 
 from accelerate_recipes.args import ConfigError, first_line
+from accelerate_recipes.disk import checksum
 from accelerate_recipes.hub import cache
 
 NUM_NAMED = 8  # weights named in a message
+NUM_VALUES = 1024  # of each weight, by which a model is known again
+TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
 # What puts a prefix before the names of all weights, and how they are saved without it.
 PREFIXES = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`",
@@ -105,22 +110,19 @@ def check_model(
     for field, value in (changes(config, name) if changes else {}).items():
         setattr(config, field, value)
     kind.check(config, name)
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # what it would print of missing weights is told below
     try:
         config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
         with torch.device("meta"):
             model = kind.auto.from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
-            model = loaded_on_meta(model, name, kind)
+            with silence():
+                model = loaded_on_meta(model, name, kind)
     except ConfigError:
         raise
     except (ValueError, AttributeError, RuntimeError, TypeError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(needs_code(f"model {name}")) from error
         raise ConfigError(f"model {name} cannot be made by {kind.auto.__name__}: {first_line(error)}") from error
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
     if model.can_generate():
         settings = generation_config(model, name)
         if config.is_encoder_decoder:
@@ -129,11 +131,26 @@ def check_model(
     return model
 
 
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Leave out the progress of a loading that only looks, and the table of missing weights, which the caller tells."""
+    logging = transformers.utils.logging
+    verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
 def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
     """Let transformers load weights without values into a model of the same class. Raises ConfigError, as `check_model`."""
-    weights = weights_on_meta(cache.folder("model", name))
+    weights = {weight: tensor.to("meta") for weight, tensor in mapped_weights(cache.folder("model", name)).items()}
     model_class: Any = type(model)
-    settings = {"config": model.config, "state_dict": dict(weights), "device_map": "meta"}
+    settings = {"config": model.config, "state_dict": weights, "device_map": "meta"}
     settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are told
     try:
         loaded, found = model_class.from_pretrained(None, **settings)
@@ -146,9 +163,14 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight
         for weight, of_file, wanted in found["mismatched_keys"]
     }
+    buffers = dict(loaded.named_buffers())  # old files hold these, which are computed, and a constant of attention
     kinds = {
         "not in the files, so that they would begin with random values": found["missing_keys"],
-        "in the files, but not in such a model": found["unexpected_keys"],
+        "in the files, but not in such a model": [
+            weight
+            for weight in found["unexpected_keys"]
+            if weight not in buffers and not weight.endswith(".masked_bias")
+        ],
         "of another shape": shapes,
     }
     problems = []
@@ -183,8 +205,8 @@ def first_names(names: Iterable[str]) -> str:
     return f"{', '.join(names[:NUM_NAMED])}{more}"
 
 
-def weights_on_meta(place: Path) -> dict[str, torch.Tensor]:
-    """Read names, shapes and dtypes of the weights of the model in a folder, from all its files.
+def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
+    """Open the weights in a folder, from all its files, which are mapped, not read.
 
     Raises:
         ConfigError: for a file that is not whole.
@@ -193,9 +215,9 @@ def weights_on_meta(place: Path) -> dict[str, torch.Tensor]:
     for file in map(place.joinpath, cache.weight_files(place)):
         try:
             if file.suffix == ".safetensors":
-                weights |= load_state_dict(file, map_location="meta")
-            else:  # only mapped, values are not read; before torch 1.6 files were no archives
-                weights |= torch.load(file, map_location="meta", mmap=zipfile.is_zipfile(file), weights_only=True)
+                weights |= load_file(file)
+            else:  # before torch 1.6 files were no archives, and cannot be mapped
+                weights |= torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
         except (
             SafetensorError,
             RuntimeError,
@@ -210,6 +232,25 @@ def weights_on_meta(place: Path) -> dict[str, torch.Tensor]:
                 "of weights: copy or download it again"
             ) from error
     return weights
+
+
+def fingerprint(name: str) -> str | None:
+    """Compute a checksum by which a model is known again in another place; None if it is not here.
+
+    It covers the files besides the weights whole, and of each weight the name, shape, dtype and first values: training
+    changes almost all values of a weight.
+    """
+    place = cache.folder("model", name)
+    if place is None or cache.lacking_of_model(place, weights=True):
+        return None
+    found = xxhash.xxh3_128()
+    files = (file for end in TEXTS for file in place.glob(end) if not file.name.endswith(".index.json"))
+    for file in sorted(files):
+        found.update(f"{file.name} {checksum(file)}\n".encode())
+    for weight, tensor in sorted(mapped_weights(place).items()):
+        first = tensor.flatten()[:NUM_VALUES].view(torch.uint8).numpy()
+        found.update(f"{weight} {tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(first)}\n".encode())
+    return found.hexdigest()
 
 
 def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:

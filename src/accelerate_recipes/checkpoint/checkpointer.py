@@ -54,8 +54,8 @@ from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.optim import local_shard
-from accelerate_recipes.pretrained import check_generation_config
-from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.pretrained import check_generation_config, fingerprint
+from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
 from accelerate_recipes.weights import WRAPPERS
 
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
@@ -113,6 +113,7 @@ class Checkpointer:
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
             # `save_pretrained` does the same, but only at the first checkpoint.
             check_generation_config(settings, self.args.base_model)
+        self.model_checksum = fingerprint(self.args.base_model) if is_first() and self.args.base_model else None
         self.stager = HostCopy()
         # Collectives in the background must not come between those of training.
         self.group = None
@@ -261,6 +262,7 @@ class Checkpointer:
             "mixed_precision": self.accelerator.mixed_precision,
             "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
             "base_model": self.adapter.base if self.adapter else None,
+            "model_checksum": self.model_checksum,
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
             },

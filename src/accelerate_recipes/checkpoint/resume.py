@@ -17,11 +17,13 @@ from accelerate_recipes.checkpoint.files import (
     damage,
     defect,
     leftovers,
+    read_marker,
     remove_leftovers,
     set_aside,
     step_of,
 )
 from accelerate_recipes.life import lock
+from accelerate_recipes.pretrained import fingerprint
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 
@@ -126,6 +128,12 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     }
 
 
+def is_same_model(checkpoint: Path, name: str) -> bool:
+    """Tell whether a model is the one that a checkpoint's run began with, though it lies elsewhere."""
+    then = read_marker(checkpoint).get("model_checksum")
+    return bool(then and name) and then == fingerprint(name)
+
+
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:
     return yaml.safe_load((checkpoint / "args.yaml").read_text())
 
@@ -140,7 +148,7 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
     fatal = [
         f"--{name} was {before!r} and is now {now!r}; set it back, or start anew in another --output_dir"
         for name, (before, now) in changed_arguments(checkpoint, args).items()
-        if name in fixed
+        if name in fixed and not (name == "model_name_or_path" and is_same_model(checkpoint, now))
     ]
     fatal += args.settle(saved_arguments(checkpoint))
     if fatal:

@@ -21,6 +21,7 @@ from accelerate_recipes.hub import cache
 class RowsArgs:
     """Arguments that say which rows a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
+
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
     train_split: str = arg("train", "Split to train on.")

@@ -29,6 +29,7 @@ VERSION = 3  # of the prepared data; raise it when their form changes, so that n
 class GamesArgs:
     """Arguments that say which games a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
+
     dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
     dataset_files: str = arg(
         "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each file has about 528 MB."

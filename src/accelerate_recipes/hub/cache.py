@@ -159,7 +159,7 @@ def revision(repo_type: str, name: str) -> str | None:
         return manifest["revision"]
     try:
         return (repository(repo_type, name) / "refs" / "main").read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
