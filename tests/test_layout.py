@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "data",
         "disk",
         "distributed",
+        "hub",
         "life",
         "metrics",
         "models",
