@@ -40,6 +40,7 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 @dataclass
 class Args(GamesArgs, TrainArgs):
     shares_rows = True
+    of_new_model = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")

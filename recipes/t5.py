@@ -50,6 +50,8 @@ METRICS = Path(__file__).parent / "metrics"
 
 @dataclass
 class Args(PairArgs, GenerationArgs, TrainArgs):
+    of_new_model = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+
     output_dir: str = "outputs/t5"
     model_name_or_path: str = arg(
         "google/flan-t5-base", "T5, T5 v1.1, FLAN-T5, mT5 or BART: a name on the Hub, or a folder."

@@ -380,3 +380,19 @@ def test_help_names_the_range(capsys):
     with pytest.raises(SystemExit):
         parse(TrainArgs, ["--help"], world_size=1)
     assert "{at least 0, and below 1}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["c4", "chess", "sft", "t5", "vit"])
+def test_a_pretrained_model_has_no_sizes_of_a_new_one(name):
+    """Neither the start, nor a checkpoint, nor the model card names what was not used."""
+    args = recipe.load(ROOT / f"recipes/{name}.py").Args()
+    args.model_name_or_path = "a/model"
+    of_new = {"hidden_size", "d_model", "num_hidden_layers", "num_layers", "image_size", "rope_theta", "model_type"}
+    assert not of_new & args.values().keys() and {"seed", "model_name_or_path"} <= args.values().keys()
+    if name == "c4":
+        args.rope_theta = 2e4  # this stretches the pretrained model
+        assert {"rope_theta", "max_position_embeddings"} <= args.values().keys() and not {
+            "hidden_size"
+        } & args.values().keys()
+    args.model_name_or_path, args.from_scratch = "", True
+    assert of_new & args.values().keys()

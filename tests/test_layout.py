@@ -40,6 +40,7 @@ MAY_IMPORT = {
         "data",
         "disk",
         "distributed",
+        "hub",
         "life",
         "metrics",
         "models",

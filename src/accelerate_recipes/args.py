@@ -367,11 +367,12 @@ class TrainArgs:
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
 
     def values(self) -> dict[str, Any]:
-        """Return all arguments by name."""
-        return {name: value for name, value in asdict(self).items() if name not in self.owned_elsewhere}
+        """Return all arguments by name; beside a pretrained model, none that a recipe calls `of_new_model`."""
+        left_out = {*self.owned_elsewhere, *(getattr(self, "of_new_model", ()) if self.base_model else ())}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def save(self, path: Path) -> None:
-        """Write all arguments as YAML; the file is itself a valid `--config`."""
+        """Write the arguments as YAML; the file is itself a valid `--config`."""
         path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
 
 

@@ -226,6 +226,12 @@ class Architecture:
     eos_token_id: int = arg(2, "Id of the tokenizer's end token, for the model's config.json.", min=0)
 
     @property
+    def of_new_model(self) -> set[str]:
+        """Names of the arguments that a pretrained model does without."""
+        names = set(Architecture.__dataclass_fields__)
+        return {n for n in names if not n.startswith(("rope_", "max_position"))} if self.stretches else names
+
+    @property
     def stretches(self) -> bool:
         """True if the arguments say how a pretrained model's positions are stretched."""
         default = Architecture()

@@ -30,6 +30,7 @@ from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
+from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
@@ -214,7 +215,9 @@ class Run(Generic[Args]):
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
         generation = [model.generation_config] if model.can_generate() else []
-        self.artifacts = copy.deepcopy([model.config, *generation, tokenizer])
+        self.artifacts = copy.deepcopy([model.config, *generation])
+        if self.is_first:  # it is the last, since it rewrites what the others have written
+            self.artifacts.append(Published(self.artifacts[0], tokenizer))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
         name = getattr(self.args, "attn_implementation", "")

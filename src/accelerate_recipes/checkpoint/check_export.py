@@ -21,6 +21,7 @@ from transformers import (
 
 from accelerate_recipes.args import ConfigError, error_list, first_line
 from accelerate_recipes.checkpoint.export import arguments_of
+from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.rendering import (
     SETTINGS,
     Rendering,
@@ -60,7 +61,7 @@ def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> E
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for artifact in (model.config, model.generation_config, tokenizer):
+            for artifact in (model.config, model.generation_config, Published(model.config, tokenizer)):
                 artifact.save_pretrained(folder)  # pyright: ignore[reportOptionalMemberAccess]
         except ValueError as error:  # transformers refuses to save some settings that it loads
             raise ConfigError(f"the model's settings cannot be exported: {error}; mend its configuration") from error

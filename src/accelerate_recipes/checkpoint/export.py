@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes import adapters
 from accelerate_recipes.args import ConfigError, computes_in_bf16
@@ -124,7 +124,7 @@ def write_export(
         write = write_merged if merge_adapter else write_safetensors
         write(checkpoint, out, dtype, max_shard_size)
         config = json.loads((out / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers 4 reads the latter
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
 
@@ -268,13 +268,26 @@ model = PeftModel.from_pretrained(model, folder)  # that of adapter_config.json
 def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
-    Reads one shard of `max_shard_size` bytes at a time. Floating-point weights are converted to `dtype`; None: as saved.
+    Weights are named and divided as published files of such a model have them: transformers 5 joins the experts of a layer
+    when it reads them, older versions and other programs do not. Reads one shard of `max_shard_size` bytes at a time.
+    Floating-point weights are converted to `dtype`; None: as saved.
     """
     model, tied = model_on_meta(checkpoint)
-    tensors = {name: t for name, t in saved_tensors(checkpoint).items() if name not in tied}
-    if missing := set(model.state_dict()) - tied - set(tensors):
+    saved = {name: converted(t, dtype) for name, t in saved_tensors(checkpoint).items() if name not in tied}
+    if missing := set(model.state_dict()) - tied - set(saved):
         raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
-    write_shards(tensors, partial(read_state, checkpoint), out, dtype, max_shard_size)
+    tensors, source = {}, {}
+    for name, tensor in saved.items():
+        parts = revert_weight_conversion(model, {name: tensor})
+        tensors |= parts
+        source |= dict.fromkeys(parts, name)
+
+    def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        whole = read_state(checkpoint, {source[name]: saved[source[name]] for name in wanted})
+        parts = revert_weight_conversion(model, whole)
+        return {name: parts[name].contiguous() for name in wanted}
+
+    write_shards(tensors, read, out, dtype, max_shard_size)
 
 
 def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
@@ -341,7 +354,7 @@ def write_shards(
     max_shard_size: int | str,
 ) -> None:
     """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard."""
-    tensors = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
+    tensors = {name: converted(tensor, dtype) for name, tensor in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
@@ -354,6 +367,10 @@ def write_shards(
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:

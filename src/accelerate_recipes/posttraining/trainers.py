@@ -159,6 +159,10 @@ class NewModelArgs(TrainerArgs, Architecture):
         return found
 
     @property
+    def of_new_model(self) -> set[str]:
+        return super().of_new_model - {"router_aux_loss_coef"}
+
+    @property
     def new_model(self) -> Callable[[], PreTrainedModel] | None:
         """Return what makes the new model on the meta device; None if the run begins with a pretrained one."""
         if not self.from_scratch:

@@ -74,6 +74,11 @@ class VisionArchitecture:
     hidden_sizes: list[int] = arg([], "Width of each stage, in swin and convnext.", min=1, max=2**20)
     depths: list[int] = arg([], "Number of layers of each stage, in swin and convnext.", min=1, max=10_000)
 
+    @property
+    def of_new_model(self) -> set[str]:
+        """Names of the arguments that a pretrained model does without."""
+        return set(VisionArchitecture.__dataclass_fields__)
+
     def architecture_problems(self) -> list[str]:
         """List the sizes from which no model can be made, one sentence each."""
         if self.model_type in STAGED:

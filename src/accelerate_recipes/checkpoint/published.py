@@ -1,0 +1,196 @@
+"""Settings and tokenizer of a checkpoint, as the model it began with has them: for every program that reads that model.
+
+transformers 5 writes what only it reads: `rope_parameters` instead of `rope_theta` and `rope_scaling`, which version 4
+replaces by its defaults without a word, classes of tokenizers that nobody else knows, and no `tokenizer.model`. So the
+files of the base are carried over, with what the run has changed; of a new model, both forms are written.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from accelerate_recipes.hub import cache
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
+CARRIED = (*cache.TOKENIZERS, "merges.txt", "tekken.json", TOKENIZER_CONFIG, SPECIAL, ADDED)
+# What a program that cuts or pads rows by itself has left in its tokenizer.
+STATE = {"truncation": None, "padding": None}
+# Other names of fields in version 4, by type of model.
+OLD_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}
+
+
+class Published:
+    """Artifact that writes a tokenizer, or image processor, and rewrites the config.json that transformers has written.
+
+    The base is read when this is made: it may be gone when the run saves.
+    """
+
+    def __init__(self, config: PreTrainedConfig, tokenizer: Any):
+        self.config = config
+        self.base, self.before = read_config(config.name_or_path)
+        self.files = (
+            tokenizer_files(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else written(tokenizer)
+        )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        for name, content in self.files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(content)
+        file = Path(folder) / CONFIG
+        settings, now = read_json(file), as_json(self.config)
+        has_code = any(Path(folder).glob("*.py"))
+        if self.before.get("model_type") == now["model_type"]:
+            settings = with_changes(self.base, self.before, now)
+        if not has_code:  # the base's own code is not what was trained
+            settings.pop("auto_map", None)
+        if "tie_word_embeddings" in now:
+            settings["tie_word_embeddings"] = now["tie_word_embeddings"]
+        write_json(file, with_older_fields(settings))
+
+
+def read_config(name: str) -> tuple[dict, dict]:
+    """Return a model's config.json, and what this version of transformers makes of it; two empty ones if there is none."""
+    place = cache.folder("model", name) if name else None
+    if place is None or not (place / CONFIG).is_file():
+        return {}, {}
+    return read_json(place / CONFIG), as_json(AutoConfig.from_pretrained(name, **cache.pinned(name)))
+
+
+def as_json(config: PreTrainedConfig) -> dict:
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def with_changes(base: dict, before: dict, after: dict) -> dict:
+    """Return the content of a file, `base`, with what differs in what is made of it `before` and `after` a run."""
+    kept = {name: value for name, value in base.items() if name in after or name not in before}
+    return kept | {name: value for name, value in after.items() if name not in before or before[name] != value}
+
+
+def with_older_fields(settings: dict) -> dict:
+    """Add to the content of a config.json the fields by which transformers 4 knows the same."""
+    found = settings | older_rope(settings.get("rope_parameters") or {})
+    if "dtype" in found:
+        found["torch_dtype"] = found["dtype"]
+    names = OLD_NAMES.get(found.get("model_type", ""), {})
+    return found | {old: found[new] for new, old in names.items() if new in found}
+
+
+def older_rope(rope: dict) -> dict:
+    """Return the fields by which transformers 4 knows `rope_parameters`."""
+    found = {}
+    if {"sliding_attention", "full_attention"} <= rope.keys():  # two kinds of layers, as in a Gemma 3
+        found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+    apart = ("rope_theta", "partial_rotary_factor")
+    scaling = {name: value for name, value in rope.items() if name not in apart}
+    if "rope_type" not in scaling:
+        return found
+    if scaling["rope_type"] == "longrope":  # a Phi-3 of version 4 has these names, and no others
+        found["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
+        scaling["type"] = scaling.pop("rope_type")
+    found["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
+    return found | {name: rope[name] for name in apart if name in rope}
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: those of its base, with what was changed since, or else new ones."""
+    name = tokenizer.name_or_path
+    place = cache.folder("model", name) if name else None
+    base = {file: (place / file).read_bytes() for file in CARRIED if (place / file).is_file()} if place else {}
+    files = written(tokenizer)
+    settings = json.loads(files[TOKENIZER_CONFIG])
+    if not base:
+        return files | {TOKENIZER_CONFIG: as_bytes(with_older_class(settings, settings))}
+    original = AutoTokenizer.from_pretrained(name, **cache.pinned(name))
+    before = json.loads(written(original)[TOKENIZER_CONFIG])
+    said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
+    config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)
+    if "chat_template" in config and tokenizer.chat_template != original.chat_template:
+        config["chat_template"] = in_config(tokenizer.chat_template)
+    added = [t.added_tokens_decoder for t in (original, tokenizer)]
+    if added[0] != added[1]:
+        config["added_tokens_decoder"] = {str(id): token.__getstate__() for id, token in added[1].items()}
+        if ADDED in base or any(file.endswith(".model") for file in base):  # which knows no added tokens
+            inside = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False) if TOKENIZER in files else {}
+            base[ADDED] = as_bytes({t.content: id for id, t in added[1].items() if t.content not in inside})
+    # Classes have defaults, which may be others in another version.
+    config = {name: settings[name] for name in tokenizer.special_tokens_map if name in settings} | config
+    changed = {n: settings[n] for n in tokenizer.special_tokens_map if before.get(n) != settings.get(n)}
+    if changed and SPECIAL in said:
+        base[SPECIAL] = as_bytes(said[SPECIAL] | changed)
+    if TOKENIZER in files:
+        base[TOKENIZER] = as_at_rest(files[TOKENIZER], base.get(TOKENIZER))
+        config |= added_around(tokenizer)
+    base[TOKENIZER_CONFIG] = as_bytes(with_older_class(config, settings))
+    return files | base
+
+
+def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Return the fields that say whether a text gets a begin and an end token: classes of version 4 obey these alone."""
+    ids = tokenizer("a")["input_ids"]
+    return {
+        "add_bos_token": ids[:1] == [tokenizer.bos_token_id],
+        "add_eos_token": ids[-1:] == [tokenizer.eos_token_id],
+    }
+
+
+def written(artifact: Any) -> dict[str, bytes]:
+    """Return the files that transformers writes of a tokenizer or image processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact.save_pretrained(folder)
+        files = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+    return files | {TOKENIZER: as_at_rest(files[TOKENIZER], None)} if TOKENIZER in files else files
+
+
+def as_bytes(content: dict) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def as_at_rest(file: bytes, base: bytes | None) -> bytes:
+    """Return a tokenizer.json without what the last call of it has left there; the `base` itself if it is the same."""
+    content = json.loads(file)
+    if base is not None:
+        theirs = json.loads(Tokenizer.from_str(base.decode()).to_str())
+        if content | STATE == theirs | STATE:
+            return base
+        content |= {name: theirs[name] for name in STATE}
+    elif any(content[name] for name in STATE):
+        content |= STATE
+    else:
+        return file
+    return as_bytes(content)
+
+
+def with_older_class(config: dict, written: dict) -> dict:
+    """Return the content of a tokenizer_config.json with what transformers 4 knows: class, and further special tokens.
+
+    `written` is what transformers 5 has written, and names a class in any case.
+    """
+    found = dict(config)
+    named = found.get("tokenizer_class") or written["tokenizer_class"]
+    found["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
+    if isinstance(found.get("extra_special_tokens"), list):
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    return found
+
+
+def in_config(template: str | dict[str, str] | None) -> Any:
+    """Return a chat template as tokenizer_config.json has it: several are a list."""
+    if isinstance(template, dict):
+        return [{"name": name, "template": text} for name, text in template.items()]
+    return template
