@@ -227,16 +227,17 @@ def test_sizes(path):
 
 
 # Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.
-# The data of c4 may move: they are compared by content.
+# Data may move: they are compared by content. Of images it is their sizes, so their files stay where they are.
 MAY_CHANGE = {
     "attn_implementation", "data_cache_dir", "dropout_rate", "whole_logits", "pretokenize",
-    "dataset_name", "dataset_revision", "dataset_files", "train_files",
+    "dataset_name", "dataset_revision", "dataset_files", "train_files", "eval_files", "eval_dataset_name",
     "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
     "rewards", "num_eval_prompts", "num_samples", "label_smoothing",
 }  # fmt: skip
-MAY_CHANGE_IN_C4_ONLY = {"dataset_name", "dataset_revision", "dataset_files", "train_files"}
+MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
+FIXED = {"vit": {"train_files", "eval_files"}}
 SHARED_FIXED = {
     "seed", "total_batch_size", "optim", "use_peft", "load_in_4bit", "lora_r", "lora_alpha", "lora_target_modules",
     "use_rslora", "use_dora",
@@ -247,7 +248,7 @@ SHARED_FIXED = {
 def test_what_a_resumed_run_may_change(path):
     args = recipe.load(path).Args
     names = {field.name for field in fields(args) if "fixed" in field.metadata}
-    may_change = MAY_CHANGE - (MAY_CHANGE_IN_C4_ONLY if path.stem != "c4" else set())
+    may_change = MAY_CHANGE - (MAY_CHANGE_IN_C4_ONLY if path.stem != "c4" else set()) - FIXED.get(path.stem, set())
     own = names - {field.name for field in fields(recipe.TrainArgs)}
     fixed = args.fixed_on_resume()
     assert fixed & names == SHARED_FIXED | own - may_change

@@ -21,11 +21,14 @@ from accelerate_recipes.hub import cache
 class RowsArgs:
     """Arguments that say which rows a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
-    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
+    # The rows of a resumed run are compared by content, so the files may have moved.
+    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.", fixed=False)
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
     train_split: str = arg("train", "Split to train on.")
-    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
-    eval_files: list[str] = arg([], "Local files to evaluate on; without them a share of the rows is held out.")
+    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.", fixed=False)
+    eval_files: list[str] = arg(
+        [], "Local files to evaluate on; without them a share of the rows is held out.", fixed=False
+    )
     heldout_share: float = arg(
         0.05,
         "Share of the rows to evaluate on, chosen by a hash of the prompt, of all before the first answer, or of the text.",

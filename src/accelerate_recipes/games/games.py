@@ -29,11 +29,14 @@ VERSION = 3  # of the prepared data; raise it when their form changes, so that n
 class GamesArgs:
     """Arguments that say which games a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
+    # The games of a resumed run are compared by content, so the files may have moved.
+    dataset_name: str = arg(
+        "laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).", fixed=False
+    )
     dataset_files: str = arg(
         "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each file has about 528 MB."
     )
-    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.")
+    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.", fixed=False)
     skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.")
     heldout_share: float = arg(
         0.002,
