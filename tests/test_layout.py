@@ -267,6 +267,39 @@ def test_another_default_leaves_an_argument_fixed():
     assert "heldout_share" in fixed and not {"learning_rate", "num_positions"} & fixed
 
 
+def is_in_the_locale(call: ast.Call) -> bool:
+    """Tell whether a call opens a text in the encoding of the locale, which differs from machine to machine."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if "encoding" in {keyword.arg for keyword in call.keywords} or name not in (
+        "read_text",
+        "write_text",
+        "open",
+        "fdopen",
+    ):
+        return False
+    if (
+        isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) in ("tarfile", "Image", "os")
+        and name == "open"
+    ):
+        return False
+    at = int(isinstance(call.func, ast.Name) or name == "fdopen")  # place of the mode
+    mode = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[at : at + 1]
+    return name.endswith("_text") or not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))
+
+
+def test_texts_are_utf_8_in_any_locale():
+    folders = ("src", "recipes", "slurm", "tests/children", "benchmarks")
+    found = [
+        f"{path}, line {node.lineno}"
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and is_in_the_locale(node)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_presets_are_valid():
     """Every preset parses, and its first line is its command."""
     from accelerate_recipes.args import parse

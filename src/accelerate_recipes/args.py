@@ -362,7 +362,7 @@ class TrainArgs:
 
     def save(self, path: Path) -> None:
         """Write all arguments as YAML; the file is itself a valid `--config`."""
-        path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
+        path.write_text(yaml.safe_dump(self.values(), sort_keys=False), encoding="utf-8")
 
 
 def batch_problems(total: int, per_device: int, world_size: int, row_size: int = 1) -> list[str]:
@@ -502,7 +502,7 @@ def read_yaml(path: Path) -> Any:
         ConfigError: if the file cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text("utf-8"))
+        return yaml.safe_load(path.read_text("utf-8", encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

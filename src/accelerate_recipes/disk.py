@@ -1,9 +1,11 @@
 """Files that are whole or do not exist, even after a power failure."""
 
 import hashlib
+import io
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ def own_suffix() -> str:
     return f".partial-{socket.gethostname()}-{os.getpid()}"
 
 
+def print_any_text() -> None:
+    """Print a character that the encoding of the locale lacks as its number: it must not end a run, or a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file of one JSON value a line, without a last line that is not whole.
 
@@ -50,7 +59,7 @@ def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
     The content is first written to a name with `suffix`; give `own_suffix()` if several processes may write at once.
     """
     partial = path.with_name(path.name + suffix)
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     fsync(partial)
     partial.replace(path)
     fsync(path.parent)

@@ -29,7 +29,7 @@ from huggingface_hub import constants
 from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, parse
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.disk import existing
+from accelerate_recipes.disk import existing, print_any_text
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
@@ -158,6 +158,7 @@ def run_recipe(
     requirements: Callable[[Args], Requirements],
 ) -> None:
     """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
+    print_any_text()
     plain_lines_in_a_job()
     parent.follow_launcher()
     args, watched, code = None, None, 0

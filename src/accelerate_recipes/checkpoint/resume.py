@@ -127,7 +127,7 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
 
 
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    return yaml.safe_load((checkpoint / "args.yaml").read_text())
+    return yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:

@@ -181,7 +181,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
             if name == "train":
                 facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(tmp)
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())

@@ -121,7 +121,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
             else:
                 facts["positions"] = rules.sample_positions(part["Moves"], args.num_positions, seed)
                 rules.mark_seen(facts["positions"], train_games)
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(tmp)
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
@@ -171,7 +171,9 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         train_games = np.flatnonzero(good & ~heldout)
         baseline = rules.most_frequent_followers(games[i] for i in train_games)
         rules.mark_seen(found["heldout"], (games[i] for i in train_games))
-        (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
+        (folder / "facts.json").write_text(
+            json.dumps({"positions": found["heldout"], "baseline": baseline}), encoding="utf-8"
+        )
         shutil.rmtree(folder / "tmp")
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())

@@ -115,7 +115,7 @@ def repository(repo_type: str, name: str) -> Path:
 
 def read_manifest(repo_type: str, name: str) -> dict | None:
     try:
-        return json.loads((repository(repo_type, name) / MANIFEST).read_text())
+        return json.loads((repository(repo_type, name) / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
 
@@ -123,7 +123,7 @@ def read_manifest(repo_type: str, name: str) -> dict | None:
 def manifests() -> Iterator[dict]:
     """Read all manifests of the cache, by name."""
     for file in sorted(Path(constants.HF_HUB_CACHE).glob(f"*/{MANIFEST}")):
-        yield json.loads(file.read_text())
+        yield json.loads(file.read_text(encoding="utf-8"))
 
 
 def revision(repo_type: str, name: str) -> str | None:
@@ -131,7 +131,7 @@ def revision(repo_type: str, name: str) -> str | None:
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
     try:
-        return (repository(repo_type, name) / "refs" / "main").read_text().strip()
+        return (repository(repo_type, name) / "refs" / "main").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
 
@@ -226,7 +226,7 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
 
 def shards_of(index: Path) -> list[str]:
     """Return the files that hold the weights of an index."""
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def bytes_of(need: HubDataset) -> int:

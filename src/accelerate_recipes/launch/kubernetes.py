@@ -218,7 +218,7 @@ def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     if job.cache_pvc and launch.needs:
         needs = ", ".join(map(str, launch.needs))
         said.append(f"Not checked: whether {needs} is on the volume of {job.cache_pvc}, downloaded into {CACHE}")
-    return manifest(kind, job, config.read_text(), launch), "\n".join(said)
+    return manifest(kind, job, config.read_text(encoding="utf-8"), launch), "\n".join(said)
 
 
 def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
@@ -286,7 +286,7 @@ def image_problems(config: str, launch: Launch) -> list[str]:
         found.append(
             f"{script}: the image holds this repository; give the recipe's path in it, such as recipes/chess.py"
         )
-    if yaml.safe_load(Path(config).read_text()).get("distributed_type") == "NO":
+    if yaml.safe_load(Path(config).read_text(encoding="utf-8")).get("distributed_type") == "NO":
         found.append(
             f"{config}: with `distributed_type: NO` the launcher does not pass on the signal that a pod is deleted "
             "with, and nothing is saved; take accelerate_configs/ddp.yaml, on one process the same"

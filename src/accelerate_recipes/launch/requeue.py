@@ -28,7 +28,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     step = max([status.get("step", 0), *(int(name) for name in saved if name.isdecimal())])
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "attempts.jsonl"
-    with file.open("a") as opened:
+    with file.open("a", encoding="utf-8") as opened:
         opened.write(json.dumps(this | {"state": state, "step": step, "reason": reason}) + "\n")
     if state == "finished":
         return 0, "finished"
@@ -37,7 +37,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     if state == "stopped" and not signalled and is_wish_of_a_person(reason):
         return 0, f"stopped by {reason}; the same command goes on"
     ended = f"{state if state != 'running' else 'killed'} at step {step}{': ' + reason if reason else ''}"
-    attempts = [json.loads(line) for line in file.read_text().splitlines()][-MAX_WITHOUT_PROGRESS:]
+    attempts = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][-MAX_WITHOUT_PROGRESS:]
     if [(entry["job"], entry["step"]) for entry in attempts] == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
         return 1, (
             f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see {file} and the logs, "

@@ -30,7 +30,7 @@ def is_wish_of_a_person(reason: str) -> bool:
 def read_status(output_dir: Path) -> dict:
     """Read status.json; empty if there is none."""
     file = output_dir / "status.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def update_status(output_dir: Path, **changes: object) -> None:
