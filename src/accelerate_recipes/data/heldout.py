@@ -40,7 +40,7 @@ class RowsArgs:
         found = super().problems(world_size)
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
-        found += cache.folder_problems(self.dataset_name)
+        found += cache.folder_problems("dataset_name", self.dataset_name)
         for name in ("train_files", "eval_files"):
             found += self.file_problems(name, cache.BUILDERS)
             if len({Path(file).suffix for file in getattr(self, name)}) > 1:

@@ -87,6 +87,9 @@ class PairArgs:
         found = super().problems(world_size)
         found += self.file_problems("train_files", cache.BUILDERS)
         found += self.file_problems("eval_files", cache.BUILDERS)
+        used = {"dataset_name": self.dataset_name} if not self.train_files else {}
+        for flag, name in {**used, "eval_dataset_name": self.eval_dataset_name}.items():
+            found += cache.folder_problems(flag, name)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
                 f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "

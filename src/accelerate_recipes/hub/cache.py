@@ -301,12 +301,12 @@ def saved_splits(name: str) -> dict[str, list[str]]:
     }
 
 
-def folder_problems(name: str) -> list[str]:
-    """Say why `datasets` cannot find the files of a folder."""
+def folder_problems(flag: str, name: str) -> list[str]:
+    """Say why `datasets` cannot find the files of a folder that is named by a flag."""
     here = str(Path(name).resolve())
     if not os.path.isdir(name) or glob.escape(here) == here or saved_splits(name):
         return []
     return [
-        f"--dataset_name {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
-        "files by --train_files"
+        f"--{flag} {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
+        "files one by one"
     ]
