@@ -285,7 +285,9 @@ def is_in_the_locale(call: ast.Call) -> bool:
         return False
     at = int(isinstance(call.func, ast.Name) or name == "fdopen")  # place of the mode
     mode = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[at : at + 1]
-    return name.endswith("_text") or not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))
+    if name.endswith("_text"):
+        return len(call.args) <= (name == "write_text")  # else the encoding is given by its place
+    return not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))
 
 
 def test_texts_are_utf_8_in_any_locale():

@@ -502,7 +502,7 @@ def read_yaml(path: Path) -> Any:
         ConfigError: if the file cannot be read, or is not YAML.
     """
     try:
-        return yaml.safe_load(path.read_text("utf-8", encoding="utf-8"))
+        return yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
