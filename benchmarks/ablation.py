@@ -140,7 +140,11 @@ class Ablation:
             "memory_gib": flags.memory_gib,
             "steps": flags.steps,
         }
-        self.records = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        self.records = (
+            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            if self.path.exists()
+            else []
+        )
         for record in self.records:
             if record["settings"] != self.settings:
                 raise ValueError(
@@ -177,7 +181,7 @@ class Ablation:
             key | {"settings": self.settings} | launch(command, self.flags.trial_minutes * 60, self.flags.memory_gib)
         )
         self.records.append(record)
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         line = f"{name}, {batch} a device: {record['outcome']}"
         if record["outcome"] == "fits":
@@ -218,7 +222,7 @@ def launch(command: list[str], seconds: float, memory_gib: float) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *command[2:]]
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             process = subprocess.Popen([*words, "--output_dir", folder], stdout=file, stderr=subprocess.STDOUT)
             try:
                 process.wait(seconds)
@@ -226,8 +230,8 @@ def launch(command: list[str], seconds: float, memory_gib: float) -> dict:
                 return {"outcome": "failed", "reason": f"not over within {seconds / 60:g} minutes (--trial_minutes)"}
             finally:
                 end(process)
-        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
-        return outcome(ranks, log.read_text(), memory_gib)
+        ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("rank-*.json"))]
+        return outcome(ranks, log.read_text(encoding="utf-8"), memory_gib)
 
 
 def end(launcher: subprocess.Popen) -> None:
@@ -277,7 +281,7 @@ def write_report(out: Path, names: list[str], records: list[dict]) -> None:
     if not measured:
         return
     (out / "table.md").write_text(
-        "\n\n".join([heading(measured, records), levers(rows), figures(rows), state(rows)]) + "\n"
+        "\n\n".join([heading(measured, records), levers(rows), figures(rows), state(rows)]) + "\n", encoding="utf-8"
     )
     note = "\n" + ON_CPU.format(measured[0]["machine"]["cores"]) if measured[0]["device_type"] == "cpu" else ""
     shown = {f"{name} ({row['batch']})" if "batch" in row else name: row for name, row in rows.items()}
@@ -494,7 +498,7 @@ def main() -> None:
         ablation.run()
     finally:
         write_report(flags.out, flags.options, ablation.records)
-    print((flags.out / "table.md").read_text())
+    print((flags.out / "table.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Trial:
         self.found |= found
         path = Path(folder) / f"rank-{os.environ.get('RANK', 0)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".partial").write_text(json.dumps(self.found))
+        path.with_suffix(".partial").write_text(json.dumps(self.found), encoding="utf-8")
         path.with_suffix(".partial").replace(path)
 
     def prepare(self, original):
@@ -72,7 +72,9 @@ class Trial:
                 # Only the model counts, not the interpreter, the libraries and the data.
                 weights = sum(num_bytes(parameter) for parameter in model.parameters() if not parameter.is_meta)
                 self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
-                Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: preparing data may need more
+                Path("/proc/self/clear_refs").write_text(
+                    "5", encoding="utf-8"
+                )  # forget the peak so far: preparing data may need more
                 if self.memory_gib:
                     return_freed_memory()
                     limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
@@ -157,7 +159,7 @@ def limit_memory(most: int | None) -> None:
 
 def virtual_bytes() -> int:
     """Return what RLIMIT_DATA limits: this process's private writable memory, used or not."""
-    return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024
 
 
 def longest_batch(loader: TrainLoader, size: int) -> Batch | None:

@@ -70,14 +70,14 @@ def mib(tensors: Iterable[torch.Tensor]) -> float:
 
 def peak_mib(device: torch.device) -> float:
     if device.type == "cpu":
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
         return int(status["VmHWM"].split()[0]) / 1024
     return torch.accelerator.max_memory_allocated(device) / MIB
 
 
 def forget_peak(device: torch.device) -> None:
     if device.type == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     else:
         torch.accelerator.reset_peak_memory_stats(device)
 
@@ -109,7 +109,7 @@ def measure(args: Args) -> None:
         "optimizer": mib(t for state in optimizer.state.values() for t in state.values()),
         "peak": peak_mib(accelerator.device) - (before if accelerator.device.type == "cpu" else 0.0),
     }
-    Path(args.output_dir, f"{accelerator.process_index}.json").write_text(json.dumps(result))
+    Path(args.output_dir, f"{accelerator.process_index}.json").write_text(json.dumps(result), encoding="utf-8")
     leave(0)
 
 
@@ -144,16 +144,17 @@ def main() -> None:
                 --model_name_or_path {folder} --output_dir {folder} {arguments}"""
             subprocess.run(command.split(), check=True)
             files = [Path(folder, f"{rank}.json") for rank in range(flags.num_processes)]
-            ways[way] = [json.loads(file.read_text()) for file in files]
+            ways[way] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     print(table(ways))
     if flags.out:
         found = {"machine": machine(torch.device("cpu")), "num_parameters": num_parameters, "MiB_of_ranks": ways}
-        flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        flags.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         flags.out.with_suffix(".md").write_text(
             f"Memory of one process in MiB (rank {flags.num_processes - 1} of {flags.num_processes}), which trains a "
             f"{config.model_type} of {num_parameters:,} parameters; adapters of rank 16. {flags.config_file}, precision "
             f"bf16; device: {found['machine']['device']}; raw numbers in {flags.out.with_suffix('.json').name}.\n\n"
-            f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n"
+            f"    python {' '.join(sys.argv)}\n\n{table(ways)}\n",
+            encoding="utf-8",
         )
 
 

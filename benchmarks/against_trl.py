@@ -142,7 +142,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
             ", ".join(f"{a:.4f} / {b:.4f}" for a, b in zip(*losses.values(), strict=True)),
         )
         if flags.out:
-            flags.out.write_text(json.dumps(result, indent=1) + "\n")
+            flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             draw(flags.out.with_suffix(".png"), flags.steps, losses, speeds)
     last = [losses[name][-1] for name in LOOPS]
     if abs(last[0] - last[1]) > (1e-3 if accelerator.mixed_precision == "no" else 1e-2) * last[0]:

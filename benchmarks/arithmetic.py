@@ -30,7 +30,7 @@ TRIES = 4
 
 
 def read(part: str) -> list[dict]:
-    return [json.loads(line) for line in (DATA / f"{part}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (DATA / f"{part}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def accuracy(model_folder: Path) -> dict[str, float]:
 def judge(model_folder: Path, file: Path, num_prompts: int = 1500, draws: int = 4) -> None:
     """Draw answers of a model to the problems of `rl.jsonl`, and write them with their scores: a judge's file."""
     rows = read("rl")[:num_prompts]
-    with file.open("w") as lines:
+    with file.open("w", encoding="utf-8") as lines:
         for draw in range(draws):
             said = answers(model_folder, [row["prompt"] for row in rows], seed=draw + 1)
             for row, text in zip(rows, said, strict=True):
@@ -80,21 +80,21 @@ def train(recipe: str, out: Path, *args: object) -> float:
         command += ["--config", f"recipes/configs/{recipe}/arithmetic.yaml", "--output_dir", out, "--eval_steps", 0]
         command += ["--resume_from_checkpoint", "none", *args]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        with (out.with_suffix(".log")).open("w") as log:
+        with (out.with_suffix(".log")).open("w", encoding="utf-8") as log:
             subprocess.run(
                 list(map(str, command)), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True,
                 stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done.write_text(str(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
-    return float(done.read_text())
+        done.write_text(str(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime), encoding="utf-8")
+    return float(done.read_text(encoding="utf-8"))
 
 
 def run_seed(folder: Path, seed: int, steps: dict[str, int], num_answers: int | None) -> dict:
     """Train the four models of a seed; return CPU seconds and accuracies."""
     folder.mkdir(parents=True, exist_ok=True)
     given, answered = ("--seed", seed), folder / "answers.jsonl"
-    answered.write_text("".join(json.dumps(row) + "\n" for row in read("sft")[:num_answers]))
+    answered.write_text("".join(json.dumps(row) + "\n" for row in read("sft")[:num_answers]), encoding="utf-8")
     rows = ("--train_files", answered)
     startup = train("sft", folder / "startup", *given, *rows, "--max_steps", STARTUP_STEPS, "--warmup_steps", 0)
     cpu = {"sft": train("sft", folder / "sft", *given, *rows, "--max_steps", steps["sft"])}
@@ -135,7 +135,7 @@ def run_seed(folder: Path, seed: int, steps: dict[str, int], num_answers: int | 
         },
         "reward_in_training": [
             record["reward"]
-            for record in map(json.loads, (folder / "grpo/metrics.jsonl").read_text().splitlines())
+            for record in map(json.loads, (folder / "grpo/metrics.jsonl").read_text(encoding="utf-8").splitlines())
             if "reward" in record
         ],
     }
@@ -161,7 +161,7 @@ def main() -> None:
     results = {"machine": machine(torch.device("cpu")), "held_out_problems": len(read("test")), "seeds": []}
     for seed in args.seeds:
         results["seeds"].append(run_seed(args.folder / str(seed), seed, steps, args.answers))
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(results["seeds"][-1]), flush=True)
 
 

@@ -63,7 +63,7 @@ def main() -> None:
 
     found = {name: similarities(export) for name, export in zip(("ViT", "DeepViT"), flags.exports, strict=True)}
     result = {"machine": machine(torch.device("cpu")), "with_the_next_layer": found}
-    flags.out.write_text(json.dumps(result, indent=1) + "\n")
+    flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, measure in zip(figure.subplots(1, 2), ("cosine", "correlation"), strict=True):

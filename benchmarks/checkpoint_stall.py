@@ -155,7 +155,7 @@ def main(flags: argparse.Namespace, output_dir: Path) -> None:
         if flags.out:
             result = {"machine": machine(accelerator.device), "num_parameters": num_parameters, "rounds": counted}
             result |= {"medians": medians, "stall_async_over_sync": ratio}
-            flags.out.write_text(json.dumps(result, indent=1) + "\n")
+            flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     accelerator.end_training()
 
 

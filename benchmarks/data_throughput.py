@@ -118,7 +118,7 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
             print(f"{title} {name}: {median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+        flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
         print_result(result)
         if flags.out:
             flags.out.parent.mkdir(parents=True, exist_ok=True)
-            flags.out.write_text(json.dumps(result, indent=1) + "\n")
+            flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     # The Trainer passes the number of targets to the model's forward pass, where FSDP2 casts it to the model's
     # precision: in bf16 the logged loss is off by up to 2**-8.
     tolerances = {"bare": 1e-3, "trainer": 1e-3 if accelerator.mixed_precision == "no" else 1e-2}

@@ -103,14 +103,14 @@ def save(flags: argparse.Namespace) -> None:
 
 def memory() -> dict[str, float]:
     """Return the resident memory of this process, in MiB."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return {name: int(kib) / 1024 for name, kib in re.findall(r"(VmHWM|VmRSS|RssAnon|RssFile):\s+(\d+) kB", status)}
 
 
 def reset_high_water_mark() -> bool:
     """Reset VmHWM; return whether the kernel allows it. If not, the peak may be that of the imports: too high."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True
@@ -247,7 +247,7 @@ def main(flags: argparse.Namespace) -> None:
     print_result(result)
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+        flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class Launch:
         command += case.launch.split() + ["--dynamo_backend", "eager"] * (flags.tiny and case.is_compiled)
         command += [str(Path(__file__).resolve()), "--out", str(path), "--turn", str(self.turn)]
         command += ["--tiny"] * flags.tiny + ["--case", *(c.name for c in cases)]
-        with self.log.open("w") as log:
+        with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 env=os.environ | case.environment,
@@ -123,7 +123,7 @@ class Launch:
 
     def measure(self, seconds: float) -> str:
         """Give it its turn; returns how it failed, if it did."""
-        self.turn.write_text(f"{seconds}\n")
+        self.turn.write_text(f"{seconds}\n", encoding="utf-8")
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -131,7 +131,9 @@ class Launch:
             return f"not over within {seconds:.0f} s"
         if code == 0:
             return ""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in self.log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()
+        ]
         errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
         return f"ended with {code}: {(errors or lines or ['without a word'])[-1]}"
 
@@ -212,8 +214,10 @@ def run_launches(
             write(path, {"case": name, "error": failure})
             print(f"    {failure[:200]}", flush=True)
         write(path, {"case": name, "what": "seconds", "seconds": time.monotonic() - began})
-        with path.with_suffix(".log").open("a") as log:
-            log.write(f"=== {', '.join(case.name for case in cases)}\n{launch.log.read_text(errors='replace')}\n")
+        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
+            log.write(
+                f"=== {', '.join(case.name for case in cases)}\n{launch.log.read_text(errors='replace', encoding='utf-8')}\n"
+            )
     if waiting:
         waiting.end()
 
@@ -226,11 +230,11 @@ def run_cases(flags: argparse.Namespace) -> int:
     from accelerate_recipes.distributed import make_accelerator
 
     waited = time.monotonic()
-    while not (flags.turn.exists() and flags.turn.read_text().endswith("\n")):
+    while not (flags.turn.exists() and flags.turn.read_text(encoding="utf-8").endswith("\n")):
         if time.monotonic() - waited > LONGEST_WAIT:
             return 1  # whoever started it is gone
         time.sleep(0.02)
-    seconds = float(flags.turn.read_text())
+    seconds = float(flags.turn.read_text(encoding="utf-8"))
     accelerator = None
     for name in flags.case:
         case, report = CASES[name], Report(flags.out, name, seconds)

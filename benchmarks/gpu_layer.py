@@ -259,7 +259,9 @@ def main() -> None:
         for part in (CLIPPING, OPTIMIZER):
             kernels[part], moved[part] = plain["kernels"][part], plain["bytes"][part]
         layers[name] = layer(kernels, moved, kept)
-    flags.out.write_text(json.dumps(machine(torch.device("cpu")) | {"layers": layers}, indent=1) + "\n")
+    flags.out.write_text(
+        json.dumps(machine(torch.device("cpu")) | {"layers": layers}, indent=1) + "\n", encoding="utf-8"
+    )
     print("\n".join(table(layers)))
 
 

@@ -94,7 +94,7 @@ def run() -> None:
     parser.add_argument("--out", type=Path, required=True)
     flags = parser.parse_args()
     found = machine(torch.device("cpu")) | {"predicted": predict([case.name for case in memory()])}
-    flags.out.write_text(json.dumps(found, indent=1) + "\n")
+    flags.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for prediction in found["predicted"]:
         sizes = ", ".join(f"{prediction[what] / 2**30:.2f} GiB {what}" for what in ("allocated", "reserved"))
         print(f"{prediction['case']}, {prediction['setting']}: {sizes}")

@@ -45,7 +45,7 @@ def profiled(step: Callable[[], object], device: torch.device) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         trace.export_chrome_trace(str(path))
-        raw = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+        raw = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
     kernels = [e for e in raw if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     # The optimizer's step, as the GPU lived it.
     ranges = [e for e in raw if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("Optimizer.step")]

@@ -12,14 +12,14 @@ import torch
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Append a record to a file, at once."""
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file; a last line that a crash cut off is left out."""
     found = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:

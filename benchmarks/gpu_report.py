@@ -232,7 +232,7 @@ def memory(results: Results) -> list[str]:
     """Set measured peaks beside those that the simulation of `plan` predicts."""
     found = {(r["case"], r["setting"]): r for r in results.of("steps", part="memory")}
     rows = []
-    for predicted in json.loads(PREDICTED.read_text())["predicted"]:
+    for predicted in json.loads(PREDICTED.read_text(encoding="utf-8"))["predicted"]:
         key = predicted["case"], predicted["setting"]
         if key in found:
             values = []
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE, help="The page; its picture lies beside it.")
     flags = parser.parse_args()
     results = load(flags.results)
-    flags.out.write_text(page(results))
+    flags.out.write_text(page(results), encoding="utf-8")
     draw(flags.out.with_suffix(".png"), results)
     print(flags.out)
 

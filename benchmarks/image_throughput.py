@@ -171,7 +171,7 @@ def main() -> None:
     text = json.dumps(found, indent=1)
     print(text)
     if flags.out:
-        flags.out.write_text(text + "\n")
+        flags.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def measure(args: Args) -> None:
         "seconds": seconds,
         "device": device_name(accelerator.device),
     }
-    Path(args.output_dir, f"{args.way}-{accelerator.process_index}.json").write_text(json.dumps(result))
+    Path(args.output_dir, f"{args.way}-{accelerator.process_index}.json").write_text(
+        json.dumps(result), encoding="utf-8"
+    )
     leave(0)
 
 
@@ -87,7 +89,7 @@ def main() -> None:
                 --config {flags.preset} --output_dir {folder} --way {way}"""
             subprocess.run(command.split(), check=True)
             files = sorted(Path(folder).glob(f"{way}-*.json"))
-            results[way] = [json.loads(file.read_text()) for file in files]
+            results[way] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     print(f"GiB above the imports, of {flags.num_processes} processes:")
     for way, ranks in results.items():
         for rank, r in enumerate(ranks):
@@ -99,7 +101,7 @@ def main() -> None:
             )
     if flags.out:
         found = {"machine": machine(torch.device("cpu")), "preset": flags.preset, "ways": results}
-        flags.out.write_text(json.dumps(found, indent=1) + "\n")
+        flags.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if any(r["above_imports_gib"] > r["bound_gib"] for r in results.get("ours", [])):
         sys.exit("ours is over the bound")
 

@@ -111,7 +111,7 @@ def main() -> None:
         print({name: value for name, value in part.items() if name != "by_document"}, flush=True)
     result["all"] = result["parts"].pop(0)
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.picture:
         draw(args.picture, result)
 

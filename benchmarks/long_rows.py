@@ -83,7 +83,7 @@ def count(size: int, length: int) -> int:
 
 def memory(name: str) -> int:
     """Return VmRSS or VmHWM of this process in bytes."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
 
 
 class Args(TrainArgs):
@@ -98,7 +98,7 @@ def train_one_step(length: int) -> dict[str, float]:
     model.train()
     batch = part_of_rows(packed(length, 512, "cpu"), row_group(accelerator))
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     kept, loss = kept_bytes(model, batch, length)
     loss.backward()
     return {"kept_mib": kept / MIB, "resident_mib": (memory("VmHWM") - before) / MIB, "loss": loss.item()}
@@ -128,7 +128,7 @@ def run(size: int, length: int) -> list[dict[str, float]]:
             os._exit(0)
         os.close(writer)
         found.append(reader)
-    ranks = [json.loads(os.fdopen(reader).read()) for reader in found]
+    ranks = [json.loads(os.fdopen(reader, encoding="utf-8").read()) for reader in found]
     for _ in ranks:
         os.wait()
     return ranks
@@ -181,7 +181,7 @@ def main() -> None:
         result["counted"][str(size)] = {"kept_mib": count(size, args.slice_length) / MIB}
         print(size, result["counted"][str(size)], flush=True)
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.picture:
         draw(args.picture, result)
 

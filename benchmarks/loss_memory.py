@@ -84,7 +84,7 @@ def measure(flags: argparse.Namespace) -> None:
         "loss": loss,
         "device": device_name(accelerator.device),
     }
-    (flags.folder / f"{flags.way}.json").write_text(json.dumps(result))
+    (flags.folder / f"{flags.way}.json").write_text(json.dumps(result), encoding="utf-8")
     torch.save({name: p.grad.cpu() for name, p in model.named_parameters()}, flags.folder / f"{flags.way}.pt")
 
 
@@ -93,7 +93,7 @@ def main(flags: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
             subprocess.run([sys.executable, *sys.argv, "--way", way, "--folder", folder], check=True)
-            results[way] = json.loads(Path(folder, f"{way}.json").read_text())
+            results[way] = json.loads(Path(folder, f"{way}.json").read_text(encoding="utf-8"))
             found, plain = (torch.load(Path(folder, f"{name}.pt")) for name in (way, "plain"))
             distances = [(found[name] - plain[name]).norm() / plain[name].norm() for name in plain]
             results[way]["gradient_distance"] = max(distances).item()
@@ -107,7 +107,8 @@ def main(flags: argparse.Namespace) -> None:
     if flags.out:
         options = {name: value for name, value in vars(flags).items() if name not in ("way", "folder", "out")}
         flags.out.write_text(
-            json.dumps({"machine": machine(torch.device("cpu")), "flags": options, "ways": results}, indent=1) + "\n"
+            json.dumps({"machine": machine(torch.device("cpu")), "flags": options, "ways": results}, indent=1) + "\n",
+            encoding="utf-8",
         )
     if flags.mixed_precision == "no" and max(r["gradient_distance"] for r in results.values()) > 1e-4:
         sys.exit("the gradients differ")

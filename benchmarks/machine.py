@@ -16,7 +16,7 @@ import accelerate_recipes
 def machine(device: torch.device) -> dict:
     """Describe the machine that a benchmark ran on, the versions, and the command that started it."""
     cpu_info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text()) if cpu_info.exists() else []
+    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text(encoding="utf-8")) if cpu_info.exists() else []
     if device.type == "cuda":
         names = [torch.cuda.get_device_name(device)]
     modules = (accelerate_recipes, torch, accelerate, transformers)

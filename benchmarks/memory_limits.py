@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     args = parser.parse_args()
-    found = json.loads(args.out.read_text())["cases"] if args.out.exists() else []
+    found = json.loads(args.out.read_text(encoding="utf-8"))["cases"] if args.out.exists() else []
     done = {row["case"] for row in found}
     with TemporaryDirectory() as folder, Simulator() as simulator:
         T5_CONFIG.save_pretrained(folder)
@@ -140,7 +140,7 @@ def main() -> None:
                     flush=True,
                 )
                 result = machine(torch.device("cpu")) | {"allowance": ALLOWANCE, "cases": found}
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

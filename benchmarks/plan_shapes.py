@@ -103,7 +103,8 @@ def main() -> None:
                 flush=True,
             )
     args.out.write_text(
-        json.dumps(machine(torch.device("cpu")) | {"copied_by_gloo": copies, "shapes": found}, indent=1) + "\n"
+        json.dumps(machine(torch.device("cpu")) | {"copied_by_gloo": copies, "shapes": found}, indent=1) + "\n",
+        encoding="utf-8",
     )
 
 

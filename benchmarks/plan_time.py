@@ -69,7 +69,7 @@ def main() -> None:
     for name in args.presets:
         found["presets"][name] = measured(of_preset(name))
         print(f"{found['presets'][name]['seconds']:6.1f} s {name}", flush=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def presets() -> dict[str, str]:
     """
     found = {}
     for path in sorted(PRESETS.glob("*/*.yaml")):
-        hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(), re.M)
+        hardware = re.search(r"^# Hardware: .*\bGPUs?\b.*", path.read_text(encoding="utf-8"), re.M)
         if hardware:
             gpu = re.search(r"\((\w+)\)", hardware[0])
             if not gpu or gpu[1] not in GPUS:
@@ -156,7 +156,9 @@ def presets() -> dict[str, str]:
 
 def of_preset(name: str) -> str:
     """Return the command of `plan` for a preset's first line."""
-    launch = (PRESETS / name).read_text().splitlines()[0].removeprefix("# accelerate launch --config_file ")
+    launch = (
+        (PRESETS / name).read_text(encoding="utf-8").splitlines()[0].removeprefix("# accelerate launch --config_file ")
+    )
     number = re.search(r"--num_processes (\d+)", launch)
     flags = [f"--gpu {presets()[name]}"]
     if number and int(number[1]) > GPUS_PER_NODE:
@@ -175,7 +177,8 @@ def of_model(model: str, setting: str, number: int = SIMULATED) -> str:
     if setting == "adapters":
         more += f" {ADAPTERS}"
         if task == "c4":  # its presets train from scratch
-            more += f" --model_name_or_path {yaml.safe_load((PRESETS / preset).read_text())['tokenizer_name']}"
+            chosen = yaml.safe_load((PRESETS / preset).read_text(encoding="utf-8"))
+            more += f" --model_name_or_path {chosen['tokenizer_name']}"
     words = [
         f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", SETTINGS[setting],
         f"recipes/{task}.py --config recipes/configs/{preset} --per_device_train_batch_size 1",
@@ -211,7 +214,9 @@ def of_long_rows(model: str, length: str, way: str) -> str:
 def words_of(command: str, folder: Path) -> list[str]:
     """Split a command; a model of the Hub becomes a folder with its config.json."""
     argv = shlex.split(command)
-    named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text()).get("model_name_or_path")
+    named = yaml.safe_load((ROOT / argv[argv.index("--config") + 1]).read_text(encoding="utf-8")).get(
+        "model_name_or_path"
+    )
     if "--model_name_or_path" in argv:
         named = argv[argv.index("--model_name_or_path") + 1]
     return [*argv, "--model_name_or_path", str(published(named, folder))] if named else argv
@@ -229,9 +234,13 @@ def published(name: str, folder: Path) -> Path:
     if not path.exists():
         path.mkdir(parents=True)
         if name in PUBLISHED:
-            (path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+            (path / "config.json").write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
         else:
-            alike = (p for p in sorted(PRESETS.glob("c4/*.yaml")) if f"\ntokenizer_name: {name}\n" in p.read_text())
+            alike = (
+                p
+                for p in sorted(PRESETS.glob("c4/*.yaml"))
+                if f"\ntokenizer_name: {name}\n" in p.read_text(encoding="utf-8")
+            )
             command = ["recipes/c4.py", "--config", str(next(alike).relative_to(ROOT))]
             load_trial(Job({"WORLD_SIZE": "1"}, command))[1].config.save_pretrained(path)
     return path
@@ -384,10 +393,10 @@ def pages(plans: dict[str, Any]) -> dict[Path, str]:
     """Write everything that shows figures: presets and pages by their paths."""
     found = {}
     for name, gpu in presets().items():
-        text = (PRESETS / name).read_text()
+        text = (PRESETS / name).read_text(encoding="utf-8")
         found[PRESETS / name] = with_memory(text, memory_comment(plans[of_preset(name)], gpu, name))
     for page, (name, table) in TABLES.items():
-        found[ROOT / page] = with_table((ROOT / page).read_text(), name, table(plans))
+        found[ROOT / page] = with_table((ROOT / page).read_text(encoding="utf-8"), name, table(plans))
     return found
 
 
@@ -397,7 +406,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, and fail where a simulation has changed")
     parser.add_argument("--pages", action="store_true", help="simulate nothing")
     asked = parser.parse_args()
-    before = json.loads(RESULT.read_text())["plans"] if RESULT.exists() else {}
+    before = json.loads(RESULT.read_text(encoding="utf-8"))["plans"] if RESULT.exists() else {}
     known = {} if asked.again or asked.check else dict(before)
     while not asked.pages and (new := [command for command in wanted(known) if command not in known]):
         for command, facts in simulate(new):
@@ -411,7 +420,7 @@ def main() -> None:
     if not asked.pages:
         write({command: known[command] for command in wanted(known)})
     for path, text in pages(known).items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 ROUNDED = {"seconds", "communication", "targets_per_second", "mfu"}
@@ -430,7 +439,7 @@ def differs(facts: dict[str, Any], before: dict[str, Any] | None) -> bool:
 def write(plans: dict[str, Any]) -> None:
     """Write the results, a line for each plan."""
     lines = [f"  {json.dumps(command)}: {json.dumps(facts)}" for command, facts in plans.items()]
-    RESULT.write_text('{"command": "make plans", "plans": {\n' + ",\n".join(lines) + "\n}}\n")
+    RESULT.write_text('{"command": "make plans", "plans": {\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -52,12 +52,12 @@ def on_cpu(request: Request, changes: Sequence[Change] = ()) -> Job:
 
 def status(name: str) -> int:
     """Return VmRSS, VmHWM or VmData of this process in bytes."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
 
 
 def peak_begins() -> int:
     """Let the resident peak begin anew; return what is resident, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return status("VmRSS")
 
 
@@ -158,7 +158,7 @@ def in_rank(job: Job, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any]:
 
 
 def result_of(pid: int, read: int) -> dict[str, Any]:
-    with os.fdopen(read) as pipe:
+    with os.fdopen(read, encoding="utf-8") as pipe:
         found = pipe.read()
     _, code = os.waitpid(pid, 0)
     if found:

@@ -107,7 +107,7 @@ def main(flags: argparse.Namespace, folder: Path) -> None:
     print(f"95 % to 1 %: {late / early:.2f}; skipping to resuming at 95 %: {skipped[PLACES[1]][3] / late:.1f}")
     if flags.out:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(result, indent=1) + "\n")
+        flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

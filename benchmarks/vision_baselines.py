@@ -80,7 +80,7 @@ def main() -> None:
     found["runs"] = {}
     for run in flags.runs:
         last = max((run / "predictions").glob("step-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
-        lines = [json.loads(line) for line in last.read_text().splitlines()]
+        lines = [json.loads(line) for line in last.read_text(encoding="utf-8").splitlines()]
         assert [line["label"] for line in lines] == test.labels.tolist(), f"{run} was evaluated on other images"
         hits = np.array([line["classes"][0] == line["label"] for line in lines])
         p_values = {name: mcnemar(hits, baseline) for name, baseline in right.items()}
@@ -88,7 +88,7 @@ def main() -> None:
     text = json.dumps(found, indent=1)
     print(text)
     if flags.out:
-        flags.out.write_text(text + "\n")
+        flags.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

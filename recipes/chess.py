@@ -111,7 +111,7 @@ def main(args: Args) -> None:
     if args.base_model:
         check_length(args.base_model, args.max_length)
     folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
-    facts = json.loads((folder / "facts.json").read_text())
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     train_rows, heldout_rows = (
         PackedRows(Dataset.load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
         for name in ("train", "heldout")

@@ -113,7 +113,7 @@ def main(args: Args) -> None:
         num_train_positions=args.num_train_positions,
         seed=Args.seed,  # not --seed: runs are compared in the same positions
     )
-    facts = json.loads((folder / "facts.json").read_text())
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     next_moves = NextMoves(facts, tokenizer, METRIC)
 
     # Pairs

@@ -121,7 +121,8 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pa
     heldout = Dataset.load_from_disk(folder / "heldout")
     chosen = sorted(permutation(len(heldout), args.seed, 0)[: args.num_eval_pairs])
     train_pairs = Pairs(Dataset.load_from_disk(folder / "train"), tokenizer.pad_token_id)
-    return json.loads((folder / "facts.json").read_text()), train_pairs, heldout.select(chosen).flatten_indices()
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return facts, train_pairs, heldout.select(chosen).flatten_indices()
 
 
 def main(args: Args) -> None:

@@ -15,7 +15,7 @@ from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader, TextShards
-from accelerate_recipes.data.text_pairs import PairSource, file_version
+from accelerate_recipes.data.text_pairs import PairSource, source_version
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
 from accelerate_recipes.models import new_word_tokenizer
@@ -37,7 +37,7 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
     chess = recipe.load(ROOT / "recipes/chess.py")
     keys = [
         lambda: chess.Args(dataset_name=str(tmp_path), dataset_files="**/*.jsonl").game_key,
-        lambda: file_version(PairSource(str(tmp_path), "a", "b", split="train", files="**/*.jsonl")),
+        lambda: source_version(PairSource(str(tmp_path), "a", "b", split="train", files="**/*.jsonl")),
     ]
     for key in keys:
         for i, file in enumerate(files):
@@ -50,9 +50,9 @@ def test_files_of_a_folder_that_is_named_as_dataset(tmp_path):
         change(tmp_path / "readme.txt", "2\n")
         assert before == key()
     whole = PairSource(str(tmp_path), "a", "b", split="train")
-    before = file_version(whole)
+    before = source_version(whole)
     change(files[1], "7\n")
-    assert before != file_version(whole)
+    assert before != source_version(whole)
 
 
 def test_pairs_to_prefer_from_belong_to_the_model_that_made_them(tmp_path):

@@ -246,16 +246,17 @@ def test_sizes(path):
 
 
 # Fields that a resumed run may change, besides those of TrainArgs and of trl: they decide neither model nor order of data.
-# The data of c4 may move: they are compared by content.
+# Data may move: they are compared by content. Of images it is their sizes, so their files stay where they are.
 MAY_CHANGE = {
     "attn_implementation", "data_cache_dir", "dropout_rate", "whole_logits", "pretokenize",
-    "dataset_name", "dataset_revision", "dataset_files", "train_files",
+    "dataset_name", "dataset_revision", "dataset_files", "train_files", "eval_files", "eval_dataset_name",
     "validation_dataset_files", "validation_files", "num_validation_rows", "num_positions", "num_eval_pairs",
     "eval_source_column", "eval_target_column", "metrics", "generation_max_length", "generation_num_beams",
     "generation_length_penalty", "precompute_ref_log_probs", "reward_weights", "stockfish", "stockfish_nodes",
     "rewards", "num_eval_prompts", "num_samples", "label_smoothing",
 }  # fmt: skip
-MAY_CHANGE_IN_C4_ONLY = {"dataset_name", "dataset_revision", "dataset_files", "train_files"}
+MAY_CHANGE_IN_C4_ONLY = {"dataset_revision", "dataset_files"}
+FIXED = {"vit": {"train_files", "eval_files"}}
 SHARED_FIXED = {
     "seed", "total_batch_size", "optim", "use_peft", "load_in_4bit", "lora_r", "lora_alpha", "lora_target_modules",
     "use_rslora", "use_dora",
@@ -266,7 +267,7 @@ SHARED_FIXED = {
 def test_what_a_resumed_run_may_change(path):
     args = recipe.load(path).Args
     names = {field.name for field in fields(args) if "fixed" in field.metadata}
-    may_change = MAY_CHANGE - (MAY_CHANGE_IN_C4_ONLY if path.stem != "c4" else set())
+    may_change = MAY_CHANGE - (MAY_CHANGE_IN_C4_ONLY if path.stem != "c4" else set()) - FIXED.get(path.stem, set())
     own = names - {field.name for field in fields(recipe.TrainArgs)}
     fixed = args.fixed_on_resume()
     assert fixed & names == SHARED_FIXED | own - may_change
@@ -283,6 +284,41 @@ def test_another_default_leaves_an_argument_fixed():
 
     fixed = Games.fixed_on_resume()
     assert "heldout_share" in fixed and not {"learning_rate", "num_positions"} & fixed
+
+
+def is_in_the_locale(call: ast.Call) -> bool:
+    """Tell whether a call opens a text in the encoding of the locale, which differs from machine to machine."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if "encoding" in {keyword.arg for keyword in call.keywords} or name not in (
+        "read_text",
+        "write_text",
+        "open",
+        "fdopen",
+    ):
+        return False
+    if (
+        isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) in ("tarfile", "Image", "os")
+        and name == "open"
+    ):
+        return False
+    at = int(isinstance(call.func, ast.Name) or name == "fdopen")  # place of the mode
+    mode = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[at : at + 1]
+    if name.endswith("_text"):
+        return len(call.args) <= (name == "write_text")  # else the encoding is given by its place
+    return not mode or (isinstance(mode[0], ast.Constant) and "b" not in str(mode[0].value))
+
+
+def test_texts_are_utf_8_in_any_locale():
+    folders = ("src", "recipes", "slurm", "tests/children", "benchmarks")
+    found = [
+        f"{path}, line {node.lineno}"
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and is_in_the_locale(node)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_presets_are_valid():

@@ -567,7 +567,6 @@ def test_another_column(tokenizer, corpus, tmp_path):
         ("a.json.gz", b"", r"a.json.gz is cut off: .* after 0 bytes"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl, line 2 is not JSON: "),
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
-        ("a.jsonl", b'{"text": "a"}\n\n', "a.jsonl, line 2 is not JSON: "),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),
         ("a.jsonl", b"[" * 10**5, "a.jsonl, line 1 is not JSON: .*recursion"),
         (

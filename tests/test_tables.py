@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -11,14 +12,25 @@ import pytest
 from helpers import ROOT
 
 from accelerate_recipes import recipe
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import DataError
-from accelerate_recipes.data.text_pairs import PairSource, file_version
+from accelerate_recipes.data.text_pairs import PairArgs, PairSource, source_version
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.games.games import GamesArgs
 from accelerate_recipes.hub.cache import HubDataset
+
+
+@dataclass
+class Rows(RowsArgs, TrainArgs):
+    pass
+
+
+@dataclass
+class Pairs(PairArgs, TrainArgs):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +81,7 @@ def test_another_content_gives_other_rows(tmp_path):
     def keys() -> list:
         games = GamesArgs(train_files=[file]), GamesArgs(dataset_name=folder.name, dataset_files="*.jsonl")
         pairs = PairSource(file, "s", "t"), PairSource(folder.name, "s", "t", "train")
-        return [game.game_key for game in games] + [file_version(pair) for pair in pairs]
+        return [game.game_key for game in games] + [source_version(pair) for pair in pairs]
 
     before, keys_before = seen(), keys()
     replace(file, Path(file).read_text(encoding="utf-8").replace("a", "b"))
@@ -181,12 +193,25 @@ def test_tables_of_polars_and_of_pandas(tmp_path):
     assert read_files([str(tmp_path / "b.parquet")]).features == typed
 
 
+def test_a_folder_whose_path_is_a_pattern(tmp_path):
+    """`datasets` would read another folder, or none: it is refused by name, unless its files are known."""
+    write(tmp_path / "v[1]" / "train.jsonl", [{"text": "mine"}])
+    write(tmp_path / "v1" / "train.jsonl", [{"text": "other"}])
+    said = "v[1]: `datasets` takes [, * and ? in the path for a pattern"
+    name = str(tmp_path / "v[1]")
+    for args in (Rows(dataset_name=name), Pairs(dataset_name=name), Pairs(eval_dataset_name=name, eval_split="x")):
+        assert said in str(args.problems(1))
+    assert said not in str(Pairs(dataset_name=name, train_files=[f"{name}/train.jsonl"]).problems(1))
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "s[1]")
+    assert said not in str(Rows(dataset_name=str(tmp_path / "s[1]")).problems(1))
+
+
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     parts = {name: datasets.Dataset.from_dict({"text": [name] * 9}) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "both [1]")
     parts["train"].save_to_disk(tmp_path / "one", num_shards=2)
     assert read_split(HubDataset(str(tmp_path / "both [1]")), "test[:3]")["text"][:] == ["test"] * 3
     args = RowsArgs(dataset_name=str(tmp_path / "one"))
-    assert args.read_rows()["train"]["text"][:] == ["train"] * 9 and "give one" not in str(args.problems)
+    assert args.read_rows()["train"]["text"][:] == ["train"] * 9
     with pytest.raises(DataError, match="one, split test cannot be read: there is no split test; there are train"):
         read_split(HubDataset(str(tmp_path / "one")), "test")

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accelerate_recipes.disk import print_any_text
+
 
 def command_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands."""
@@ -53,6 +55,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    print_any_text()
     parser = command_parser()
     args, rest = parser.parse_known_args()
     if args.command in ("preflight", "plan"):  # flags may stand before CONFIG

@@ -373,7 +373,7 @@ class TrainArgs:
 
     def save(self, path: Path) -> None:
         """Write the arguments as YAML; the file is itself a valid `--config`."""
-        path.write_text(yaml.safe_dump(self.values(), sort_keys=False))
+        path.write_text(yaml.safe_dump(self.values(), sort_keys=False), encoding="utf-8")
 
 
 def batch_problems(total: int, per_device: int, world_size: int, row_size: int = 1) -> list[str]:

@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,13 @@ def naming(path: Path) -> Iterator[None]:
 def own_suffix() -> str:
     """Return an ending for names of unfinished files that no other process of the cluster uses."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"
+
+
+def print_any_text() -> None:
+    """Print a character that the encoding of the locale lacks as its number: it must not end a run, or a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def read_json_lines(file: Path) -> list[Any]:

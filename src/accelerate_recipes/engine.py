@@ -203,7 +203,9 @@ def dump_non_finite(
         found = {"step": step + 1, "found": str(error), "last_good_step": step, "checkpoint": str(newest or "")}
         # JSON has no NaN; as text, every reader accepts it.
         micro_batches = [[entry | {"loss_sum": str(entry["loss_sum"])} for entry in rank] for rank in ranks]
-        file.write_text(json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n")
+        file.write_text(
+            json.dumps(found | {"micro_batches_of_ranks": micro_batches}, indent=1) + "\n", encoding="utf-8"
+        )
     return file, newest
 
 

@@ -84,11 +84,13 @@ def model_args(export: Path) -> dict[str, Any]:
         ConfigError: for a model that is no language model, and for adapters whose model is not here.
     """
     if not (export / "adapter_config.json").is_file():
-        architectures = json.loads((export / "config.json").read_text()).get("architectures") or ["none"]
+        architectures = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or [
+            "none"
+        ]
         if not architectures[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             raise ConfigError(f"{export} is a {architectures[0]}; lm-evaluation-harness evaluates language models")
         return {"pretrained": str(export)}
-    settings = json.loads((export / "adapter_config.json").read_text())
+    settings = json.loads((export / "adapter_config.json").read_text(encoding="utf-8"))
     name, revision = settings["base_model_name_or_path"], settings.get("revision")
     if os.path.isdir(name):
         return {"pretrained": name, "peft": str(export), "tokenizer": str(export)}
@@ -118,7 +120,7 @@ def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
 
 def read_results(export: Path) -> dict[str, Any]:
     try:
-        return json.loads((export / RESULTS).read_text())
+        return json.loads((export / RESULTS).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
 

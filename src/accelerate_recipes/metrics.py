@@ -244,7 +244,7 @@ class MetricsLog:
         if self.accelerator.is_main_process:
             with self.progress.external_write_mode(file=sys.stdout):
                 print(line, flush=True)
-            with naming(self.path), self.path.open("a") as file:
+            with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name not in ("step", "time")}
         self.accelerator.log(values, step=record["step"])

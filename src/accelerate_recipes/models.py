@@ -514,7 +514,7 @@ def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
     For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected.
     """
     tied = set(model.all_tied_weights_keys)
-    if not output_is_embedding(json.loads((folder / "config.json").read_text())):
+    if not output_is_embedding(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
         tied.discard("lm_head.weight")
     return tied
 

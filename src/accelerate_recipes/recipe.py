@@ -30,7 +30,7 @@ from accelerate_recipes.args import Args, ConfigError, TrainArgs, error_list, pa
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.streams import TextArgs
-from accelerate_recipes.disk import existing, is_full
+from accelerate_recipes.disk import existing, is_full, print_any_text
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
@@ -165,11 +165,6 @@ def plain_lines_in_a_job() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
-def print_any_letter() -> None:
-    """Print a letter that the locale's encoding lacks as its number: it must not end a run."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def prepare_data(command: Sequence[str]) -> None:
     """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
 
@@ -205,8 +200,8 @@ def run_recipe(
     requirements: Callable[[Args], Requirements],
 ) -> None:
     """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
+    print_any_text()
     plain_lines_in_a_job()
-    print_any_letter()
     parent.follow_launcher()
     args, watched, code = None, None, 0
     try:

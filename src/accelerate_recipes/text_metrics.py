@@ -23,7 +23,6 @@ NUM_EXAMPLES = 6  # predictions shown in the result
 class GenerationArgs:
     """Arguments of a recipe whose model is measured by the texts that it generates."""
 
-
     metrics: list[str] = arg(
         ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
     )

@@ -66,7 +66,7 @@ def main(args: Args) -> None:
     )
     texts = generate_texts(run.accelerator, run.model, tokenizer, PROMPTS, NEW_TOKENS, batch_size=2).texts
     if run.is_first:
-        (run.output_dir / "texts.json").write_text(json.dumps(texts))
+        (run.output_dir / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
         export(run.checkpointer.newest, run.output_dir / "export", merge_adapter=args.merge_adapter)
     run.accelerator.end_training()
 

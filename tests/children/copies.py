@@ -87,7 +87,9 @@ def main(args: Args) -> None:
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
         per_parameter = {name: size / total for name, size in written.bytes.items()}
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(per_parameter | {"waits": waits}))
+        (Path(args.output_dir) / "result.json").write_text(
+            json.dumps(per_parameter | {"waits": waits}), encoding="utf-8"
+        )
     accelerator.end_training()
 
 

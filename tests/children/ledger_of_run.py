@@ -66,7 +66,7 @@ def main(args: Args) -> None:
     found = [ledger_of(accelerator, command) for command in json.loads(args.trials)]
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "ledger.json").write_text(json.dumps(found))
+        (Path(args.output_dir) / "ledger.json").write_text(json.dumps(found), encoding="utf-8")
     accelerator.end_training()
 
 

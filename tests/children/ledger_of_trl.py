@@ -55,5 +55,5 @@ class Watched:
         if self.run.is_first:
             # In the first step the optimizer has no states; gloo's threads sometimes let go late of what was exchanged.
             least = asdict(min(self.outcomes[1:], key=lambda outcome: outcome.peak))
-            (self.run.output_dir / "ledger.json").write_text(json.dumps(least | self.noted))
+            (self.run.output_dir / "ledger.json").write_text(json.dumps(least | self.noted), encoding="utf-8")
         return records

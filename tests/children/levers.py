@@ -65,7 +65,7 @@ def main(args: Args) -> None:
             "stored": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         }
         Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

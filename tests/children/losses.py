@@ -111,7 +111,7 @@ def main(args: Args) -> None:
         result["models"][name] = found
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main(args: Args) -> None:
             "buffers": {name: [str(buffer.dtype), buffer.tolist()] for name, buffer in buffers.items()},
         }
         Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     accelerator.end_training()
 
 

@@ -56,7 +56,7 @@ class PreferenceTrainer(dpo.PreferenceTrainer):
             found = {"train": self.train_dataset, "test": self.eval_dataset}
             found = {side: rows.select_columns(names).to_list() for side, rows in found.items()}
             text = json.dumps(found | {"held": held, "of": TOTAL})
-            (self.run.output_dir / "reference.json").write_text(text)
+            (self.run.output_dir / "reference.json").write_text(text, encoding="utf-8")
         return records
 
 

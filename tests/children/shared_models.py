@@ -92,7 +92,7 @@ def main(args: Args) -> None:
         }
     if accelerator.is_main_process:
         Path(args.output_dir).mkdir(parents=True)
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     accelerator.end_training()
 
 

@@ -97,7 +97,7 @@ def main(args: Args) -> None:
             "total": total,
             "args": asdict(args),
         }
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     accelerator.end_training()
 
 

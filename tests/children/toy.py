@@ -120,7 +120,7 @@ def train_with_faults(run: Run[Args], loader: StepLoader, *, loss_fn: LossFn, ev
         step = first_step + num_passes // run.args.accumulation_steps(run.data_world_size) + 1
         num_passes += 1
         if run.rank % ranks_a_row() == 0:
-            with (run.output_dir / "rows.jsonl").open("a") as file:
+            with (run.output_dir / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"from": first_step, "step": step, "rows": batch["row"].tolist()}) + "\n")
         sys.audit("toy.loss", f"step {step}.")
         look_at_data(run, step)

@@ -29,7 +29,7 @@ def positions(export: str, **_: object) -> dict[str, Dataset]:
     args, arguments = games_args(export)
     tokenizer = load_tokenizer(export)
     folder = prepare_games(tokenizer, args, max_length=arguments["max_length"], seed=arguments["seed"])
-    found = json.loads((folder / "facts.json").read_text())["positions"]
+    found = json.loads((folder / "facts.json").read_text(encoding="utf-8"))["positions"]
     begin = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer)))
     return {"test": Dataset.from_list([{**one, "prompt": begin + " ".join(one["prefix"])} for one in found])}
 

@@ -131,7 +131,7 @@ class TrainedRows:
 def is_of_a_run(file: Path) -> bool:
     """Tell whether a file is one that `TrainedRows.save` writes, perhaps in an earlier version."""
     try:
-        return {"rows", "trained", "settings"} <= {*json.loads(file.read_text())}
+        return {"rows", "trained", "settings"} <= {*json.loads(file.read_text(encoding="utf-8"))}
     except (ValueError, TypeError):
         return False
 
@@ -155,7 +155,7 @@ def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
         return f"there is no {ROWS} in {folder}"
     if not is_of_a_run(file):
         return f"{file} was not written by a run"
-    kept = json.loads(file.read_text())
+    kept = json.loads(file.read_text(encoding="utf-8"))
     if kept.keys() != TrainedRows.__dataclass_fields__.keys():
         return f"{file} is of another version"
     first = TrainedRows(**kept | {"trained": [Rendering(*row) for row in kept["trained"]]})
@@ -254,10 +254,10 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-        task = json.loads((export / "adapter_config.json").read_text()).get("task_type")
+        task = json.loads((export / "adapter_config.json").read_text(encoding="utf-8")).get("task_type")
         adapted = AutoPeftModelForSeq2SeqLM if task == "SEQ_2_SEQ_LM" else AutoPeftModelForCausalLM
         return adapted.from_pretrained(export)  # pyright: ignore[reportReturnType]
-    names = json.loads((export / "config.json").read_text()).get("architectures") or []
+    names = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     if len(names) != 1 or not hasattr(transformers, names[0]):
         raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
     return getattr(transformers, names[0]).from_pretrained(export)

@@ -149,7 +149,7 @@ class Checkpointer:
             if self.accelerator.is_main_process:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
-                (unfinished / "data.json").write_text(json.dumps(data_states))
+                (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
         model_state, optimizer_state = self._trained_state()
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -302,7 +302,7 @@ class Checkpointer:
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
-        self.data_states = json.loads((checkpoint / "data.json").read_text())
+        self.data_states = json.loads((checkpoint / "data.json").read_text(encoding="utf-8"))
         self.restore_rng()
         self.accelerator.on_main_process(print)(
             f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",

@@ -56,7 +56,7 @@ def export(
     checkpoint, out = checkpoint.resolve(), out.resolve()
     if checkpoint in (out, *out.parents) or out in checkpoint.parents:
         raise ConfigError(f"{out} is, holds or lies in the checkpoint {checkpoint}; give another folder")
-    arguments = yaml.safe_load((checkpoint / "args.yaml").read_text())
+    arguments = yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
     base = arguments.get("model_name_or_path", "")
     check_replaceable(out, base)
     marker = read_marker(checkpoint)
@@ -123,22 +123,22 @@ def write_export(
             )
         write = write_merged if merge_adapter else write_safetensors
         write(checkpoint, out, dtype, max_shard_size)
-        config = json.loads((out / "config.json").read_text())
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers 4 reads the latter
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
 
 
 def list_files(export: Path) -> None:
     """Write the list of an export's files: only these are removed when another export replaces it."""
     names = [str(path.relative_to(export)) for path in export.rglob("*")]
-    (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n")
+    (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n", encoding="utf-8")
 
 
 def listed_files(folder: Path) -> set[str]:
     """List the files that an export has written into a folder; empty if none has."""
     try:
-        return set(json.loads((folder / EXPORT).read_text())["files"])
+        return set(json.loads((folder / EXPORT).read_text(encoding="utf-8"))["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -174,7 +174,9 @@ def arguments_of(export: Path) -> dict:
         ConfigError: if the card does not have them.
     """
     found = re.search(
-        r"^## Arguments\n\n```yaml\n(.*?)^```", (export / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        r"^## Arguments\n\n```yaml\n(.*?)^```",
+        (export / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
     )
     if found is None:
         raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")
@@ -217,7 +219,7 @@ def remove_export(out: Path) -> None:
 
 def model_card(checkpoint: Path, description: str) -> str:
     """Write the README.md of an export: what was trained, the result, and the arguments."""
-    arguments = (checkpoint / "args.yaml").read_text()
+    arguments = (checkpoint / "args.yaml").read_text(encoding="utf-8")
     marker = read_marker(checkpoint)
     if base := marker.get("base_model"):
         at = f" at commit {base['revision']}" if base["revision"] else ""
@@ -366,7 +368,7 @@ def write_shards(
         save_tensors(read({name: tensors[name] for name in names}), out / filename)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -74,7 +74,7 @@ def read_marker(checkpoint: Path) -> dict:
         FileNotFoundError: if there is none.
         ValueError: if it was changed.
     """
-    marker = json.loads((checkpoint / MARKER).read_text())
+    marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
         raise ValueError("it does not list the files of a checkpoint")
     found, written = checksum_of(marker), marker.pop("checksum", None)  # earlier versions wrote none
@@ -84,7 +84,7 @@ def read_marker(checkpoint: Path) -> dict:
 
 
 def write_marker(checkpoint: Path, marker: dict) -> None:
-    (checkpoint / MARKER).write_text(json.dumps(marker | {"checksum": checksum_of(marker)}, indent=1))
+    (checkpoint / MARKER).write_text(json.dumps(marker | {"checksum": checksum_of(marker)}, indent=1), encoding="utf-8")
 
 
 def checksum_of(marker: dict) -> str:

@@ -135,7 +135,7 @@ def is_same_model(checkpoint: Path, name: str) -> bool:
 
 
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:
-    return yaml.safe_load((checkpoint / "args.yaml").read_text())
+    return yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:

@@ -13,7 +13,7 @@ import xxhash
 from datasets.data_files import DataFilesList
 
 from accelerate_recipes.data.shards import DataError, reading
-from accelerate_recipes.data.tables import write_rows
+from accelerate_recipes.data.tables import write_table
 from accelerate_recipes.disk import checksum, own_suffix
 from accelerate_recipes.hub import cache
 
@@ -43,7 +43,7 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
         table.parent.mkdir(parents=True, exist_ok=True)
         partial = table.with_name(table.name + own_suffix())
         try:
-            write_rows(files, kind, str(partial))
+            write_table(files, kind, str(partial))
             partial.rename(table)
         finally:
             partial.unlink(missing_ok=True)

@@ -21,12 +21,14 @@ from accelerate_recipes.hub import cache
 class RowsArgs:
     """Arguments that say which rows a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
-
-    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.")
+    # The rows of a resumed run are compared by content, so the files may have moved.
+    dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.", fixed=False)
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
     train_split: str = arg("train", "Split to train on.")
-    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.")
-    eval_files: list[str] = arg([], "Local files to evaluate on; without them a share of the rows is held out.")
+    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.", fixed=False)
+    eval_files: list[str] = arg(
+        [], "Local files to evaluate on; without them a share of the rows is held out.", fixed=False
+    )
     heldout_share: float = arg(
         0.05,
         "Share of the rows to evaluate on, chosen by a hash of the prompt, of all before the first answer, or of the text.",
@@ -38,7 +40,7 @@ class RowsArgs:
         found = super().problems(world_size)
         if bool(self.dataset_name) == bool(self.train_files):
             found.append("give one of --dataset_name and --train_files")
-        found += cache.folder_problems(self.dataset_name)
+        found += cache.folder_problems("dataset_name", self.dataset_name)
         for name in ("train_files", "eval_files"):
             found += self.file_problems(name, cache.BUILDERS)
             if len({Path(file).suffix for file in getattr(self, name)}) > 1:

@@ -83,7 +83,6 @@ class Augmentation:
 class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     """Arguments that say which images a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
-
     train_files: list[str] = arg(
         [],
         "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset. Shards that "

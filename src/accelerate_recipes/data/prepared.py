@@ -85,7 +85,7 @@ def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: boo
         try:
             partial.mkdir(parents=True)
             build(partial)
-            (partial / "key.json").write_text(json.dumps(key, indent=1))
+            (partial / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
             try:
                 partial.rename(final)
             except OSError:

@@ -42,7 +42,7 @@ class OtherSchema(Exception):
     """Raised when rows do not fit the schema of the rows before them."""
 
 
-def write_rows(files: Sequence[str], kind: str, path: str) -> None:
+def write_table(files: Sequence[str], kind: str, path: str) -> None:
     """Write the rows of files of one kind (arrow, csv, json or parquet) to an Arrow stream.
 
     Raises:
@@ -54,18 +54,18 @@ def write_rows(files: Sequence[str], kind: str, path: str) -> None:
             with reading(file):
                 found = datasets.Features.from_arrow_schema(plain_schema(SCHEMAS[kind](file)))
             features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
-        write(path, features, (part for file in files for part in tables_of(file, kind)))
+        write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
     # In most files every block has what the first one has.
-    _, schema = parsed(next(blocks_of(files[0])), None)
+    _, schema = parse_block(next(blocks_of(files[0])), None)
     try:
-        write(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
+        write_stream(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
     except OtherSchema:
-        schema = reduce(merged_schema, (parsed(block, None)[1] for file in files for block in blocks_of(file)))
-        write(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
+        schema = reduce(common_schema, (parse_block(block, None)[1] for file in files for block in blocks_of(file)))
+        write_stream(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
 
 
-def write(path: str, features: datasets.Features, parts: Iterator[tuple[str, pa.Table]]) -> None:
+def write_stream(path: str, features: datasets.Features, parts: Iterator[tuple[str, pa.Table]]) -> None:
     """Write tables that come with their files' names, as `features` has them."""
     schema, counts = features.arrow_schema, {}
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
@@ -173,8 +173,8 @@ def json_tables(files: Sequence[str], schema: pa.Schema) -> Iterator[tuple[str, 
         OtherSchema: for a block that needs another schema.
     """
     for block in (block for file in files for block in blocks_of(file)):
-        rows, own = parsed(block, schema)
-        if merged_schema(schema, own) != schema:
+        rows, own = parse_block(block, schema)
+        if common_schema(schema, own) != schema:
             raise OtherSchema
         yield block.file, rows if isinstance(rows, pa.Table) else table_of(rows, schema, block)
 
@@ -228,7 +228,7 @@ def rows_on_many_lines(file: str, begin: bytes) -> list[dict] | None:
     return rows
 
 
-def parsed(block: Block, known: pa.Schema | None) -> tuple[pa.Table | list[dict], pa.Schema]:
+def parse_block(block: Block, known: pa.Schema | None) -> tuple[pa.Table | list[dict], pa.Schema]:
     """Parse a block, as a table if pyarrow knows its types for certain; else as rows. Returns also its own schema.
 
     Raises:
@@ -318,7 +318,7 @@ def kind_of(values: list) -> pa.DataType:
     return JSON
 
 
-def merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return the type of values of both types."""
     if one == other or pa.types.is_null(other):
         return one
@@ -327,15 +327,15 @@ def merged(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     if {one, other} == {pa.int64(), pa.float64()}:
         return pa.float64()
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(merged(one.value_type, other.value_type))
+        return pa.list_(common_type(one.value_type, other.value_type))
     if pa.types.is_struct(one) and pa.types.is_struct(other) and {f.name for f in one} == {f.name for f in other}:
-        return pa.struct([(field.name, merged(field.type, other.field(field.name).type)) for field in one])
+        return pa.struct([(field.name, common_type(field.type, other.field(field.name).type)) for field in one])
     return JSON
 
 
-def merged_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
+def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     kinds = {field.name: field.type for field in one}
-    return pa.schema((kinds | {f.name: merged(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
+    return pa.schema((kinds | {f.name: common_type(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
 
 
 def table_of(rows: list[dict], schema: pa.Schema, block: Block) -> pa.Table:

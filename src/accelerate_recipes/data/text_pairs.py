@@ -53,15 +53,18 @@ class PairSource:
 class PairArgs:
     """Arguments of a recipe that trains on pairs of texts."""
 
-    dataset_name: str = arg("Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.")
+    # The pairs of a resumed run are compared by content, so the files may have moved.
+    dataset_name: str = arg(
+        "Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.", fixed=False
+    )
     dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
     dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
     train_split: str = arg("train", "Split to train on.")
     eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
-    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.")
-    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.")
-    eval_files: list[str] = arg([], "Local files to evaluate on.")
+    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.", fixed=False)
+    train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.", fixed=False)
+    eval_files: list[str] = arg([], "Local files to evaluate on.", fixed=False)
     source_column: str = arg("translation.en", "Column of the texts to read; an inner column is `translation.en`.")
     target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of correct texts.")
     eval_source_column: str = arg(
@@ -84,6 +87,9 @@ class PairArgs:
         found = super().problems(world_size)
         found += self.file_problems("train_files", cache.BUILDERS)
         found += self.file_problems("eval_files", cache.BUILDERS)
+        used = {"dataset_name": self.dataset_name} if not self.train_files else {}
+        for flag, name in {**used, "eval_dataset_name": self.eval_dataset_name}.items():
+            found += cache.folder_problems(flag, name)
         if self.train_files and self.eval_split and not self.eval_dataset_name:
             found.append(
                 f"--eval_split {self.eval_split} names a split of a dataset, but there are --train_files; give "
@@ -134,7 +140,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     """
     sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
     settings = {
-        "sources": [(*astuple(source), file_version(source), is_heldout) for source, is_heldout in sources],
+        "sources": [(*astuple(source), source_version(source), is_heldout) for source, is_heldout in sources],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [
             args.task_prefix,
@@ -178,13 +184,13 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
             if name == "train":
                 facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(tmp)
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
 
 
-def file_version(source: PairSource) -> list:
+def source_version(source: PairSource) -> list:
     """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")

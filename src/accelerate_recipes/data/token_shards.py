@@ -101,7 +101,7 @@ def is_pretokenized(folder: str) -> bool:
 
 def read_token_manifest(folder: Path) -> dict:
     try:
-        return json.loads((folder / MANIFEST).read_text())
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{folder} has no {MANIFEST}: --pretokenize has not finished there") from None
 
@@ -218,7 +218,7 @@ def check_key(folder: Path, key: dict, file: str, write: bool = False) -> None:
         write_atomically(path, json.dumps(key, indent=1))
     while not path.exists():
         time.sleep(0.2)
-    written = json.loads(path.read_text())
+    written = json.loads(path.read_text(encoding="utf-8"))
     differing = [
         f"{name} was {written.get(name)}, is {value}" for name, value in key.items() if written.get(name) != value
     ]
@@ -289,7 +289,7 @@ def write_token_manifest(folder: Path, key: dict, num_shards: int) -> None:
     entries = [shard_file(folder, shard, "json") for shard in range(num_shards)]
     while not all(entry.exists() for entry in entries):
         time.sleep(0.2)
-    shards = [json.loads(entry.read_text()) for entry in entries]
+    shards = [json.loads(entry.read_text(encoding="utf-8")) for entry in entries]
     write_atomically(folder / MANIFEST, json.dumps(key | {"shards": shards}, indent=1), own_suffix())
     for leftover in folder.glob("*.partial-*"):  # left by killed attempts
         leftover.unlink()

@@ -29,12 +29,14 @@ VERSION = 3  # of the prepared data; raise it when their form changes, so that n
 class GamesArgs:
     """Arguments that say which games a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
-
-    dataset_name: str = arg("laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).")
+    # The games of a resumed run are compared by content, so the files may have moved.
+    dataset_name: str = arg(
+        "laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).", fixed=False
+    )
     dataset_files: str = arg(
         "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each file has about 528 MB."
     )
-    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.")
+    train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.", fixed=False)
     skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.")
     heldout_share: float = arg(
         0.002,
@@ -119,7 +121,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
             else:
                 facts["positions"] = rules.sample_positions(part["Moves"], args.num_positions, seed)
                 rules.mark_seen(facts["positions"], train_games)
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(tmp)
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
@@ -169,7 +171,9 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         train_games = np.flatnonzero(good & ~heldout)
         baseline = rules.most_frequent_followers(games[i] for i in train_games)
         rules.mark_seen(found["heldout"], (games[i] for i in train_games))
-        (folder / "facts.json").write_text(json.dumps({"positions": found["heldout"], "baseline": baseline}))
+        (folder / "facts.json").write_text(
+            json.dumps({"positions": found["heldout"], "baseline": baseline}), encoding="utf-8"
+        )
         shutil.rmtree(folder / "tmp")
 
     return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())

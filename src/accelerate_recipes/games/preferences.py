@@ -62,7 +62,7 @@ def make_pairs(
         prompts = [prompt_of(tokenizer, position["prefix"]) for position in part]
         texts = generate_texts(accelerator, model, tokenizer, prompts, max_new_tokens, batch_size).texts
         if accelerator.is_main_process:
-            with partial.open("a") as lines:
+            with partial.open("a", encoding="utf-8") as lines:
                 for i, (position, text) in enumerate(zip(part, texts, strict=True), start):
                     if is_worse(position, move := answer(text), rule):
                         pair = {"position": i, "chosen": position["move"], "rejected": move}

@@ -158,7 +158,7 @@ def revision(repo_type: str, name: str) -> str | None:
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
     try:
-        return (repository(repo_type, name) / "refs" / "main").read_text().strip()
+        return (repository(repo_type, name) / "refs" / "main").read_text(encoding="utf-8").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -355,12 +355,12 @@ def saved_splits(name: str) -> dict[str, list[str]]:
     }
 
 
-def folder_problems(name: str) -> list[str]:
-    """Say why `datasets` cannot find the files of a folder."""
+def folder_problems(flag: str, name: str) -> list[str]:
+    """Say why `datasets` cannot find the files of a folder that is named by a flag."""
     here = str(Path(name).resolve())
     if not os.path.isdir(name) or glob.escape(here) == here or saved_splits(name):
         return []
     return [
-        f"--dataset_name {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
-        "files by --train_files"
+        f"--{flag} {here}: `datasets` takes [, * and ? in the path for a pattern; rename the folder, or name its "
+        "files one by one"
     ]

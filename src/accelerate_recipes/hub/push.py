@@ -158,7 +158,7 @@ def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:
     with TemporaryDirectory() as folder:
         file = api.hf_hub_download(repo, cache.MANIFEST, revision=revision, cache_dir=folder)
         try:
-            return set(json.loads(Path(file).read_text())["files"])
+            return set(json.loads(Path(file).read_text(encoding="utf-8"))["files"])
         except (ValueError, KeyError, TypeError):
             return set()
 

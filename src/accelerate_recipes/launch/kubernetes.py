@@ -218,7 +218,7 @@ def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
     if job.cache_pvc and launch.needs:
         needs = ", ".join(map(str, launch.needs))
         said.append(f"Not checked: whether {needs} is on the volume of {job.cache_pvc}, downloaded into {CACHE}")
-    return manifest(kind, job, config.read_text(), launch), "\n".join(said)
+    return manifest(kind, job, config.read_text(encoding="utf-8"), launch), "\n".join(said)
 
 
 def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:

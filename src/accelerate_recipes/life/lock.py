@@ -61,7 +61,7 @@ def acquire(file: Path, owner: dict) -> dict | None:
     """
     while True:
         try:
-            with file.open("x") as opened:
+            with file.open("x", encoding="utf-8") as opened:
                 json.dump(owner, opened, indent=1)
             return None
         except FileExistsError:
@@ -124,7 +124,7 @@ def read(file: Path) -> dict | None:
 def touched(file: Path) -> int | None:
     """Return when a file was last touched, in nanoseconds. Opens it, so that a network filesystem asks its server."""
     try:
-        with file.open() as opened:
+        with file.open(encoding="utf-8") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None

@@ -323,7 +323,7 @@ def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def serve() -> None:
     """Answer each line of standard input, a list of jobs, with a line of outcomes; jobs run in forks, one for each core."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # recipes print
     for line in sys.stdin:
         jobs = [Job(**values) for values in json.loads(line)]
@@ -360,7 +360,7 @@ def fork(job: Job) -> tuple[int, Any]:
     pid = os.fork()
     if pid:
         os.close(write)
-        return pid, os.fdopen(read)
+        return pid, os.fdopen(read, encoding="utf-8")
     try:
         result = asdict(simulate_here(job))
     except NotSimulatedError as error:
@@ -369,7 +369,7 @@ def fork(job: Job) -> tuple[int, Any]:
         result = {"refused": str(error)}
     except BaseException as error:
         result = {"error": f"{type(error).__name__}: {str(error)[:500]}", "traceback": traceback.format_exc()}
-    with contextlib.suppress(OSError), os.fdopen(write, "w") as pipe:
+    with contextlib.suppress(OSError), os.fdopen(write, "w", encoding="utf-8") as pipe:
         json.dump(result, pipe)
     os._exit(0)
 
