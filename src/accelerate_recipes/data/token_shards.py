@@ -65,6 +65,10 @@ class TokenShards:
         for document in documents[first:]:
             yield tokens[int(ends[document - 1]) if document else 0 : int(ends[document])]
 
+    def lengths(self, shard: int) -> np.ndarray:
+        """Count the tokens of each document of a shard."""
+        return np.diff(np.array(opened(shard_file(self.folder, shard, "ends"), "<u8"), dtype=np.int64), prepend=0)
+
     def _check(self, shard: int) -> None:
         for suffix, described in self.manifest["shards"][shard]["files"].items():
             file = shard_file(self.folder, shard, suffix)
@@ -108,8 +112,11 @@ def open_text(
 ) -> TextShards | TokenShards:
     """Open the text to train on; with --pretokenize as tokens, which are made now if they are missing."""
     if not args.pretokenize:
-        return TextShards(on_first_rank(args.train_shards), tokenizer, args.text_column)
-    settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
+        shards = on_first_rank(args.train_shards)
+        return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
+    settings: dict = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
+    if args.share_heldout:  # folders of earlier versions have nothing held out
+        settings["heldout_share"] = args.share_heldout
     return pretokenize(
         args.pretokenize,
         tokenizer,
@@ -151,7 +158,7 @@ def pretokenize(
     }
     if not (folder / MANIFEST).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        source = TextShards(find(), tokenizer, text_column, retry or Retry())
+        source = TextShards(find(), tokenizer, text_column, retry or Retry(), settings.get("heldout_share", 0.0))
         dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
         made_from = key | {"shards": [Path(shard).name for shard in source.shards]}
         check_key(folder, made_from, "key.json", write=rank == 0)
