@@ -9,7 +9,8 @@
 The fields of a new model's config.json are arguments here; the presets hold those of published models.
 No process ever holds the model whole: it is created in shards, with the same weights on any number of processes. The
 text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, loss,
-perplexity and bits per byte are measured on a fixed number of rows of the validation split, and compared with gzip.
+perplexity and bits per byte are measured on a fixed number of rows of the validation split, or of a share of --train_files,
+and compared with gzip.
 """
 
 import gzip
@@ -23,7 +24,7 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.streams import StreamLoader, TextArgs, TextShards, validation_rows
+from accelerate_recipes.data.streams import StreamLoader, TextArgs, validation_rows
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
@@ -109,11 +110,11 @@ def main(args: Args) -> None:
     train_loader = StreamLoader(
         open_text(args, tokenizer, run.rank, run.world_size), args, run.data_rank, run.data_world_size,
         max_length=args.max_length, document_mask=args.document_mask, num_streams=args.num_streams,
-        min_document_tokens=args.min_document_tokens,
+        min_document_tokens=args.min_document_tokens, heldout_share=args.share_heldout,
     )  # fmt: skip
     validation = on_first_rank(lambda: validation_rows(
-        TextShards(args.validation_shards(), tokenizer, args.text_column), args.num_validation_rows, args.max_length,
-        tokenizer.pad_token_id, args.document_mask, args.min_document_tokens,
+        args.validation_text(tokenizer), args.num_validation_rows, args.max_length, tokenizer.pad_token_id,
+        args.document_mask, args.min_document_tokens,
     ))  # fmt: skip
     validation_loader = make_eval_loader(validation.rows, args, run.data_rank, run.data_world_size, collate_fn=collate)
     run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": validation_loader})
@@ -124,14 +125,15 @@ def main(args: Args) -> None:
     run.prepare(
         model,
         tokenizer,
-        total_steps=args.max_steps,
+        total_steps=train_loader.num_steps(),
         flops_fn=lambda model: flops_per_token(model, validation.rows.attended_length, args.max_length),
     )
     if args.document_mask:
         check_document_mask(run.model, run.accelerator.device)
     run.print(
         f"Data: {len(train_loader.source.shards):,} shards, in rows of {args.max_length} tokens; validation on "
-        f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token{train_loader.workers_note}"
+        f"{len(validation.rows):,} rows, {validation.bytes_per_token:.2f} bytes per token"
+        f"{args.text_note(train_loader.source.shards)}{train_loader.workers_note}"
     )
 
     # Training and evaluation

@@ -12,6 +12,7 @@ import pytest
 from helpers import ROOT, launch_ok, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.streams import ValidationRows
 
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
@@ -193,6 +194,37 @@ def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undistu
     assert forks.run(tmp_path / "out", *arguments, *args) == 2
     log = (tmp_path / "out.log").read_text()
     assert "the tokenizer has 300 tokens, the model's vocab_size is 200; set --vocab_size to 300 or more" in log
+
+
+@pytest.mark.slow
+def test_files_alone(forks, arguments, pages, tmp_path):
+    """A folder of texts is enough: a share of them is validated on, an epoch is counted; tokenised once it is the same run."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = {}
+    *_, file = sorted((pages / "en").glob("c4-train*.json.gz"))
+    with gzip.open(file, "rt") as lines:
+        texts |= {f"{number:02}": json.loads(line)["text"] for number, line in enumerate(lines)}
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    del options["--dataset_name"], options["--max_steps"]
+    options |= {"--train_files": folder, "--heldout_share": 0.3, "--num_validation_rows": 1000, "--save_steps": 0}
+    flags = [value for pair in options.items() for value in pair]
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert forks.run(out, *flags, HF_HUB_OFFLINE="1") == 0, out.with_suffix(".log").read_text()[-3000:]
+    printed = out.with_suffix(".log").read_text()
+    held = [text for text in texts.values() if falls_under(text, 0.3)]
+    assert f"Data: {len(texts)} shards, in rows of 64 tokens; validation on " in printed
+    assert (
+        "; 30.0% of the documents, by a hash of their text, are validated on; each .txt file is one document" in printed
+    )
+    assert f"Bits per byte of the validation text ({sum(len(text.encode()) for text in held):,} bytes)" in printed
+    records = [record for record in read_metrics(out) if "loss" in record]
+    assert len(texts) - len(held) <= records[-1]["documents_seen"] < 2 * (len(texts) - len(held))
+    assert records[-2]["documents_seen"] < len(texts) - len(held), "as few steps as an epoch needs"
+    assert forks.run(again, *flags, "--pretokenize", tmp_path / "tokens", num_processes=1) == 0
+    assert losses(again) == pytest.approx(losses(out), rel=1e-4) and len(losses(out)) > 2
 
 
 @pytest.mark.long

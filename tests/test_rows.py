@@ -160,6 +160,9 @@ PGN = {
     "a variant": ('[Variant "Atomic"]\n', "1. e4 d5 2. exd5", "it is Atomic, not normal chess"),
     "an unknown variant": ('[Variant "My Own"]\n', "1. e4", "it is My Own, not normal chess"),
     "960": ('[Variant "Chess960"]\n[FEN "nrkbbqrn/pppppppp/8/8/8/8/PPPPPPPP/NRKBBQRN w KQkq - 0 1"]\n', "1. e4", "it is Chess960"),
+    "letters of another language": ("", "1. e4 e5 2. Sf3 Sc6", "'Sf3' is no move in PGN; if the pieces have other letters, name"),
+    "a letter alone": ("", "1. e4 e5 2. Nf3 Nc", "'Nc' is no move in PGN"),
+    "words": ("", "1. e4 e5 ?? hello 2. Nf3", "'hello' is no move in PGN"),
     "a null move": ("", "1. e4 -- 2. d4", "move 2, '0000', is illegal after e2e4"),
 }  # fmt: skip
 
@@ -184,6 +187,58 @@ def test_pgn_of_normal_chess(tmp_path):
     (tmp_path / "a.pgn").write_bytes(b"\xef\xbb\xbf" + "".join(games).replace("\n", "\r\n").encode())
     rows = load_games(str(tmp_path / "a.pgn"), tmp_path / "cache")
     assert rows[:] == {"Moves": [MATE] * 3, "defect": [""] * 3}
+
+
+@pytest.mark.parametrize(
+    "letters, moves",
+    [
+        ("KQRBN", "1. e4 e5 2. ♘f3 ♞c6 3. ♗b5 ♟a6 4. O-O! $1 ♝e7 (4... ♞x) 5. ♖e1+ {Sf3 (} h6"),
+        ("KQRBN", "1.♙e4 e5 2.♘\ufe0ef3 ; Sc6 (\n% Sd4\n2...♞c6 {a\n\n% b\n} 3.Bb5 a6 4.0-0 Be7 5.Re1 h6"),
+        ("KDTLS", "1. e4 e5 2. Sf3 Sc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
+        ("RDTFC", "1. e4 e5 2. Cf3 Cc6 3. Fb5 a6 4. O-O ♝e7 5. Te1 h6"),
+        ("KDTLP", "1. e4 e5 2. Pf3 Pc6 3. Lb5 a6 4. O-O Le7 5. Te1 h6"),
+    ],
+)
+def test_figurines_and_letters(letters, moves, tmp_path):
+    """Figurines, and letters of a declared language, are the moves that they say, beside comments and variations."""
+    file = tmp_path / "a.pgn"
+    file.write_text(f'[Event "♘"]\n[Variant ""]\n[FEN ""]\n\n{moves} *\n', encoding="utf-8")
+    (game,) = rules.read_pgn(str(file), letters)
+    wanted = "e2e4 e7e5 g1f3 b8c6 f1b5 a7a6 e1g1 f8e7 f1e1 h7h6"
+    assert game == {"Moves": wanted.split(), "defect": ""}
+
+
+@pytest.mark.parametrize("letters, move", [("KDTLS", "e8=D"), ("KDTLS", "e8D"), ("KQRBN", "e8=♕"), ("KQRBN", "e8=Q#")])
+def test_promotions(letters, move, tmp_path):
+    file = tmp_path / "a.pgn"
+    moves = "1. e4 d5 2. e5 d4 3. e6 d3 4. exf7+ Kd7 5. fxg8=" + {"D": "D"}.get(letters[1], "Q")
+    file.write_text(f"{moves} h6 1-0\n", encoding="utf-8")
+    (game,) = rules.read_pgn(str(file), letters)
+    assert game["Moves"][-2:] == ["f7g8q", "h7h6"] and not game["defect"]
+    file.write_text(f"1. {move} 1-0\n", encoding="utf-8")
+    (game,) = rules.read_pgn(str(file), letters)
+    assert "cannot be made" in game["defect"], "it was read as a move"
+
+
+def test_a_file_that_is_cut(tmp_path):
+    """Its last game does not count as whole, wherever the cut is."""
+    whole = '[Event "a"]\n\n1. e4 e5 2. Nf3 {[%clk 0:01]} Nc6 1-0\n\n'
+    file = tmp_path / "a.pgn"
+    for end in range(len(whole) - 5):
+        file.write_text(whole * 2 + whole[:end])
+        first, second, *rest = rules.read_pgn(str(file))
+        assert first == second == {"Moves": ["e2e4", "e7e5", "g1f3", "b8c6"], "defect": ""}
+        assert all(game["defect"] or not game["Moves"] for game in rest) and len(rest) == (end > 0), whole[:end]
+    file.write_text(whole + whole.replace(" 1-0", ""))
+    assert [game["defect"][:35] for game in rules.read_pgn(str(file))] == ["", "the file ends before a result, such"]
+
+
+@pytest.mark.parametrize("letters", ["KDTL", "KDTLL", "kdtls"])
+def test_letters_of_the_pieces(letters):
+    with pytest.raises(
+        ConfigError, match=f"--piece_letters '{letters}' must be five different capitals, such as KQRBN"
+    ):
+        parse(recipe.load(ROOT / "recipes/chess.py").Args, ["--piece_letters", letters], world_size=1)
 
 
 def test_pairs_of_mixed_types(tmp_path):
@@ -329,6 +384,10 @@ def test_any_file_of_games_and_pairs(content, tmp_path):
                 "--",
                 "\0",
                 "é",
+                "♘f3 ",
+                "Sf3 ",
+                ";",
+                "%",
             ]
         )
     ).map("".join)

@@ -26,8 +26,18 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, TrainArgs, resolve
 from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
 from accelerate_recipes.data import shards, streams
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.shards import DataError, Retry, find_shards, lines, named_shards, read_documents, text_of
+from accelerate_recipes.data.shards import (
+    DataError,
+    Retry,
+    all_texts,
+    find_shards,
+    lines,
+    named_shards,
+    read_documents,
+    text_of,
+)
 from accelerate_recipes.data.streams import (
     Order,
     StreamLoader,
@@ -631,7 +641,7 @@ def test_shards_of_a_folder():
 
 def test_shards_named_one_by_one(tmp_path, monkeypatch):
     file = write_shard(tmp_path / "a.jsonl", [])
-    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.csv").touch()
     remote = "hf://datasets/allenai/c4@main/en/c4-train.00000-of-01024.json.gz"
     url = f"{constants.ENDPOINT}/datasets/allenai/c4/resolve/main/en/c4-train.00000-of-01024.json.gz"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -639,12 +649,120 @@ def test_shards_named_one_by_one(tmp_path, monkeypatch):
     for files, message in (
         ([file, file], "named twice"),
         ([str(tmp_path / "b.jsonl")], "no such file"),
-        ([str(tmp_path / "a.txt")], "must end with one of .json.gz"),
+        ([str(tmp_path / "a.csv")], "must end with one of .json.gz"),
         (["https://example.org/a.parquet"], "download it first"),
         (["hf://allenai/c4"], "hf://datasets/ORG/NAME/PATH"),
     ):
         with pytest.raises(ConfigError, match=message):
             named_shards(files)
+
+
+def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
+    """A folder stands for its files of one kind, in the order of their names; a .txt file is one document."""
+    for name, text in (
+        ("b/2.txt", corpus[2]),
+        ("a.txt", corpus[0] + "\n\n" + corpus[1] + "\r\n"),
+        ("c.txt", " \n"),
+        (".d.txt", "x"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (tmp_path / "notes.md").write_text("no text")
+    files = named_shards([str(tmp_path)])
+    assert [Path(file).name for file in files] == ["a.txt", "2.txt", "c.txt"]
+    assert list(all_texts(files, "text")) == [corpus[0] + "\n\n" + corpus[1] + "\r\n", corpus[2]]
+    assert not list(read_documents(files[0], "text", 1, 2, QUICK, no_retry)), "there is no second document"
+    (tmp_path / "c.txt").write_bytes("Zürich".encode("latin-1"))
+    with pytest.raises(DataError, match=r"c\.txt is not UTF-8 at byte 1"):
+        list(all_texts(files, "text"))
+    write_shard(tmp_path / "e.jsonl", corpus)
+    for folder, said in (
+        (tmp_path, r"holds files of several kinds, \.jsonl, \.txt; name those"),
+        (tmp_path / "x", "holds no .json.gz,"),
+    ):
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=said):
+            named_shards([str(folder)])
+
+
+@pytest.mark.parametrize("pretokenised", [False, True])
+def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenised):
+    """By the hash of its text each document is on one side, whatever reads it; a resumed run has the same share."""
+    shards = split_into(29).shards
+    source = TextShards(shards, tokenizer, retry=QUICK, heldout_share=0.3)
+    if pretokenised:
+        source = pretokenize(tmp_path, tokenizer, lambda: shards, {}, heldout_share=0.3)
+        with pytest.raises(ConfigError, match="was tokenised from something else: settings was"):
+            pretokenize(tmp_path, tokenizer, lambda: shards, {})
+    held = [text for text in corpus if falls_under(text, 0.3)]
+    assert 20 < len(held) < 60
+    loader = StreamLoader(
+        source, TrainArgs(total_batch_size=12), 0, 1, max_length=MAX_LENGTH, num_streams=NUM_STREAMS, heldout_share=0.3
+    )
+    rows = [row for state in range(NUM_STREAMS) for row in epochs_of(source, loader.order, state)]
+    read = {token for row in rows for token in row.tokens.tolist()}
+    eos = {tokenizer.eos_token_id}
+    ids = {text: {*tokenizer(text, add_special_tokens=False)["input_ids"]} for text in corpus}
+    assert read - eos == set().union(*(ids[text] for text in corpus if text not in held))
+    found = validation_rows(
+        TextShards(shards, tokenizer, heldout_share=0.3, is_heldout=True), 10_000, MAX_LENGTH, 0, document_mask=True
+    )
+    assert sorted(found.texts) == sorted(held)
+    assert loader.state()["order"]["heldout_share"] == 0.3
+    with pytest.raises(ConfigError, match=r"heldout_share is 0\.3, the checkpoint has 0\.0; set it back"):
+        state = loader.state()
+        del state["order"]["heldout_share"]  # of an earlier version
+        loader.start_at(1, [state])
+    with pytest.raises(
+        DataError, match=r"no document of .* is held out to validate on by --heldout_share 1e-09; raise it"
+    ):
+        validation_rows(
+            TextShards(shards[:1], tokenizer, heldout_share=1e-9, is_heldout=True), 5, MAX_LENGTH, 0, document_mask=True
+        )
+    with pytest.raises(DataError, match=r"no document to train on in .* and 28 more, beside the 100\.0% held out"):
+        whole = TextShards(shards, tokenizer, heldout_share=1.0)
+        next(stream_rows(whole, loader.order._replace(heldout_share=1.0), 0, StreamState(), no_retry))
+
+
+def epochs_of(source, order, stream: int, epochs: int = 1) -> list:
+    """Return the rows of a stream's first epochs, its remainders too."""
+    rows = stream_rows(source, order, stream, StreamState(), no_retry)
+    return list(itertools.takewhile(lambda row: row.epoch < epochs, rows))
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 0.5])
+@pytest.mark.parametrize("least", [0, 9])
+def test_steps_of_epochs(source, epochs, least):
+    """As many steps as the rows of so many epochs need, whatever the shards are, also of documents that are long enough."""
+    args = TrainArgs(total_batch_size=12, num_train_epochs=epochs)
+    loader = StreamLoader(
+        source,
+        args,
+        0,
+        1,
+        max_length=MAX_LENGTH,
+        num_streams=NUM_STREAMS,
+        shuffle_block=BLOCK,
+        min_document_tokens=least,
+    )
+    batches = iter(loader)
+    first = [[next(batches)["row"].tolist() for _ in range(12)] for _ in range(loader.num_steps())]
+    epoch_of = [row[0][0] for step in first for row in step]
+    if epochs < 1:
+        whole = StreamLoader(
+            source,
+            TrainArgs(total_batch_size=12),
+            0,
+            1,
+            max_length=MAX_LENGTH,
+            num_streams=NUM_STREAMS,
+            min_document_tokens=least,
+        )
+        assert len(first) in (-(-whole.num_steps() // 2), whole.num_steps() // 2)
+    else:
+        assert epoch_of[-12] < epochs, "no step too many"
+        assert epoch_of[-1] == epochs or next(batches)["row"].tolist()[0][0] == epochs, "no row too few"
+    assert StreamLoader(source, TrainArgs(max_steps=7), 0, 1, max_length=9).num_steps() == 7
 
 
 # The network

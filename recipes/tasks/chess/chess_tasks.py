@@ -21,7 +21,8 @@ from accelerate_recipes.models import load_tokenizer
 def games_args(export: str) -> tuple[GamesArgs, dict]:
     """Return the arguments of a run that say which games it read, and all its arguments."""
     arguments = arguments_of(Path(export))
-    return GamesArgs(**{field.name: arguments[field.name] for field in fields(GamesArgs)}), arguments
+    known = {field.name: arguments[field.name] for field in fields(GamesArgs) if field.name in arguments}
+    return GamesArgs(**known), arguments
 
 
 def positions(export: str, **_: object) -> dict[str, Dataset]:
@@ -49,9 +50,14 @@ def games(export: str, **_: object) -> dict[str, Dataset]:
     begin, rows, different = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer))), [], 0
     with tempfile.TemporaryDirectory() as folder:
         for i, file in enumerate(args.game_files):
-            for moves in load_games(file, Path(folder) / str(i))["Moves"]:
-                text = " ".join(moves)
-                if moves and is_heldout(text, args.heldout_share) and not rules.defect_of_game(moves):
+            for row in load_games(file, Path(folder) / str(i), args.piece_letters):
+                moves, text = row["Moves"], " ".join(row["Moves"])
+                if (
+                    moves
+                    and not row["defect"]
+                    and is_heldout(text, args.heldout_share)
+                    and not rules.defect_of_game(moves)
+                ):
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     game = text + str(tokenizer.eos_token)
                     together = tokenizer(begin + game, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,8 @@
 """Shards: functions that find them, and read their documents one by one, from a disk or over the network.
 
-A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line) or
-.parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept. Shards of images are in `tars`.
+A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line), .txt
+(one document) or .parquet (local only). It is read as a stream and decompressed on the fly; nothing is kept. Shards of
+images are in `tars`.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, build_hf_h
 from accelerate_recipes.args import ConfigError, first_line
 from accelerate_recipes.hub import cache
 
-SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", ".parquet")
+TXT = ".txt"
+SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", TXT, ".parquet")
 CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
@@ -98,7 +100,8 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
 def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> list[str]:
     """Find the shards that a user names one by one, in that order: paths, http(s) URLs, `hf://datasets/ORG/NAME/PATH`.
 
-    A PATH with `*` stands for all files that match, in the order of their names.
+    A PATH with `*` stands for all files that match, and a folder for all that lie in it and its folders, in the order of
+    their names.
 
     Raises:
         ConfigError: for a file that is missing, or of a kind that cannot be read.
@@ -117,12 +120,31 @@ def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> li
                 found += listed
             else:
                 raise ConfigError(f"{file}: no file of the dataset {name} on {constants.ENDPOINT} matches {path!r}")
+        elif not is_remote(file) and Path(file).is_dir():
+            found += files_of_folder(file, suffixes)
         elif not is_remote(file) and not Path(file).is_file():
             raise ConfigError(f"{file}: no such file")
         else:
             found.append(file)
     check_suffixes(found, suffixes)
     return found
+
+
+def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
+    """List the files of a folder that can be read.
+
+    Raises:
+        ConfigError: if there is none, or there are several kinds: a README.txt beside .jsonl files is no data.
+    """
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    kinds = {suffix: [str(path) for path in files if path.name.endswith(suffix)] for suffix in suffixes}
+    kinds = {suffix: named for suffix, named in kinds.items() if named}
+    if len(kinds) != 1:
+        held = (
+            f"files of several kinds, {', '.join(kinds)}; name those to read" if kinds else f"no {', '.join(suffixes)}"
+        )
+        raise ConfigError(f"the folder {folder} holds {held}")
+    return next(iter(kinds.values()))
 
 
 def parts_of_hub_path(file: str) -> tuple[str, str, str]:
@@ -230,7 +252,7 @@ def is_named_elsewhere(file: str) -> bool:
 def read_documents(
     shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
 ) -> Iterator[tuple[int, bytes | str]]:
-    """Read documents `first`, `first + stride`, ... of a shard, as (index, line of JSON or text).
+    """Read documents `first`, `first + stride`, ... of a shard, as (index, line of JSON, or text).
 
     Documents before `first` are decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
     `on_retry` is called before each new try.
@@ -241,7 +263,9 @@ def read_documents(
     if shard.endswith(".parquet"):
         return parquet_rows(shard, text_column, first, stride)
 
-    def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes]:
+    def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes | str]:
+        if shard.endswith(TXT):
+            return whole_text(shard, chunks, first)
         return lines(gunzip(chunks) if shard.endswith(".gz") else chunks, first, stride)
 
     return read_again(shard, first, stride, parse, retry, on_retry)
@@ -431,6 +455,21 @@ def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
         first += len(own) * stride - len(whole)
     if rest and first == 0:
         yield rest
+
+
+def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
+    """Yield the text of a file, its only document, number 0, unless it is empty.
+
+    Raises:
+        DataError: if it is not UTF-8.
+    """
+    content = b"".join(chunks) if first == 0 else b""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
+    if text.strip():
+        yield text
 
 
 def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str | None:

@@ -41,12 +41,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows, collate, pack_row
 from accelerate_recipes.data.shards import (
+    TXT,
     DataError,
     Retry,
     all_texts,
     find_shards,
+    is_named_elsewhere,
     named_shards,
     needs_of_shards,
     read_documents,
@@ -96,11 +99,16 @@ class StreamArgs:
         """Tell whether the rows to train on are a stream."""
         return True
 
+    @property
+    def is_finite(self) -> bool:
+        """Tell whether a pass over the stream is short enough to be counted before training."""
+        return False
+
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
         if not self.is_streamed:
             return found + (["--num_streams is for shards that are streamed; remove it"] if self.num_streams else [])
-        if self.max_steps < 1:
+        if self.max_steps < 1 and not self.is_finite:
             found.append("--max_steps is missing: how long a stream is, nobody knows")
         return found + (stream_problems(self.num_streams, world_size, self.row_size) if self.num_streams else [])
 
@@ -128,8 +136,19 @@ class TextArgs(StreamArgs):
     validation_dataset_files: str = arg(
         "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
     )
-    train_files: list[str] = arg([], "Paths or URLs of files to train on, instead of a dataset.", fixed=False)
-    validation_files: list[str] = arg([], "Paths or URLs of files to validate on, instead of a dataset.", fixed=False)
+    train_files: list[str] = arg(
+        [], "Paths or URLs of files to train on, or folders, instead of a dataset.", fixed=False
+    )
+    validation_files: list[str] = arg(
+        [], "Paths or URLs of files to validate on, or folders; default: a share of --train_files.", fixed=False
+    )
+    heldout_share: float = arg(
+        0.05,
+        "Share of the documents of --train_files to validate on, chosen by a hash of the text, where nothing else is named; "
+        "0: validate on the dataset.",
+        min=0,
+        below=1,
+    )
     text_column: str = arg("text", "Key or column that holds the text.")
     pretokenize: str = arg(
         "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
@@ -137,6 +156,23 @@ class TextArgs(StreamArgs):
     min_document_tokens: int = arg(
         0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
     )
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.train_files) and not any(map(is_named_elsewhere, self.train_files))
+
+    @property
+    def share_heldout(self) -> float:
+        """Share of the documents of --train_files that are validated on; 0 if other files are."""
+        fields = TextArgs.__dataclass_fields__
+        names = ("dataset_name", "validation_dataset_files")
+        is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
+        return self.heldout_share if self.train_files and not is_named else 0.0
+
+    def settle(self, saved: Mapping[str, Any]) -> list[str]:
+        if saved and "heldout_share" not in saved:  # a run of an earlier version has nothing held out
+            self.heldout_share = 0.0
+        return super().settle(saved)
 
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
@@ -146,18 +182,35 @@ class TextArgs(StreamArgs):
 
     def validation_shards(self) -> list[str]:
         """Find the files to validate on."""
+        if self.share_heldout:
+            return self.train_shards()
         if self.validation_files:
             return named_shards(self.validation_files)
         return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
 
     def train_texts(self) -> Iterator[str]:
         """Read the documents to train on, shard by shard."""
-        return all_texts(self.train_shards(), self.text_column)
+        texts = all_texts(self.train_shards(), self.text_column)
+        return (text for text in texts if not falls_under(text, self.share_heldout))
+
+    def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
+        """Open the text to validate on."""
+        share = self.share_heldout
+        return TextShards(
+            self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
+        )
+
+    def text_note(self, shards: Sequence[str]) -> str:
+        """Say, for the end of a line, what is held out, and what a document is where that is not clear; else nothing."""
+        held = f"; {self.share_heldout:.1%} of the documents, by a hash of their text, are validated on"
+        is_txt = any(shard.endswith(TXT) for shard in shards)
+        return (held if self.share_heldout else "") + ("; each .txt file is one document" if is_txt else "")
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
         """List what is read from the Hub for validation and, with `training`, for training."""
         found = []
-        parts = [(self.validation_files, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        validated = self.train_files if self.share_heldout else self.validation_files
+        parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
         for files, pattern in parts if training else parts[:1]:
             dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
             found += needs_of_shards(files) if files else [dataset]
@@ -185,20 +238,25 @@ class Documents(Protocol):
     def tokens(self, shard: int, documents: Any, first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
         """Return the tokens of `documents`, from number `first` on: (T,) integers each, which end with the end token.
 
-        The documents are those that a stream shuffles together in an `epoch`. An image is one token, an object; what
-        chance makes of it depends on the epoch, and may need any of the others.
+        A document that is held out has none. The documents are those that a stream shuffles together in an `epoch`. An
+        image is one token, an object; what chance makes of it depends on the epoch, and may need any of the others.
         """
         ...
 
 
 @dataclass
 class TextShards:
-    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one."""
+    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one.
+
+    Documents of which the hash falls under `heldout_share` are not read; with `is_heldout` no others are.
+    """
 
     shards: Sequence[str]
     tokenizer: PreTrainedTokenizerBase
     text_column: str = "text"
     retry: Retry = field(default_factory=Retry)
+    heldout_share: float = 0.0
+    is_heldout: bool = False
     bos: list[int] = field(init=False)
     backend: Tokenizer = field(init=False)
 
@@ -225,23 +283,32 @@ class TextShards:
     ) -> Iterator[np.ndarray]:
         texts, size = [], 0
         for index, document in islice(documents, first, None):
-            texts.append(text_of(self.shards[shard], index, document, self.text_column))
+            text = text_of(self.shards[shard], index, document, self.text_column)
+            texts.append(text if self.is_read(text) else None)
             size += len(document)
             if size >= ENCODE_BYTES:
                 yield from self.encode(texts)
                 texts, size = [], 0
         yield from self.encode(texts)
 
-    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text; of None, which is no document, there are none.
+    def is_read(self, text: str | None) -> bool:
+        """Tell whether there is a document, and on this side of what is held out."""
+        return text is not None and falls_under(text, self.heldout_share) == self.is_heldout
 
-        Nothing is truncated, whatever the tokenizer was last used for.
-        """
+    def lengths(self, shard: int) -> np.ndarray:
+        """Count the tokens of each document of a shard."""
+        documents = self.read(shard, 0, 1, on_retry=lambda: None)
+        return np.array([len(tokens) for tokens in self.tokens(shard, documents)], dtype=np.int64)
+
+    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
+        """Return the token ids (int32) of each text; of None none. Nothing is truncated, whatever the tokenizer did last."""
         eos = [self.tokenizer.eos_token_id]
         # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
-        encodings = self.backend.encode_batch_fast([text or "" for text in texts], add_special_tokens=False)
-        ids = [[] if text is None else self.bos + found.ids + eos for text, found in zip(texts, encodings, strict=True)]
-        return [np.array(some, dtype=np.int32) for some in ids]
+        encodings = iter(
+            self.backend.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
+        )
+        ids = ([] if text is None else self.bos + next(encodings).ids + eos for text in texts)
+        return [np.array(tokens, dtype=np.int32) for tokens in ids]
 
 
 class StreamState(NamedTuple):
@@ -265,6 +332,7 @@ class Order(NamedTuple):
     seed: int
     shuffle_block: int = SHUFFLE_BLOCK
     min_document_tokens: int = 0
+    heldout_share: float = 0.0
 
 
 class Row(NamedTuple):
@@ -383,7 +451,20 @@ def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None
     if not any(map(has_one, range(len(source.shards)))):
         more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
         least = f" of --min_document_tokens {order.min_document_tokens} or more" if order.min_document_tokens else ""
-        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}")
+        left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
+        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}{left}")
+
+
+def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
+    """Count the rows of an epoch, of the numbers of tokens of each shard's documents."""
+    whole, rests = 0, []
+    for stream in range(order.num_streams):
+        parts = parts_of_stream(order, len(lengths), stream, epoch)
+        read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
+        rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
+        whole += rows
+        rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))
+    return whole + len(join_rests(sorted(rests), order.max_length))
 
 
 class StreamRows(IterableDataset):
@@ -451,6 +532,7 @@ class StreamLoader:
         num_streams: int = NUM_STREAMS,
         shuffle_block: int = SHUFFLE_BLOCK,
         min_document_tokens: int = 0,
+        heldout_share: float = 0.0,
     ):
         if problems := stream_problems(num_streams, world_size, ranks_a_row()):
             raise ConfigError(problems[0])
@@ -459,7 +541,7 @@ class StreamLoader:
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
         self.share = args.accumulation_steps(world_size) * args.per_device_train_batch_size
-        self.order = Order(num_streams, max_length, args.seed, shuffle_block, min_document_tokens)
+        self.order = Order(num_streams, max_length, args.seed, shuffle_block, min_document_tokens, heldout_share)
         self.step = 0
         self.consumed = {stream: StreamState() for stream in range(rank, num_streams, world_size)}
         # Each worker writes the entries of its own streams; the main process reads them.
@@ -500,6 +582,28 @@ class StreamLoader:
         streams = range(self.order.num_streams)
         first = (next(stream_rows(self.source, self.order, s, StreamState(), lambda: None)) for s in streams)
         return self._batch([[row] for row in islice((row for row in first if len(row.tokens)), size)])
+
+    def num_steps(self) -> int:
+        """Count the optimizer steps of the run: --max_steps, or those with which each row comes --num_train_epochs times.
+
+        The first process counts the tokens of all documents. The last step is filled with rows of the next epoch.
+
+        Raises:
+            ConfigError: if it would be none.
+            DataError: for shards that cannot be read.
+        """
+
+        def count() -> int:
+            lengths = [self.source.lengths(shard) for shard in range(len(self.source.shards))]  # pyright: ignore
+            whole, part = divmod(self.args.num_train_epochs, 1)
+            rows = sum(rows_of_epoch(lengths, self.order, epoch) for epoch in range(int(whole)))
+            return rows + round(part * rows_of_epoch(lengths, self.order, int(whole)))
+
+        return (
+            self.args.max_steps
+            if self.args.max_steps > 0
+            else max(1, -(-on_first_rank(count) // self.args.total_batch_size))
+        )
 
     @property
     def workers_note(self) -> str:
@@ -737,14 +841,21 @@ def validation_rows(
         documents = source.read(shard, 0, 1, on_retry=lambda: None)
         while num_tokens < wanted and (document := list(islice(documents, 1))):
             text = text_of(source.shards[shard], *document[0], source.text_column)
-            (tokens,) = source.encode([text])
-            if text is not None and len(tokens) >= min_document_tokens:
+            (tokens,) = source.encode([text]) if source.is_read(text) else ([],)
+            if len(tokens) >= max(1, min_document_tokens):
                 texts.append(text)
                 pieces.append(tokens)
                 num_tokens += len(tokens)
     if not texts:
         least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
-        raise DataError(f"there is no document{least} to validate on in {', '.join(source.shards)}")
+        more = f" and {len(source.shards) - 3} more" if len(source.shards) > 3 else ""
+        shown = ", ".join(source.shards[:3]) + more
+        if source.is_heldout:
+            raise DataError(
+                f"no document{least} of {shown} is held out to validate on by --heldout_share {source.heldout_share}; raise "
+                "it, or give --validation_files"
+            )
+        raise DataError(f"there is no document{least} to validate on in {shown}")
     bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
     tokens = np.concatenate(pieces)[:wanted]
     is_start = np.zeros(num_tokens, dtype=bool)

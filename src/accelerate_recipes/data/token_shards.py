@@ -68,6 +68,10 @@ class TokenShards:
         for document in documents[first:]:
             yield tokens[int(ends[document - 1]) if document else 0 : int(ends[document])]
 
+    def lengths(self, shard: int) -> np.ndarray:
+        """Count the tokens of each document of a shard."""
+        return np.diff(np.array(opened(shard_file(self.folder, shard, "ends"), "<u8"), dtype=np.int64), prepend=0)
+
     def _check(self, shard: int) -> None:
         for suffix, described in self.manifest["shards"][shard]["files"].items():
             file = shard_file(self.folder, shard, suffix)
@@ -111,7 +115,8 @@ def open_text(
 ) -> TextShards | TokenShards:
     """Open the text to train on; with --pretokenize as tokens, which are made now if they are missing."""
     if not args.pretokenize:
-        return TextShards(on_first_rank(args.train_shards), tokenizer, args.text_column)
+        shards = on_first_rank(args.train_shards)
+        return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
     settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
     settings |= {"revision": args.dataset_revision} if args.dataset_revision else {}
     elsewhere = (
@@ -124,6 +129,7 @@ def open_text(
         settings,
         is_here=not elsewhere,
         text_column=args.text_column,
+        heldout_share=args.share_heldout,
         rank=rank,
         world_size=world_size,
     )
@@ -137,6 +143,7 @@ def pretokenize(
     *,
     is_here: bool = False,
     text_column: str = "text",
+    heldout_share: float = 0.0,
     retry: Retry | None = None,
     rank: int = 0,
     world_size: int = 1,
@@ -145,9 +152,8 @@ def pretokenize(
 
     If it is done, neither the Hub nor the text is needed. Text that `is_here`, as files, is compared by content with what
     was tokenised, wherever it lies now; of other text only the `settings`, which say what `find` lists, in JSON's types. The
-    ranks divide the shards, and wait
-    for each other without a collective that could time out; `folder` must lie on a filesystem that all share. A finished
-    shard is not done again, neither after a kill nor with more ranks.
+    ranks divide the shards, and wait for each other without a collective that could time out; `folder` must lie on a
+    filesystem that all share. A finished shard is not done again, neither after a kill nor with more ranks.
 
     Raises:
         ConfigError: if the folder was made from other text or with another tokenizer.
@@ -163,9 +169,11 @@ def pretokenize(
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
     }
+    if heldout_share:  # folders of earlier versions have nothing held out
+        key["heldout_share"] = heldout_share
     if not (folder / MANIFEST).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        source = TextShards(here or find(), tokenizer, text_column, retry or Retry())
+        source = TextShards(here or find(), tokenizer, text_column, retry or Retry(), heldout_share)
         dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
         made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
         check_key(folder, made_from, "key.json", write=rank == 0)

@@ -22,7 +22,7 @@ from accelerate_recipes.ranks import is_first_of_machine
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
-VERSION = 3  # of the prepared data; raise it when their form changes, so that no old form is found
+VERSION = 4  # of the prepared data; raise it when their form changes, so that no old form is found
 
 
 @dataclass
@@ -38,6 +38,10 @@ class GamesArgs:
     )
     train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.", fixed=False)
     skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.")
+    piece_letters: str = arg(
+        rules.LETTERS,
+        "Letters of king, queen, rook, bishop and knight in .pgn files; KDTLS in German, RDTFC in French.",
+    )
     heldout_share: float = arg(
         0.002,
         "Share of the games to test on, chosen by a hash of the moves; use the same in recipes that follow chess.py.",
@@ -50,7 +54,11 @@ class GamesArgs:
     data_cache_dir: str = arg(".cache/data", "Folder for prepared games and positions.", fixed=False)
 
     def problems(self, world_size: int) -> list[str]:
-        return super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
+        found = super().problems(world_size) + self.file_problems("train_files", SUFFIXES)
+        letters = self.piece_letters
+        if len({*letters}) != len(letters) or len(letters) != len(rules.LETTERS) or letters.upper() != letters:
+            found.append(f"--piece_letters {letters!r} must be five different capitals, such as {rules.LETTERS}")
+        return found
 
     @property
     def game_datasets(self) -> list[cache.HubDataset]:
@@ -92,6 +100,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         "sources": args.game_key,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [max_length, args.heldout_share, args.num_positions, seed, args.skip_bad_games],
+        "letters": args.piece_letters,
         "version": VERSION,
     }
 
@@ -99,7 +108,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         tmp = folder / "tmp"
         parts = []
         for i, file in enumerate(args.game_files):
-            games = load_games(file, tmp / f"source-{i}")
+            games = load_games(file, tmp / f"source-{i}", args.piece_letters)
             parts.append(tokenize_games(games, tokenizer, args.heldout_share, file, tmp / f"tokens-{i}.arrow"))
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)
@@ -141,11 +150,15 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
     settings = {
         "sources": args.game_key,
         "positions": [args.heldout_share, num_train_positions, args.num_positions, seed, args.skip_bad_games],
+        "letters": args.piece_letters,
         "version": VERSION,
     }
 
     def build(folder: Path) -> None:
-        parts = [load_games(file, folder / "tmp" / f"source-{i}") for i, file in enumerate(args.game_files)]
+        parts = [
+            load_games(file, folder / "tmp" / f"source-{i}", args.piece_letters)
+            for i, file in enumerate(args.game_files)
+        ]
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
         heldout = np.array([is_heldout(" ".join(moves), args.heldout_share) for moves in games])
@@ -193,8 +206,10 @@ def is_heldout(text: str, heldout_share: float) -> bool:
     return xxhash.xxh64_intdigest(text.encode()) < int(heldout_share * 2**64)
 
 
-def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
+def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> datasets.Dataset:
     """Load the games of one file: `Moves`, a list of texts, and `defect`: why a row is not a normal game of chess, or "".
+
+    `letters` are those of the pieces in a .pgn file.
 
     Raises:
         DataError: for a file that cannot be read, or has no games.
@@ -202,10 +217,10 @@ def load_games(file: str, cache_dir: Path) -> datasets.Dataset:
     """
     if file.endswith(".pgn"):
         with reading(file):
-            if next(rules.read_pgn(file), None) is None:
+            if next(rules.read_pgn(file, letters), None) is None:
                 raise ValueError("it has 0 games")
             return datasets.Dataset.from_generator(
-                rules.read_pgn, features=GAMES, gen_kwargs={"path": file}, cache_dir=str(cache_dir)
+                rules.read_pgn, features=GAMES, gen_kwargs={"path": file, "letters": letters}, cache_dir=str(cache_dir)
             )
     rows = read_files([file], cache_dir)
     if "Moves" not in rows.column_names:

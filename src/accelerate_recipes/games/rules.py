@@ -4,11 +4,12 @@ A move is written in UCI (`e2e4`, `e7e8q`), a game as moves separated by spaces.
 """
 
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 
 def import_python_chess():
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
     import chess.pgn
 else:
     chess = import_python_chess()
+
+LETTERS = "KQRBN"
+FIGURINES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", 2 * LETTERS, "♙♟\ufe0e\ufe0f")  # a pawn has no letter
+WORDS = re.compile(r"[{}();]|[^\s{}();]+")
+RESULTS = ("1-0", "0-1", "1/2-1/2", "*")
+# What stands between comments and variations: a move with its number, a result, a glyph.
+WORD = re.compile(
+    r"(\d+\.*)?([KQRBN]?[a-h]?[1-8]?[-x]?[a-h][1-8](=?[nbrqNBRQ])?([+#]|\+\+)?|(O-O(-O)?|0-0(-0)?)[+#]?|--|Z0)?(e\.p\.)?[!?]{0,2}"
+    r"|1-0|0-1|1/2-1/2|\*|\$\d+|…|\.+"
+)
 
 # Phases for which results are reported, with their upper limits in plies.
 PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
@@ -100,6 +111,10 @@ class GameBuilder(chess.pgn.GameBuilder):
     Variations are left out: after one with an illegal move, python-chess 1.11 continues from the variation's position.
     """
 
+    def visit_header(self, name: str, value: str) -> None:
+        if value:  # an empty one says nothing
+            super().visit_header(name, value)
+
     def begin_variation(self) -> chess.pgn.SkipType:
         return chess.pgn.SKIP
 
@@ -110,21 +125,89 @@ class GameBuilder(chess.pgn.GameBuilder):
         self.game.errors.append(error)
 
 
-def read_pgn(path: str) -> Iterator[dict]:
-    """Read the games of a PGN file as rows with `Moves` and `defect`: why a game cannot be used, or an empty string."""
+class Movetext:
+    """Lines of a PGN file for python-chess, which skips what it does not know: `♘f3` and `Sf3` would be a pawn's f3.
+
+    Figurines, and `letters` of king, queen, rook, bishop and knight, become the letters of PGN. `junk` is the first word of
+    a game that is none of PGN's, `is_ended` tells whether a result was read.
+    """
+
+    def __init__(self, file: TextIO, letters: str = LETTERS):
+        self.file = file
+        foreign = {ord(letter): "\0" for letter in LETTERS}  # of another piece, or of none
+        self.letters = FIGURINES | foreign | {ord(letter): own for letter, own in zip(letters, LETTERS, strict=True)}
+        self.in_moves = self.in_comment = False
+        self.begin_game()
+
+    def begin_game(self) -> None:
+        self.junk, self.is_ended, self.depth = "", False, 0
+
+    def readline(self) -> str:
+        line = self.file.readline()
+        if self.in_comment or line.strip("\ufeff \t\r\n"):
+            starts_outside = not self.in_comment
+            self.in_moves |= not line.lstrip("\ufeff").startswith(("[", "%", ";"))
+            self.in_rest = False  # of a line, behind a semicolon
+            if self.in_moves and not (starts_outside and line.startswith(("%", ";"))):
+                return WORDS.sub(self.word, line.partition("\n")[0]) + "\n" * line.endswith("\n")
+        else:
+            self.in_moves = False
+        return line
+
+    def word(self, found: re.Match) -> str:
+        """Return a word, or a bracket, as python-chess shall read it."""
+        word = found[0]
+        if self.in_comment:
+            self.in_comment = word != "}"
+        elif self.in_rest or word == ";":
+            self.in_rest = True
+        elif word == "{":
+            self.in_comment = True
+        elif word in "()":
+            self.depth = max(0, self.depth + (1 if word == "(" else -1))
+        elif not self.depth:
+            moved = word.translate(self.letters)
+            self.is_ended |= moved in RESULTS
+            if not WORD.fullmatch(moved):
+                self.junk = self.junk or word
+            return moved
+        return word
+
+
+def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
+    """Read the games of a PGN file as rows with `Moves` and `defect`: why a game cannot be used, or an empty string.
+
+    `letters` are those of king, queen, rook, bishop and knight in the moves.
+    """
     with open(path, encoding="utf-8", errors="replace") as file:
-        while game := chess.pgn.read_game(file, Visitor=GameBuilder):
+        lines = Movetext(file, letters)
+        game, junk, is_ended = read_game(lines)
+        while game:
+            following = read_game(lines)
             moves = [move.uci() for move in game.mainline_moves()]
-            yield {"Moves": moves, "defect": defect_of_pgn(game, len(moves))}
+            defect = defect_of_pgn(game, len(moves), junk)
+            if following[0] is None and not (defect or is_ended):
+                defect = "the file ends before a result, such as 1-0 or *; it may be cut"
+            yield {"Moves": moves, "defect": defect}
+            game, junk, is_ended = following
 
 
-def defect_of_pgn(game: chess.pgn.Game, num_moves: int) -> str:
+def read_game(lines: Movetext) -> tuple["chess.pgn.Game | None", str, bool]:
+    """Read the next game; return also what stands in it that is no PGN, and whether it has a result."""
+    lines.begin_game()
+    game = chess.pgn.read_game(lines, Visitor=GameBuilder)  # pyright: ignore[reportArgumentType]
+    return game, lines.junk, lines.is_ended
+
+
+def defect_of_pgn(game: chess.pgn.Game, num_moves: int, junk: str) -> str:
     """Say why a game with `num_moves` moves read is not whole or not normal chess, or return an empty string."""
     variant = game.headers.get("Variant", "Standard")
     if variant.lower() not in ("standard", "from position", "chess", "normal"):
         return f"it is {variant}, not normal chess"
     if game.headers.get("FEN", chess.STARTING_FEN) != chess.STARTING_FEN:
         return f"it begins from another position, {game.headers['FEN']}"
+    if junk:
+        return f"{junk!r} is no move in PGN; if the pieces have other letters, name them, such as --piece_letters KDTLS"
     if game.errors:
         return f"move {num_moves + 1} cannot be made: {game.errors[0]}"
     return ""
