@@ -692,7 +692,7 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     source = TextShards(shards, tokenizer, retry=QUICK, heldout_share=0.3)
     if pretokenised:
         source = pretokenize(tmp_path, tokenizer, lambda: shards, {}, heldout_share=0.3)
-        with pytest.raises(ConfigError, match="was tokenised from something else: settings was"):
+        with pytest.raises(ConfigError, match="was tokenised from something else: heldout_share was"):
             pretokenize(tmp_path, tokenizer, lambda: shards, {})
     held = [text for text in corpus if falls_under(text, 0.3)]
     assert 20 < len(held) < 60
