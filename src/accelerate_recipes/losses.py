@@ -260,7 +260,8 @@ def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
     The gradient says so: what a model does not see has a gradient of exactly 0.
     """
     seen = []
-    with model.get_input_embeddings().register_forward_hook(lambda *some: seen.append(some[-1])):
+    embedding: Any = unwrapped(model).get_input_embeddings()
+    with embedding.register_forward_hook(lambda *some: seen.append(some[-1])):
         logits = model(**inputs).logits
     (gradient,) = torch.autograd.grad(logits[:, place:].square().sum(), seen)
     return bool(gradient[:, :place].any())

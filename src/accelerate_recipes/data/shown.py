@@ -83,7 +83,7 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: 
             title += f", labels {', '.join(held) if classes else found}"
         elif labels is not None and classes:
             wanted = [int(label != IGNORE_INDEX) for label in labels[i].tolist()]
-            names = [classes[label] if label != IGNORE_INDEX else "" for label in labels[i].tolist()]
+            names = [str(classes[label]) if label != IGNORE_INDEX else "" for label in labels[i].tolist()]
         elif labels is not None and is_causal(batch):
             # A causal model predicts a token from those before it: the first token of a row is no target.
             wanted = [int(t > 0 and label != IGNORE_INDEX) for t, label in enumerate(labels[i].tolist())]
