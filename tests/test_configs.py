@@ -12,6 +12,7 @@ import psutil
 import pytest
 import xxhash
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 from huggingface_hub import constants
 
@@ -132,7 +133,6 @@ WRONG_VALUES = {
     "num_processes: 0": "num_processes is 0; accelerate needs a number",
     "num_machines: two": "num_machines is 'two'; it must be a whole number",
     "gpu_ids: 0": "gpu_ids is 0; it must be a text; put it in quotes",
-    "use_cpu: 1": "use_cpu is 1; it must be true or false",
     "dynamo_config: 3": "dynamo_config must hold `dynamo_...: value` lines, not 3",
     "fsdp_config: {7: 1}": "fsdp_config has an unknown key 7, which Accelerate ignores",
     "fsdp_config: {fsdp_version: true}": "fsdp_version is True; it must be one of 1, 2",
@@ -165,6 +165,44 @@ def test_what_accelerate_reads_is_read(tmp_path):
     assert "3 processes" in preflight([str(config), "--num_processes", "3", *LAPTOP, "--total_batch_size", "24"])[0]
     with pytest.raises(ConfigError, match="num_processes is None; accelerate needs a number"):
         preflight([str(config), *LAPTOP])
+
+
+# As `accelerate config` 1.15 writes it.
+BY_QUESTIONS = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_process_ip: 10.0.0.1
+main_process_port: 29500
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_a_file_of_accelerate_config(tmp_path):
+    (tmp_path / "default_config.yaml").write_text(BY_QUESTIONS)
+    assert yaml_problems(tmp_path / "default_config.yaml") == []
+    ClusterConfig.from_yaml_file(tmp_path / "default_config.yaml").to_yaml_file(tmp_path / "again.yaml")
+    assert yaml_problems(tmp_path / "again.yaml") == []
 
 
 @pytest.mark.parametrize(

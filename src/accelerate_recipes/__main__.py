@@ -128,7 +128,7 @@ def main() -> None:
             verify_checkpoint(args.directory)
         else:
             list_checkpoints(args.directory)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # a path that is too long, a file that may not be read, a full disk
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
@@ -207,8 +207,9 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.args import ConfigError
     from accelerate_recipes.checkpoint import files
     from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
-    from accelerate_recipes.checkpoint.export import export
+    from accelerate_recipes.checkpoint.export import check_shard_size, export
 
+    check_shard_size(args.max_shard_size)
     if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
         raise ConfigError(f"{args.checkpoint}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]

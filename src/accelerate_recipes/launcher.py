@@ -58,7 +58,7 @@ FSDP1_ONLY = {
     "fsdp_sync_module_states": None,
     "fsdp_use_orig_params": None,
 }
-KINDS = {int: "a whole number", bool: "true or false", str: "a text; put it in quotes"}
+KINDS = {int: "a whole number", str: "a text; put it in quotes"}
 
 
 def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
@@ -130,7 +130,7 @@ def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
 
 def mismatches(key: str, value: Any, hint: Any) -> list[str]:
     """Name the kind that a value of an accelerate YAML outside of its sections must have, if it has another."""
-    kinds = typing.get_args(hint) or (hint,)
+    kinds = () if typing.get_origin(hint) is list else typing.get_args(hint) or (hint,)
     wanted = [] if key in VALUES or type(value) in kinds else [KINDS[kind] for kind in KINDS if kind in kinds]
     return wanted[:1]
 

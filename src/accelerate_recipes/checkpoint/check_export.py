@@ -21,6 +21,7 @@ from transformers import (
 
 from accelerate_recipes.args import ConfigError, error_list, first_line
 from accelerate_recipes.checkpoint.export import arguments_of
+from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.data.rendering import (
     SETTINGS,
@@ -32,6 +33,7 @@ from accelerate_recipes.data.rendering import (
     without_nulls,
 )
 from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.models import max_positions
 
 ROWS = "rows.json"  # in the output directory, beside export/
 
@@ -195,20 +197,34 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
     training.
 
     Raises:
-        ConfigError: for a folder that holds no model, and if the export does not render what was trained.
+        ConfigError: for a folder that holds no model, or one that cannot be loaded, for a prompt or a number of tokens that
+            the model does not take, and if the export does not render what was trained.
     """
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if (export / MARKER).exists():
+        raise ConfigError(f"{export} is a checkpoint; `python -m accelerate_recipes export` turns it into an export")
     if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
         raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
     if (export / "preprocessor_config.json").is_file():
         raise ConfigError(
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
+    # What transformers, tokenizers, safetensors and PEFT raise for a damaged file has no common class.
     try:
         tokenizer = AutoTokenizer.from_pretrained(export)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{export} holds no tokenizer that can be loaded: {first_line(error)}") from error
-    compared = compare_rows(export, export.resolve().parent)
-    model: Any = load_export(export).eval()
+        model: Any = load_export(export).eval()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{export} cannot be loaded: {first_line(error)}; export the checkpoint again") from error
+    folder = export.resolve().parent
+    try:
+        compared, first = compare_rows(export, folder), kept_rows(export, folder)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{folder / ROWS} cannot be read: {type(error).__name__}: {first_line(error)}") from error
     if not model.can_generate():
         raise ConfigError(f"{export} holds a {type(model).__name__}, which writes no texts: there is nothing to ask it")
     ends = stops_of(model.generation_config)
@@ -220,10 +236,17 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         f"Chat template: {'yes' if tokenizer.chat_template else 'none'}; generation stops at {stops}",
         compared,
     ]
-    first = kept_rows(export, export.resolve().parent)
     if isinstance(first, TrainedRows) and {*first.ends} - ends:
         lines.append(ends_of_adapters(tokenizer, first.ends, ends))
     ids = prompt_ids(tokenizer, prompt, first if isinstance(first, TrainedRows) else None)
+    if not ids:
+        raise ConfigError("--prompt has no tokens; give a text")
+    longest = max_positions(model.config) - (0 if model.config.is_encoder_decoder else len(ids))
+    if max_new_tokens > longest:
+        raise ConfigError(
+            f"--max_new_tokens {max_new_tokens} behind a prompt of {len(ids)} tokens is more than the model is made for; "
+            f"give at most {longest}"
+        )
     inputs = torch.tensor([ids])
     with torch.no_grad():
         written = model.generate(
@@ -260,7 +283,10 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     names = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     if len(names) != 1 or not hasattr(transformers, names[0]):
         raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
-    return getattr(transformers, names[0]).from_pretrained(export)
+    model, info = getattr(transformers, names[0]).from_pretrained(export, output_loading_info=True)
+    if missing := ", ".join(sorted(info["missing_keys"])):  # transformers would draw random ones
+        raise ConfigError(f"{export} lacks the weights {missing}; export the checkpoint again")
+    return model
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: TrainedRows | None) -> list[int]:

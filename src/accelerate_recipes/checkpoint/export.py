@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig
@@ -127,6 +128,18 @@ def write_export(
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers 4 reads the latter
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
+
+
+def check_shard_size(text: str) -> None:
+    """Check that a text is a size of files, such as 500MB. Raises ConfigError."""
+    try:
+        number = parse_size_to_int(text)
+    except (ValueError, OverflowError):  # of infinity
+        number = 0
+    if number < 1:
+        raise ConfigError(
+            f"--max_shard_size {text!r} is not a size; give a number with KB, MB, GB or TB, such as 500MB"
+        )
 
 
 def list_files(export: Path) -> None:

@@ -1,0 +1,165 @@
+"""Tests of the commands: whatever is wrong with what they are given, it is one message."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accelerate_recipes import __main__
+from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.weights import initialize
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """Model and tokenizer as transformers alone saves them."""
+    folder = tmp_path_factory.mktemp("run") / "export"
+    tokenizer = new_word_tokenizer(["a", "b"])
+    ends = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 32}
+    model = initialize(new_llama("sdpa", torch.float32, **SIZES, **ends), 0, "cpu")
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(exported, tmp_path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "run/export"))
+
+
+def call(monkeypatch, capfd, *argv: object) -> tuple[int, str]:
+    """Run a command in this process; returns exit code and stderr."""
+    monkeypatch.setattr(sys, "argv", ["accelerate_recipes", *map(str, argv)])
+    code = 0
+    try:
+        __main__.main()
+    except SystemExit as end:
+        code = end.code or 0
+    return code, capfd.readouterr().err
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def overwrite(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DAMAGES = {
+    "weights": (lambda out: cut(out / "model.safetensors"), "cannot be loaded: "),
+    "no weights": (lambda out: (out / "model.safetensors").unlink(), "cannot be loaded: "),
+    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=2), "lacks the weights model.layers.1."),
+    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=32), "cannot be loaded: "),
+    "a size of words": (lambda out: overwrite(out / "config.json", hidden_size="wide"), "cannot be loaded: "),
+    "no architecture": (lambda out: overwrite(out / "config.json", architectures=3), "cannot be loaded: "),
+    "config": (lambda out: cut(out / "config.json"), "cannot be loaded: "),
+    "a config of binary": (lambda out: (out / "config.json").write_bytes(bytes(range(256))), "cannot be loaded: "),
+    "tokenizer": (lambda out: cut(out / "tokenizer.json"), "cannot be loaded: "),
+    "tokenizer's settings": (lambda out: (out / "tokenizer_config.json").write_text("[]"), "cannot be loaded: "),
+    "rows": (
+        lambda out: (out.parent / "rows.json").write_text(
+            json.dumps({"rows": 1, "trained": [3], "settings": {}, "ends": [], "arguments": [], "accepted": []})
+        ),
+        "rows.json cannot be read: ",
+    ),
+    "a checkpoint": (lambda out: (out / "complete.json").write_text("{}"), "is a checkpoint; `python -m"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_export(damage, copied, monkeypatch, capfd):
+    damaged, expected = DAMAGES[damage]
+    damaged(copied)
+    code, said = call(monkeypatch, capfd, "check-export", copied, "--prompt", "a")
+    assert code == 1 and said.count("error: ") == 1 and expected in said and "Traceback" not in said, said
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--max_new_tokens", "0"], "--max_new_tokens is 0; it must be at least 1"),
+        (["--max_new_tokens", "-1"], "--max_new_tokens is -1; it must be at least 1"),
+        (
+            ["--max_new_tokens", "100000"],
+            "behind a prompt of 2 tokens is more than the model is made for; give at most 30",
+        ),
+        (["--prompt", ""], "--prompt has no tokens; give a text"),
+    ],
+)
+def test_what_an_export_cannot_answer(flags, expected, exported, monkeypatch, capfd):
+    code, said = call(monkeypatch, capfd, "check-export", exported, "--prompt", "a b", *flags)
+    assert code == 1 and expected in said and said.count("error: ") == 1
+
+
+def test_an_answer(exported, monkeypatch, capfd):
+    assert call(monkeypatch, capfd, "check-export", exported, "--prompt", "a b", "--max_new_tokens", "30")[0] == 0
+
+
+@pytest.mark.parametrize("size", ["abc", "0", "-1", "1e3", "", "0GB", "-5MB", "nanGB", "infGB", "5 G B"])
+def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
+    code, said = call(monkeypatch, capfd, "export", tmp_path, tmp_path / "out", f"--max_shard_size={size}")
+    assert code == 1 and f"--max_shard_size {size!r} is not a size; give a number with KB, MB" in said
+
+
+LONG = "x" * 5000
+COMMANDS = [
+    ["preflight"], ["plan"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],
+    ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"], ["evaluate"],
+    ["push"], ["nonsense"],
+]  # fmt: skip
+FLAGS = [
+    "--nodes", "--gpus-per-node", "--cpus-per-node", "--gpu", "--no_plan", "--json", "--plot", "--shell", "--num_processes",
+    "--config", "--image", "--max_shards", "--update", "--max_restarts", "--signalled", "--dtype", "--max_shard_size",
+    "--merge_adapter", "--prompt", "--max_new_tokens", "--tasks", "--limit", "--batch_size", "--include_path", "--public",
+    "--lerning_rate", "--max_steps", "--output_dir", "--", "-x",
+]  # fmt: skip
+WORDS = [
+    "", "0", "-1", "1e400", "nan", "\u2028", "ä" * 90, LONG, f"/{LONG}/y", "/dev/null", "/proc/self/mem", "..", "no/such",
+    "ORG/NAME", "{empty}", "{empty}/new", "{bytes}", "{yaml}", "{config}", "{lists}", "{broken}.py", "{export}", "{checkpoint}",
+    "recipes/chess.py", "accelerate_configs/fsdp_full.yaml",
+]  # fmt: skip
+
+
+@pytest.fixture
+def places(exported, tmp_path) -> dict[str, Path]:
+    """Folders and files that the words of WORDS name, most of them damaged."""
+    found = {name: tmp_path / name for name in ("empty", "bytes", "yaml", "config", "lists", "broken", "checkpoint")}
+    found["empty"].mkdir()
+    found["bytes"].write_bytes(bytes(range(256)))
+    found["yaml"].write_text("a: [")
+    found["config"].write_text("distributed_type: FSDP\nnum_processes: two\nfsdp_config: {1: [[2]]}\n")
+    found["lists"].write_text("- [1]\n")
+    found["broken"].with_suffix(".py").write_text("import nowhere")
+    found["checkpoint"].mkdir()
+    (found["checkpoint"] / "complete.json").write_text('{"step": 1, "files": {"args.yaml": {"size": 1}}}')
+    return found | {"export": exported}
+
+
+NONSENSE = st.tuples(st.sampled_from(COMMANDS), st.lists(st.sampled_from([*FLAGS, *WORDS, *WORDS]), max_size=6))
+
+
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(NONSENSE)
+def test_nonsense_is_one_message(places, tmp_path, monkeypatch, capfd, drawn):
+    """Every command refuses, or does what it was asked for; it never ends in a traceback."""
+    command, words = drawn
+    if command == ["plan"] and "recipes/chess.py" in words:
+        return  # it would simulate
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes", "accelerate_configs"):
+        Path(name).exists() or Path(name).symlink_to(ROOT / name)
+    argv = [word.format(**places) for word in words]
+    code, said = call(monkeypatch, capfd, *command, *argv)
+    assert "Traceback" not in said and said.count("error: ") <= 1
+    assert code in (0, 1, 2, 75) and (code in (0, 75) or said or command == ["requeue"]), (command, argv, said)
