@@ -279,7 +279,7 @@ def test_files_of_torch_are_read_too(said, copy, models):
     [
         (lambda folder: as_bin(folder), ""),
         (lambda folder: (as_bin(folder), cut(folder, "pytorch_model.bin")), "cannot be read"),
-        (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin .* cannot be read"),
+        (lambda folder: (as_bin(folder, 2), cut(folder, "pytorch_model-1.bin", 100)), "pytorch_model-1.bin cannot be read"),
         (lambda folder: (as_bin(folder, 2), (folder / "pytorch_model-1.bin").unlink()), "lacks pytorch_model-1.bin"),
         (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
         (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),

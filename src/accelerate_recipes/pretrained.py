@@ -226,8 +226,8 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
             pickle.UnpicklingError,
         ) as error:
             raise ConfigError(
-                f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or no "
-                "file of weights: copy or download it again"
+                f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "
+                "no file of weights: copy or download it again"
             ) from error
     return weights
 

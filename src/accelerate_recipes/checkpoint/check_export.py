@@ -45,11 +45,12 @@ class Exported(NamedTuple):
 
 def read_exported(folder: Path) -> Exported:
     """Read tokenizer and settings of an export, by transformers alone."""
-    config = AutoConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None
+    runs_no_code = {"trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **runs_no_code) if (folder / "config.json").is_file() else None
     settings: Any = config
     if (folder / "generation_config.json").is_file():
         settings = GenerationConfig.from_pretrained(folder)
-    return Exported(AutoTokenizer.from_pretrained(folder), config, stops_of(settings))
+    return Exported(AutoTokenizer.from_pretrained(folder, **runs_no_code), config, stops_of(settings))
 
 
 def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
@@ -203,7 +204,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(export)
+        tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{export} holds no tokenizer that can be loaded: {first_line(error)}") from error
     compared = compare_rows(export, export.resolve().parent)
