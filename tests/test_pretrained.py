@@ -84,10 +84,7 @@ def said(models, monkeypatch):
         parsed = parse(module.Args, command[1:], world_size=1)
         for check in (
             lambda: preflight([str(CONFIGS / "single.yaml"), *command]),
-            lambda: (
-                recipe.provide(module.requirements(parsed), command),
-                module.requirements(parsed).kind.reader(str(folder)),
-            ),
+            lambda: recipe.provide(module.requirements(parsed), command),
         ):
             try:
                 check()
@@ -357,7 +354,8 @@ def test_folders_that_libraries_write_to(name, recipe_name, model, place, models
         preflight([str(CONFIGS / "single.yaml"), *command])
     assert len(re.findall("  - ", str(said.value))) == 1
     module = recipe.load(command[0])
-    assert re.search(problem, *recipe.problems_here(parse(module.Args, command[1:], world_size=1)))
+    (found,) = recipe.problems_here(parse(module.Args, command[1:], world_size=1))
+    assert re.search(problem, found)
     c4 = recipe.load(ROOT / "recipes/c4.py")
     assert recipe.problems_here(parse(c4.Args, [*DATA["c4"], "--max_steps", "1"], world_size=1)) == []
 
