@@ -35,7 +35,7 @@ from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, load_tokenizer, new_word_tokenizer
-from accelerate_recipes.pretrained import fingerprint
+from accelerate_recipes.pretrained import model_checksum
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {
@@ -389,20 +389,27 @@ def test_a_tokenizer_of_sentencepiece_alone(file, config, kind, settings, tmp_pa
 def test_a_model_is_known_in_another_place(models, copy):
     """A model that was moved is the same; with other weights, settings or tokenizer it is another."""
     folder = copy("llama")
-    assert fingerprint(str(folder)) == fingerprint(str(models / "llama"))
+    assert model_checksum(str(folder)) == model_checksum(str(models / "llama"))
     last = sorted(folder.glob("*.safetensors"))[-1]
     weights = load_file(last)
     weights[max(weights)] += 1e-3
     save_file(weights, last)
-    changed = fingerprint(str(folder))
+    changed = model_checksum(str(folder))
     set_config(folder, rms_norm_eps=1e-5)
     assert (
-        len({fingerprint(str(models / "llama")), changed, fingerprint(str(folder)), fingerprint(str(models / "tied"))})
+        len(
+            {
+                model_checksum(str(models / "llama")),
+                changed,
+                model_checksum(str(folder)),
+                model_checksum(str(models / "tied")),
+            }
+        )
         == 4
     )
-    assert fingerprint(str(folder / "nowhere")) is None
+    assert model_checksum(str(folder / "nowhere")) is None
     as_one = folder.parent / "one"
     LlamaForCausalLM.from_pretrained(models / "llama").save_pretrained(as_one)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(models / "llama" / name, as_one)
-    assert fingerprint(str(as_one)) == fingerprint(str(models / "llama")), "in one file or several"
+    assert model_checksum(str(as_one)) == model_checksum(str(models / "llama")), "in one file or several"

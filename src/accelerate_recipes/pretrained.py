@@ -232,7 +232,7 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def fingerprint(name: str) -> str | None:
+def model_checksum(name: str) -> str | None:
     """Compute a checksum by which a model is known again in another place; None if it is not here.
 
     It covers the files besides the weights whole, and of each weight the name, shape, dtype and first values: training
