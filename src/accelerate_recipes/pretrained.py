@@ -25,6 +25,7 @@ from accelerate_recipes.disk import checksum
 from accelerate_recipes.hub import cache
 
 NUM_NAMED = 8  # weights named in a message
+MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
 NUM_VALUES = 1024  # of each weight, by which a model is known again
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
 # What puts a prefix before the names of all weights, and how they are saved without it.
@@ -163,13 +164,10 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
         f"{weight} {tuple(of_file)} instead of {tuple(wanted)}": weight
         for weight, of_file, wanted in found["mismatched_keys"]
     }
-    buffers = dict(loaded.named_buffers())  # old files hold these, which are computed, and a constant of attention
     kinds = {
         "not in the files, so that they would begin with random values": found["missing_keys"],
         "in the files, but not in such a model": [
-            weight
-            for weight in found["unexpected_keys"]
-            if weight not in buffers and not weight.endswith(".masked_bias")
+            weight for weight in found["unexpected_keys"] if not weight.endswith(MASKS)
         ],
         "of another shape": shapes,
     }
@@ -228,13 +226,13 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
             pickle.UnpicklingError,
         ) as error:
             raise ConfigError(
-                f"{file} ({file.stat().st_size:,} bytes) cannot be read: {first_line(error)}; it is cut, damaged or no file "
-                "of weights: copy or download it again"
+                f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "
+                "no file of weights: copy or download it again"
             ) from error
     return weights
 
 
-def fingerprint(name: str) -> str | None:
+def model_checksum(name: str) -> str | None:
     """Compute a checksum by which a model is known again in another place; None if it is not here.
 
     It covers the files besides the weights whole, and of each weight the name, shape, dtype and first values: training

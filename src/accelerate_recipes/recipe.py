@@ -38,7 +38,7 @@ from accelerate_recipes.launcher import launcher_problems
 from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
-from accelerate_recipes.models import CAUSAL
+from accelerate_recipes.models import CAUSAL, load_tokenizer
 from accelerate_recipes.pretrained import Kind, check_model
 from accelerate_recipes.ranks import is_first, is_first_of_machine
 from accelerate_recipes.run import DataReady
@@ -132,7 +132,7 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
 
 
 def check_models(needed: Requirements) -> tuple[list[transformers.PreTrainedModel], list[str]]:
-    """Check the pretrained models of a run that are here.
+    """Check the pretrained models of a run that are here, and if nothing is wrong with them, their tokenizers.
 
     Returns:
         Those that can be loaded, on the meta device, and why others cannot.
@@ -142,6 +142,13 @@ def check_models(needed: Requirements) -> tuple[list[transformers.PreTrainedMode
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
             try:
                 models.append(check_model(name, needed.kind, needed.changes))
+            except ConfigError as error:
+                problems.append(str(error))
+    load = load_tokenizer if needed.tokenizers else needed.kind.reader
+    for name in needed.tokenizers or needed.models:
+        if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
+            try:
+                load(name)
             except ConfigError as error:
                 problems.append(str(error))
     return models, problems

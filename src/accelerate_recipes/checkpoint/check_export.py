@@ -48,11 +48,12 @@ class Exported(NamedTuple):
 
 def read_exported(folder: Path) -> Exported:
     """Read tokenizer and settings of an export, by transformers alone."""
-    config = AutoConfig.from_pretrained(folder) if (folder / "config.json").is_file() else None
+    runs_no_code = {"trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **runs_no_code) if (folder / "config.json").is_file() else None
     settings: Any = config
     if (folder / "generation_config.json").is_file():
         settings = GenerationConfig.from_pretrained(folder)
-    return Exported(AutoTokenizer.from_pretrained(folder), config, stops_of(settings))
+    return Exported(AutoTokenizer.from_pretrained(folder, **runs_no_code), config, stops_of(settings))
 
 
 def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
@@ -212,7 +213,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         )
     # What transformers, tokenizers, safetensors and PEFT raise for a damaged file has no common class.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(export)
+        tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
         model: Any = load_export(export).eval()
     except ConfigError:
         raise

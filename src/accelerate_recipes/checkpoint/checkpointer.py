@@ -54,7 +54,7 @@ from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.optim import local_shard
-from accelerate_recipes.pretrained import check_generation_config, fingerprint
+from accelerate_recipes.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
 from accelerate_recipes.weights import WRAPPERS
 
@@ -113,7 +113,7 @@ class Checkpointer:
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
             # `save_pretrained` does the same, but only at the first checkpoint.
             check_generation_config(settings, self.args.base_model)
-        self.model_checksum = fingerprint(self.args.base_model) if is_first() and self.args.base_model else None
+        self.model_checksum = model_checksum(self.args.base_model) if is_first() and self.args.base_model else None
         self.stager = HostCopy()
         # Collectives in the background must not come between those of training.
         self.group = None

@@ -264,7 +264,7 @@ def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
     """Write how adapters with rows of new tokens are loaded; an empty text for others, which need nothing special."""
     if not adapters.read_config(checkpoint).trainable_token_indices:
         return ""
-    number = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
+    number = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config().vocab_size
     revision = f', revision="{base["revision"]}"' if base["revision"] else ""
     return f"""
 The adapters hold the rows of new tokens, for which their model needs room before they are loaded:
@@ -355,7 +355,7 @@ def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, t
 
 def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
     """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight."""
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     with torch.device("meta"):
         model = model_class(config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
     return model, tied_names(model, checkpoint)

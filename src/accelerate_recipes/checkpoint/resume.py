@@ -23,7 +23,7 @@ from accelerate_recipes.checkpoint.files import (
     step_of,
 )
 from accelerate_recipes.life import lock
-from accelerate_recipes.pretrained import fingerprint
+from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 
@@ -131,7 +131,7 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
 def is_same_model(checkpoint: Path, name: str) -> bool:
     """Tell whether a model is the one that a checkpoint's run began with, though it lies elsewhere."""
     then = read_marker(checkpoint).get("model_checksum")
-    return bool(then and name) and then == fingerprint(name)
+    return bool(then and name) and then == model_checksum(name)
 
 
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.launcher import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
-from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.optim import checkpoint_bytes, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.plan.layers import predict_outcomes
@@ -93,12 +92,6 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 def models_on_meta(needed: recipe.Requirements, make_new: bool) -> tuple[list[PreTrainedModel], list[str]]:
     """Make those models of a run that are here, without weights; also return why a model cannot be made."""
     models, problems = recipe.check_models(needed)
-    for name in needed.tokenizers or needed.models:
-        if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
-            try:
-                (load_tokenizer if needed.tokenizers else needed.kind.reader)(name)
-            except ConfigError as error:
-                problems.append(str(error))
     if needed.new_model and make_new:
         try:
             with torch.device("meta"):
