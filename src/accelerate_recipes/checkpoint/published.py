@@ -35,7 +35,7 @@ class Published:
 
     def __init__(self, config: PreTrainedConfig, tokenizer: Any):
         self.config = config
-        self.base, self.before = read_config(config.name_or_path)
+        self.base, self.before = config_of_base(config.name_or_path)
         self.files = (
             tokenizer_files(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else written(tokenizer)
         )
@@ -45,7 +45,7 @@ class Published:
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(content)
         file = Path(folder) / CONFIG
-        settings, now = read_json(file), as_json(self.config)
+        settings, now = read_json(file), whole_content(self.config)
         has_code = any(Path(folder).glob("*.py"))
         if self.before.get("model_type") == now["model_type"]:
             settings = with_changes(self.base, self.before, now)
@@ -56,15 +56,15 @@ class Published:
         write_json(file, with_older_fields(settings))
 
 
-def read_config(name: str) -> tuple[dict, dict]:
+def config_of_base(name: str) -> tuple[dict, dict]:
     """Return a model's config.json, and what this version of transformers makes of it; two empty ones if there is none."""
     place = cache.folder("model", name) if name else None
     if place is None or not (place / CONFIG).is_file():
         return {}, {}
-    return read_json(place / CONFIG), as_json(AutoConfig.from_pretrained(name, **cache.pinned(name)))
+    return read_json(place / CONFIG), whole_content(AutoConfig.from_pretrained(name, **cache.pinned(name)))
 
 
-def as_json(config: PreTrainedConfig) -> dict:
+def whole_content(config: PreTrainedConfig) -> dict:
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -121,7 +121,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     said = {file: json.loads(base[file]) for file in (TOKENIZER_CONFIG, SPECIAL) if file in base}
     config = with_changes(said.get(TOKENIZER_CONFIG, {}), before, settings)
     if "chat_template" in config and tokenizer.chat_template != original.chat_template:
-        config["chat_template"] = in_config(tokenizer.chat_template)
+        config["chat_template"] = template_in_config(tokenizer.chat_template)
     added = [t.added_tokens_decoder for t in (original, tokenizer)]
     if added[0] != added[1]:
         config["added_tokens_decoder"] = {str(id): token.__getstate__() for id, token in added[1].items()}
@@ -189,7 +189,7 @@ def with_older_class(config: dict, written: dict) -> dict:
     return found
 
 
-def in_config(template: str | dict[str, str] | None) -> Any:
+def template_in_config(template: str | dict[str, str] | None) -> Any:
     """Return a chat template as tokenizer_config.json has it: several are a list."""
     if isinstance(template, dict):
         return [{"name": name, "template": text} for name, text in template.items()]
