@@ -118,11 +118,11 @@ def test_texts_of_csv_stay_texts(tmp_path):
     """Numbers keep their zeros, wherever a text stands among them; a quoted cell may have several lines."""
     cells = [f"{i:05}" for i in range(25_000)] + ["1.50", "NA", "", "x", '"a ""b"",\nc"', "é"]
     (tmp_path / "a.csv").write_text(
-        "\ufeffcode,n\n" + "".join(f"{cell},{i}\n" for i, cell in enumerate(cells)), encoding="utf-8"
+        "\ufeffcode,n\n" + "".join(f"{cell},0{i}\n" for i, cell in enumerate(cells)), encoding="utf-8"
     )
     rows = read_files([str(tmp_path / "a.csv")])
     assert rows["code"][:] == [*cells[:-2], 'a "b",\nc', "é"]
-    assert rows["n"][:3] == ["0", "1", "2"]
+    assert rows["n"][:3] == ["00", "01", "02"]
     for content, message in {
         b"a,a\n1,2\n": "it has several columns called 'a'", b"a,b\n1\n": "Expected 2 columns, got 1",
         "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",
