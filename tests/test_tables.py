@@ -1,7 +1,9 @@
 """Tests of reading: which files, found again by content, and rows exactly as they are written, wherever a field appears."""
 
+import io
 import json
 import os
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.images import read_tars
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.text_pairs import PairArgs, PairSource, source_version
 from accelerate_recipes.disk import read_json_lines
@@ -95,15 +98,31 @@ def test_another_content_gives_other_rows(tmp_path):
     assert GamesArgs(train_files=[moved]).game_key == keys_after[0]
 
 
+def test_a_tar_of_the_same_size_and_time_is_listed_anew(tmp_path):
+    file = tmp_path / "a[1].tar"
+
+    def labels(text: bytes) -> list[str]:
+        with tarfile.open(file, "w") as tar:
+            for name, content in (("x.jpg", b"image"), ("x.cls", text)):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        os.utime(file, ns=(0, 0))
+        return read_tars([str(file)])["label"][:]
+
+    assert labels(b"cat") == ["cat"]
+    assert labels(b"dog") == ["dog"]
+
+
 def test_texts_of_csv_stay_texts(tmp_path):
     """Numbers keep their zeros, wherever a text stands among them; a quoted cell may have several lines."""
     cells = [f"{i:05}" for i in range(25_000)] + ["1.50", "NA", "", "x", '"a ""b"",\nc"', "é"]
     (tmp_path / "a.csv").write_text(
-        "\ufeffcode,n\n" + "".join(f"{cell},{i}\n" for i, cell in enumerate(cells)), encoding="utf-8"
+        "\ufeffcode,n\n" + "".join(f"{cell},0{i}\n" for i, cell in enumerate(cells)), encoding="utf-8"
     )
     rows = read_files([str(tmp_path / "a.csv")])
     assert rows["code"][:] == [*cells[:-2], 'a "b",\nc', "é"]
-    assert rows["n"][:3] == ["0", "1", "2"]
+    assert rows["n"][:3] == ["00", "01", "02"]
     for content, message in {
         b"a,a\n1,2\n": "it has several columns called 'a'", b"a,b\n1\n": "Expected 2 columns, got 1",
         "a\né\n".encode("latin-1"): "codec can't decode byte 0xe9", b"": "it has 0 rows", b"a,b\n": "it has 0 rows",

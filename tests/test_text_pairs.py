@@ -140,6 +140,8 @@ def test_cached_until_something_changes(prepare, tmp_path):
         return len(list((tmp_path / "cache").iterdir()))
 
     assert [num_folders(), num_folders()] == [1, 1]
+    file = file.rename(tmp_path / "moved.jsonl")
+    assert num_folders() == 1
     changes = [{"task_prefix": "p: "}, {"max_target_length": 9}, {"heldout_share": 0.4}, {"eval_files": [file]}]
     assert [num_folders(**change) for change in changes] == [2, 3, 4, 5]
 

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,9 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     """
     sources = [(source, False) for source in args.train_sources] + [(source, True) for source in args.eval_sources]
     settings = {
-        "sources": [(*astuple(source), source_version(source), is_heldout) for source, is_heldout in sources],
+        "sources": [
+            (*astuple(replace(source, name="")), source_version(source), is_heldout) for source, is_heldout in sources
+        ],
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "settings": [
             args.task_prefix,
@@ -194,7 +196,7 @@ def source_version(source: PairSource) -> list:
     """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
-    return [cache.file_version(source.name)]
+    return [Path(source.name).suffix, cache.file_version(source.name)]
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
