@@ -32,6 +32,8 @@ from accelerate_recipes.data.images import Augmentation, load_images, rand_augme
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tars import stream_images
 
+pytestmark = pytest.mark.usefixtures("worker_server")
+
 NUM_STREAMS, BLOCK, BATCH, SEED = 12, 3, 12, 5
 NAMES = ["a", "b", "c"]
 NOTE = "README-of-images-that-are-not-said-to-be-anything-but-noise.md"  # a name that fills a header

@@ -33,6 +33,8 @@ from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_trai
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.vision.classifiers import new_image_processor
 
+pytestmark = pytest.mark.usefixtures("worker_server")
+
 PROCESSOR = new_image_processor(16)
 
 

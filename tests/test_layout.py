@@ -200,7 +200,7 @@ def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
 
 
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
-MOST_LINES = {"template": 60, "t5": 200, "engine": 220}
+MOST_LINES = {"template": 61, "t5": 200, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:

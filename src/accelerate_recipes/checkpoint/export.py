@@ -174,7 +174,9 @@ def arguments_of(export: Path) -> dict:
         ConfigError: if the card does not have them.
     """
     found = re.search(
-        r"^## Arguments\n\n```yaml\n(.*?)^```", (export / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        r"^## Arguments\n\n```yaml\n(.*?)^```",
+        (export / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
     )
     if found is None:
         raise ConfigError(f"{export / 'README.md'} does not say the arguments of the run under `## Arguments`")
