@@ -174,7 +174,7 @@ def test_chance_is_a_function_of_seed_epoch_and_image(streamed):
 def test_faults_of_the_network_change_nothing(streamed, num_workers):
     source = streamed(FEW)
     wanted = run(loaders_of(source), 4)
-    source.server.faults = [429, "truncate", 503]
+    vars(source).pop("server").faults = [429, "truncate", 503]  # a worker gets a copy of the source
     (loader,) = loaders_of(source, num_workers=num_workers)
     assert_equal(run([loader], 4), wanted)
     assert loader.counts() == {"images_seen": 4 * BATCH, "retries": 3}
