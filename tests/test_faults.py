@@ -221,13 +221,13 @@ def test_a_full_disk_while_logging_is_a_failure(forks, tmp_path):
 
 
 def test_letters_that_the_locale_lacks(forks, tmp_path):
-    """A run whose arguments hold them finishes in the plainest locale, and its card shows them."""
+    """A run whose folder has them finishes in the plainest locale, and its card shows them."""
     out = tmp_path / "Läufer ♞"
     assert forks.run(out, "--max_steps", 2, LC_ALL="C", config="single", num_processes=1) == 0, out.with_suffix(
         ".log"
     ).read_text()[-3000:]
     assert json.loads((out / "status.json").read_bytes())["state"] == "finished"
-    assert str(out) in (out / "export/README.md").read_text(encoding="utf-8")
+    assert f"# {out.name}\n" in (out / "export/README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("step", [0, 5])
