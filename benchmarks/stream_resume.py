@@ -24,6 +24,7 @@ from pages import read_pages, write_shards
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.streams import NUM_STREAMS, StreamLoader, TextShards
+from accelerate_recipes.life import parent, workers
 from accelerate_recipes.models import new_bpe_tokenizer
 
 PLACES = (0.01, 0.95)
@@ -74,6 +75,9 @@ def iterate(source: TextShards, flags: argparse.Namespace) -> dict[float, tuple[
 
 def main(flags: argparse.Namespace, folder: Path) -> None:
     result = machine(torch.device("cpu"))
+    if flags.num_workers:
+        parent.follow_launcher()
+        workers.start_fork_server()
     files = write_shards(folder, flags.documents, flags.shards, flags.mean_length)
     source = TextShards(files, new_bpe_tokenizer(read_pages(), flags.vocab_size))
     skipped = iterate(source, flags)

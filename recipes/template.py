@@ -37,10 +37,9 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], kind=kind, datasets=args.row_datasets)
 
 
-def make_row(tokenizer: PreTrainedTokenizerBase, length: int, labels: list[str], item: dict, number: int) -> Batch:
-    found = tokenizer(item["text"], max_length=length, truncation=True, padding="max_length")
-    label = labels.index(item["label"]) if number >= 0 else -100
-    row = {name: found[name] for name in ("input_ids", "attention_mask")} | {"labels": label, "row": number}
+def make_row(tokenizer: PreTrainedTokenizerBase, args: Args, labels: list[str], item: dict, number: int) -> Batch:
+    found = tokenizer(item["text"], max_length=args.max_length, truncation=True, padding="max_length")
+    row = {**found, "labels": labels.index(item["label"]) if number >= 0 else -100, "row": number}
     return {name: torch.tensor(value) for name, value in row.items()}
 
 
@@ -51,8 +50,7 @@ def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowL
     for part, table in tables.items():
         check_texts_or_messages(table, ["text", "label"], args.sources[part])
     labels = sorted({label for table in tables.values() for label in table["label"]})
-
-    make = partial(make_row, tokenizer, args.max_length, labels)
+    make = partial(make_row, tokenizer, args, labels)
     rows = {part: Rows(table, make) for part, table in args.sides(tables, "text").items()}
     content = checksum_of_rows(tables["train"], tables["train"].column_names)
     loaders = make_train_loader(rows["train"], *place, content=content), make_eval_loader(rows["test"], *place)

@@ -1,8 +1,11 @@
 import atexit
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +39,19 @@ def exact_vector_math():
     from accelerate_recipes.distributed import resolve_vector_math
 
     resolve_vector_math()
+
+
+@pytest.fixture(scope="module")
+def worker_server():
+    """Let the loaders of a module start their workers as a run does."""
+    from accelerate_recipes.life import workers
+
+    workers.start_fork_server()
+    yield
+    server = forkserver._forkserver
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
+    multiprocessing.set_start_method(None, force=True)
 
 
 @pytest.fixture(scope="session")

@@ -110,6 +110,12 @@ STEPS = 6
 IN_STEP_5 = {
     "TOY_FAULT": json.dumps({"event": "open", "path": "/out/metrics.jsonl", "count": 9, "rank": 0, "everyone": True})
 }
+# The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
+# the session stands for the launcher; the shell that sends the signal is one of them.
+SIGTERM_TO_ALL = {
+    "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
+    "command": "trap '' TERM; session=$(ps -o sid= -p $$ | tr -d ' '); kill -TERM $(pgrep -s $session | grep -vx $session) 2>&-; true",
+}  # fmt: skip
 # Values that differ between two equal runs.
 TIMES = {"time", "samples_per_second", "tokens_per_second", "peak_memory_gib", "data_wait"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from helpers import CHILDREN, ROOT, STEPS, log_of, losses, read_metrics
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOTrainer
@@ -58,6 +58,17 @@ def arguments(base, tmp_path_factory) -> tuple:
         "--logging_steps", 1, "--learning_rate", 1e-2, "--total_batch_size", 8, "--per_device_train_batch_size", 2,
         "--per_device_eval_batch_size", 3, "--async_save", "false",
     )  # fmt: skip
+
+
+def test_sigterm_while_the_first_workers_start(forks, arguments, tmp_path):
+    """They start for the reference pass, by a loader of trl's: all processes get the signal, and the run stops in good order."""
+    out = tmp_path / "out"
+    args = (*arguments, "--max_length", 63, "--dataloader_num_workers", 1)  # no other run has computed this reference
+    starting = SIGTERM_TO_ALL | {"event": "socket.connect", "path": "family=1"}  # to the process that forks workers
+    assert forks.run(out, *args, TOY_FAULT=json.dumps(starting)) == 0, log_of(out)[-3000:]
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM"), status
+    assert not (out / "metrics.jsonl").exists(), "before the first step"
 
 
 def log_probs(folder: Path, pairs: Iterable[dict]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import CHILDREN, ROOT, environment, launch_command, losses
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, environment, launch_command, losses
 
 from accelerate_recipes.checkpoint.files import MARKER, candidates, damage, defect, step_of
 
@@ -221,13 +221,13 @@ def test_a_full_disk_while_logging_is_a_failure(forks, tmp_path):
 
 
 def test_letters_that_the_locale_lacks(forks, tmp_path):
-    """A run whose arguments hold them finishes in the plainest locale, and its card shows them."""
+    """A run whose folder has them finishes in the plainest locale, and its card shows them."""
     out = tmp_path / "Läufer ♞"
     assert forks.run(out, "--max_steps", 2, LC_ALL="C", config="single", num_processes=1) == 0, out.with_suffix(
         ".log"
     ).read_text()[-3000:]
     assert json.loads((out / "status.json").read_bytes())["state"] == "finished"
-    assert str(out) in (out / "export/README.md").read_text(encoding="utf-8")
+    assert f"# {out.name}\n" in (out / "export/README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("step", [0, 5])
@@ -239,14 +239,6 @@ def test_bad_data_of_one_rank_fail_the_run(forks, tmp_path, step):
     assert (status["state"], status["reason"]) == ("failed", "bad.jsonl, row 17: no text")
     assert log.read_text().count("error: bad.jsonl, row 17: no text") == 1
     assert not (out / "lock.json").exists()
-
-
-# The signal goes to each process of the run: both ranks, what starts their data workers, and these. The first process of
-# the session stands for the launcher; the shell that sends the signal is one of them.
-SIGTERM_TO_ALL = {
-    "event": "toy.loss", "path": "step 5.", "count": 1, "rank": 0,
-    "command": "trap '' TERM; session=$(ps -o sid= -p $$ | tr -d ' '); kill -TERM $(pgrep -s $session | grep -vx $session) 2>&-; true",
-}  # fmt: skip
 
 
 def test_sigterm_to_all_processes_saves(forks, undisturbed, tmp_path):

@@ -32,6 +32,8 @@ from accelerate_recipes.data.images import Augmentation, load_images, rand_augme
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tars import stream_images
 
+pytestmark = pytest.mark.usefixtures("worker_server")
+
 NUM_STREAMS, BLOCK, BATCH, SEED = 12, 3, 12, 5
 NAMES = ["a", "b", "c"]
 NOTE = "README-of-images-that-are-not-said-to-be-anything-but-noise.md"  # a name that fills a header
@@ -172,7 +174,7 @@ def test_chance_is_a_function_of_seed_epoch_and_image(streamed):
 def test_faults_of_the_network_change_nothing(streamed, num_workers):
     source = streamed(FEW)
     wanted = run(loaders_of(source), 4)
-    source.server.faults = [429, "truncate", 503]
+    vars(source).pop("server").faults = [429, "truncate", 503]  # a worker gets a copy of the source
     (loader,) = loaders_of(source, num_workers=num_workers)
     assert_equal(run([loader], 4), wanted)
     assert loader.counts() == {"images_seen": 4 * BATCH, "retries": 3}

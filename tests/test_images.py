@@ -39,6 +39,8 @@ from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.vision.classifiers import new_image_processor
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
+pytestmark = pytest.mark.usefixtures("worker_server")
+
 PROCESSOR = new_image_processor(16)
 
 

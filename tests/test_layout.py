@@ -219,7 +219,7 @@ def test_a_recipe_reads_nothing_of_a_checkpoint_before_its_checksums(path):
 
 
 # Lines of code, without blanks, comments and docstrings: a recipe is its task.
-MOST_LINES = {"template": 62, "t5": 200, "engine": 220}
+MOST_LINES = {"template": 63, "t5": 200, "engine": 220}
 
 
 def lines_of_code(path) -> set[int]:

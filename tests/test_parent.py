@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import CHILDREN
 
-from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.args import ConfigError, TrainArgs
 from accelerate_recipes.data.rows import StepOrder, make_train_loader
 from accelerate_recipes.life import parent, workers
 
@@ -190,6 +190,12 @@ def starts_of_workers(folder, *args: object) -> int:
     """Run tests/children/worker_starts.py; return its exit code."""
     command = [sys.executable, str(CHILDREN / "worker_starts.py"), str(folder), *map(str, args)]
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+
+
+def test_a_socket_has_no_room_for_its_name(monkeypatch):
+    monkeypatch.setattr(workers.util, "get_temp_dir", lambda: f"/{90 * 'x'}")
+    with pytest.raises(ConfigError, match="is longer than 89 bytes; set TMPDIR to a shorter one"):
+        workers.start_fork_server()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -50,8 +51,11 @@ from accelerate_recipes.data.streams import (
     validation_rows,
 )
 from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, open_text, pretokenize
+from accelerate_recipes.disk import is_full
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("worker_server")
 
 OF_ROWS = ("input_ids", "position_ids", "labels", "row")  # of a batch, without the document boundaries
 PAGES = ROOT / "data/c4_pydoc"
@@ -979,6 +983,19 @@ def test_documents_end_and_begin_as_the_tokenizer_says(corpus, tokenizer):
     with_bos.eos_token = None
     with pytest.raises(ConfigError, match="no end token"):
         TextShards([], with_bos)
+
+
+@pytest.mark.parametrize("most", [0, 600])
+def test_a_full_disk_names_the_folder_of_tokens(text_shards, tokenizer, tmp_path, most):
+    """The kernel refuses larger files: the key of the folder, or a file of a shard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            pretokenize(tmp_path, tokenizer, lambda: text_shards.shards, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert is_full(caught.value) and str(tmp_path) in caught.value.filename
 
 
 def test_pretokenised_shards_are_made_once(text_shards, tokenizer, tmp_path):

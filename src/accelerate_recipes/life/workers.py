@@ -12,7 +12,10 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
+from accelerate_recipes.args import ConfigError
 from accelerate_recipes.life.stop import SIGNALS
+
+LONGEST_FOLDER = 107 - len("/listener-12345678")  # Linux has 107 bytes for the path of a socket
 
 
 def start_fork_server() -> None:
@@ -21,7 +24,15 @@ def start_fork_server() -> None:
     Call it before the first thread, and with all modules imported, which the workers share. No worker ever gets a signal
     that stops a run: a scheduler that wants the node back sends it to all processes, but the last steps and the save need
     the workers. They end when the loader tells them to, or with their process (see `parent`).
+
+    Raises:
+        ConfigError: for a TMPDIR in which no socket can have its name.
     """
+    if len(os.fsencode(util.get_temp_dir())) > LONGEST_FOLDER:
+        raise ConfigError(
+            f"--dataloader_num_workers: the path of {util.get_temp_dir()}, which holds a socket, is longer than "
+            f"{LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp"
+        )
     multiprocessing.set_start_method("forkserver", force=True)
     # The resource tracker, the server and the workers inherit what is blocked.
     blocked = {*SIGNALS, signal.SIGINT}
