@@ -362,12 +362,12 @@ def bytes_moved(func, args, kwargs, out) -> int:
         return 0
     if name == "all_gather_copy_in":  # the shards go into their place in the buffer, of which it returns views
         return 2 * tensor_bytes(args[0])
-    moved = tensor_bytes((args, kwargs, out))
+    moved = tensor_bytes((args, kwargs, None if kwargs.get("out") is out else out))
     if name in LOOKUPS:
         moved -= max(0, tensor_bytes(args[0]) - tensor_bytes(out))
     elif name in UNREAD:
         moved -= tensor_bytes(args[UNREAD[name]])
-    elif name == "index_add_":  # reads and writes the rows that it changes
+    elif name in ("index_add_", "scatter_"):  # which read and write what they change
         moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
     elif name == "_fused_adamw_":  # what it changes, it does not return
         moved += tensor_bytes((args[0], args[2], args[3]))
