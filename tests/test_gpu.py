@@ -192,7 +192,7 @@ def test_the_loss_without_logits_in_bf16():
     head.weight.data, hidden = head.weight.data.bfloat16().float(), hidden.bfloat16().float()
 
     def gradients(dtype: torch.dtype, whole: bool) -> list[torch.Tensor]:
-        layer, inputs = copy.deepcopy(head).to(dtype), hidden.to(dtype).requires_grad_()
+        layer, inputs = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
         if whole:
             loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
         else:
