@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import CHILDREN, launch_ok
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, MixtralConfig
 
@@ -139,6 +140,21 @@ def test_each_logit_is_computed_once(monkeypatch):
     assert 28 < sum(ledger.moved.values()) / (1024 * 2000) < 33
     assert ledger.at_peak["logits"] == 4 * 2000 * (256 + 64)
     assert ledger.peak - before < ledger.at_peak["logits"] + 4 * (head.weight.numel() + 2 * hidden.numel())
+
+
+def test_a_product_summed_in_fp32_counts_as_one_of_its_factors():
+    """So it is timed, and a result that is written in place moves once."""
+    with FakeTensorMode(), Ledger("cpu", 0) as ledger:
+        total, a, b = (
+            torch.empty(4, 6),
+            torch.empty(4, 5, dtype=torch.bfloat16),
+            torch.empty(5, 6, dtype=torch.bfloat16),
+        )
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.empty(4, 6).scatter_(1, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+    assert dict(ledger.flops) == {"addmm bfloat16": 2 * 4 * 5 * 6}
+    assert ledger.moved["addmm"] == 2 * 4 * (4 * 6) + 2 * (4 * 5 + 5 * 6)
+    assert ledger.moved["scatter_"] == 4 * (8 + 4 + 2 * 4)
 
 
 def test_sums_by_row():

@@ -312,16 +312,9 @@ class Ledger(TorchDispatchMode):
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
-        # The sum of a product may be in fp32, while its factors are in bf16.
-        dtype = (
-            args[1].dtype
-            if func._overloadpacket in (aten.addmm, aten.addmm_)
-            else tensors[0].dtype
-            if tensors
-            else None
-        )
+        first = func._overloadpacket in (aten.addmm, aten.addmm_)  # factors in bf16 may be summed in fp32
         if flops:
-            self.flops[f"{name} {str(dtype)[6:]}"] += flops
+            self.flops[f"{name} {str(tensors[first].dtype)[6:]}"] += flops
             if builds_graph(func) and torch._C._current_graph_task_id() != -1:
                 self.recomputed += flops
         self.calls[name] += 1
@@ -331,7 +324,7 @@ class Ledger(TorchDispatchMode):
             if func is fsdp.split_with_sizes_copy.default:
                 arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
                 self.clock.now = max(self.clock.now, arrived)
-            self.clock.work(flops, moved, dtype)
+            self.clock.work(flops, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now
         for t in tree_leaves(out):
