@@ -33,7 +33,7 @@ from accelerate_recipes.attention import (
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
-LOGITS_OF_A_CHUNK = 2**27  # 1,024 rows with 131,072 words: with more, an 8B on an H100 would need more memory
+LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
 LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
 LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
