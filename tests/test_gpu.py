@@ -27,10 +27,13 @@ from helpers import CHILDREN, launch_ok, read_metrics
 from safetensors.torch import load_file
 from test_adapters import make_base
 from test_attention import CONFIGS, loss_and_gradients, make, packed
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate_recipes.attention import sdpa
 from accelerate_recipes.engine import to_device
+from accelerate_recipes.losses import linear_cross_entropy, summed_cross_entropy
+from accelerate_recipes.optim import add_compensated_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,3 +168,40 @@ def test_one_wait_in_a_step(tmp_path, config):
     flags = ("--num_processes", "1", *BF16)
     launch_ok(tmp_path, config, CHILDREN / "copies.py", "--output_dir", out, flags=flags, gpu=True)
     assert json.loads((out / "result.json").read_text())["waits"] == 1
+
+
+def test_the_optimizers_kernel_computes_the_bits_of_operators(monkeypatch):
+    """A GPU rounds by one kernel as it does by the operators that take its place without a C compiler."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight, pending = (torch.randn(100_003, device="cuda", generator=generator).bfloat16() for _ in range(2))
+    pending *= 2.0 ** -torch.randint(14, pending.shape, device="cuda", generator=generator)
+    ways = []
+    for has_compiler in (True, False):
+        if not has_compiler:
+            monkeypatch.delenv("CC", raising=False)
+            monkeypatch.setattr("shutil.which", lambda name: None)
+        ways.append((weight.clone(), pending.clone()))
+        add_compensated_([ways[-1][0]], [ways[-1][1]], 2**-12)
+    assert all(map(torch.equal, *ways)) and ways[0][1].count_nonzero() > 50_000
+
+
+def test_the_loss_without_logits_in_bf16():
+    """Over several chunks its gradients are as near to fp32 as those of whole logits: their sums are in fp32."""
+    head = nn.Linear(128, 2001, bias=False, device="cuda")
+    hidden, targets = torch.randn(2, 512, 128, device="cuda"), torch.randint(2001, (1024,), device="cuda")
+    head.weight.data, hidden = head.weight.data.bfloat16().float(), hidden.bfloat16().float()
+
+    def gradients(dtype: torch.dtype, whole: bool) -> list[torch.Tensor]:
+        layer, inputs = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
+        if whole:
+            loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
+        else:
+            loss = linear_cross_entropy(layer, targets, False, inputs)
+        (loss / 777).backward()
+        return [loss.detach(), layer.weight.grad.float(), inputs.grad.float()]
+
+    wanted, plain, found = (
+        gradients(*way) for way in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
+    )
+    for right, other, ours in zip(wanted, plain, found, strict=True):
+        assert (ours - right).norm() < 1.2 * (other - right).norm() + 1e-6 * right.norm()

@@ -20,6 +20,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MAY_IMPORT = {
     "args": {"ranks"},
     "disk": set(),
+    "kernels": set(),
     "picture": set(),
     "ranks": set(),
     "weights": set(),
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "life": {"args", "disk", "ranks"},
     "losses": {"args", "attention", "ranks", "sequence"},
     "metrics": {"attention", "disk"},
-    "optim": {"args", "ranks", "weights"},
+    "optim": {"args", "kernels", "ranks", "weights"},
     "sequence": {"args", "attention"},
     "strategy": {"args", "ranks", "weights"},
     "data": {"args", "attention", "disk", "hub", "life", "losses", "ranks"},

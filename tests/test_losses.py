@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import CHILDREN, launch_ok
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, MixtralConfig
 
@@ -21,6 +22,7 @@ from accelerate_recipes.losses import (
     next_token_loss_without_logits,
 )
 from accelerate_recipes.models import new_llama, new_model
+from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.weights import initialize
 
 BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
@@ -123,6 +125,36 @@ def test_an_ignored_row_contributes_nothing(garbage):
     assert not found[1][3][ignored].any() and found[1][3][~ignored].any()
     for wanted, other in zip(found[0], (*found[1][:3], found[1][3][~ignored]), strict=True):
         torch.testing.assert_close(other, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_each_logit_is_computed_once(monkeypatch):
+    """Three matmuls, and few bytes a logit, of which a few hundred rows exist at once beside one gradient of the weight."""
+    monkeypatch.setattr(losses, "LOGITS_IN_FP32", 64 * 2000)
+    head, hidden = nn.Linear(32, 2000, bias=False), torch.randn(2, 512, 32, requires_grad=True)
+    with Ledger("cpu", 2000) as ledger:
+        ledger.tag((head.weight, hidden), "parameters")
+        ledger.begin_step()
+        before = ledger.total
+        linear_cross_entropy(head, torch.randint(2000, (1024,)), False, hidden).backward()
+    assert sum(ledger.flops.values()) == 3 * 2 * hidden.numel() * 2000 and not ledger.recomputed
+    assert 28 < sum(ledger.moved.values()) / (1024 * 2000) < 33
+    assert ledger.at_peak["logits"] == 4 * 2000 * (256 + 64)
+    assert ledger.peak - before < ledger.at_peak["logits"] + 4 * (head.weight.numel() + 2 * hidden.numel())
+
+
+def test_a_product_summed_in_fp32_counts_as_one_of_its_factors():
+    """So it is timed, and a result that is written in place moves once."""
+    with FakeTensorMode(), Ledger("cpu", 0) as ledger:
+        total, a, b = (
+            torch.empty(4, 6),
+            torch.empty(4, 5, dtype=torch.bfloat16),
+            torch.empty(5, 6, dtype=torch.bfloat16),
+        )
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        torch.empty(4, 6).scatter_(1, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+    assert dict(ledger.flops) == {"addmm bfloat16": 2 * 4 * 5 * 6}
+    assert ledger.moved["addmm"] == 2 * 4 * (4 * 6) + 2 * (4 * 5 + 5 * 6)
+    assert ledger.moved["scatter_"] == 4 * (8 + 4 + 2 * 4)
 
 
 def test_sums_by_row():

@@ -1,8 +1,8 @@
 """Kernels for GPUs, in Triton. Import this only where a kernel is called: torch for CPUs comes without Triton."""
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 BLOCK = 2048  # numbers a program
 
@@ -31,4 +31,5 @@ def add_compensated(weight: torch.Tensor, compensation: torch.Tensor, decay: flo
     """Compute `optim.add_compensated_` for one weight in bf16; both tensors are contiguous."""
     size = weight.numel()
     if size:  # else a shard is empty
-        add_compensated_kernel[(triton.cdiv(size, BLOCK),)](weight, compensation, decay, size, BLOCK=BLOCK)
+        launch = add_compensated_kernel[(triton.cdiv(size, BLOCK),)]  # pyright: ignore[reportIndexIssue]
+        launch(weight, compensation, decay, size, BLOCK=BLOCK)

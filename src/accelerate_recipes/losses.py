@@ -479,14 +479,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             # Whatever an ignored row holds, a zero adds nothing to the weight's gradient.
             some = hidden[chunk].to(dtype).masked_fill(ignored, 0)
             logits = F.linear(some, weight, bias)
-            parts = zip(logits.split(rows_in_fp32), words.split(rows_in_fp32), strict=True)
-            chosen = [replace_by_gradient(part, theirs, any(needed)) for part, theirs in parts]
+            chosen = [
+                replace_by_gradient(part, theirs, any(needed))
+                for part, theirs in zip(logits.split(rows_in_fp32), words.split(rows_in_fp32), strict=True)
+            ]
             losses[chunk] = torch.cat(chosen).masked_fill_(ignored, 0).squeeze(1)
-            if needed[0]:
+            if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[chunk]).masked_fill_(ignored, 0)
-            if needed[1]:
+            if of_weight is not None:
                 add_product(of_weight, logits.T, some)
-            if needed[2]:
+            if of_bias is not None:
                 add_product(of_bias, (~ignored).T.to(dtype), logits)
             del logits  # before the next are made
         ctx.save_for_backward(of_hidden, of_weight, None if of_bias is None else of_bias[0])

@@ -312,8 +312,9 @@ class Ledger(TorchDispatchMode):
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
+        first = func._overloadpacket in (aten.addmm, aten.addmm_)  # factors in bf16 may be summed in fp32
         if flops:
-            self.flops[f"{name} {str(tensors[0].dtype)[6:]}"] += flops
+            self.flops[f"{name} {str(tensors[first].dtype)[6:]}"] += flops
             if builds_graph(func) and torch._C._current_graph_task_id() != -1:
                 self.recomputed += flops
         self.calls[name] += 1
@@ -323,7 +324,7 @@ class Ledger(TorchDispatchMode):
             if func is fsdp.split_with_sizes_copy.default:
                 arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
                 self.clock.now = max(self.clock.now, arrived)
-            self.clock.work(flops, moved, tensors[0].dtype)
+            self.clock.work(flops, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now
         for t in tree_leaves(out):
@@ -362,12 +363,12 @@ def bytes_moved(func, args, kwargs, out) -> int:
         return 0
     if name == "all_gather_copy_in":  # the shards go into their place in the buffer, of which it returns views
         return 2 * tensor_bytes(args[0])
-    moved = tensor_bytes((args, kwargs, out))
+    moved = tensor_bytes((args, kwargs, None if kwargs.get("out") is out else out))
     if name in LOOKUPS:
         moved -= max(0, tensor_bytes(args[0]) - tensor_bytes(out))
     elif name in UNREAD:
         moved -= tensor_bytes(args[UNREAD[name]])
-    elif name == "index_add_":  # reads and writes the rows that it changes
+    elif name in ("index_add_", "scatter_"):  # which read and write what they change
         moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
     elif name == "_fused_adamw_":  # what it changes, it does not return
         moved += tensor_bytes((args[0], args[2], args[3]))
