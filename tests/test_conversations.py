@@ -1017,21 +1017,62 @@ def test_messages_of_weight_0(name, tmp_path):
     assert "WRONG" not in targets_of(folder) and "It is" in targets_of(folder)
 
 
+@pytest.mark.slow
+def test_a_run_of_weighted_messages(forks, tmp_path):
+    """Two ranks train, packed; the export is compared with what was trained, and its template is the one with marks."""
+    marks = (MARKS / "llama3_1.jinja").read_text()
+    folder = save_base(tmp_path / "base", template_of("llama3_1"), "<|eot_id|>")
+    file = write(tmp_path / "rows.jsonl", [{"messages": weighted(i)} for i in range(30)])
+    arguments = ("--model_name_or_path", folder, "--train_files", file, "--heldout_share", 0.3, "--packing", "true")
+    arguments += ("--assistant_only_loss", "true", "--chat_template_path", MARKS / "llama3_1.jinja")
+    out = tmp_path / "out"
+    assert forks.run(out, *arguments, "--max_steps", 1, "--total_batch_size", 2) == 0, log_of(out)[-3000:]
+    assert "The export renders the first 16 rows as they were trained" in log_of(out)
+    assert (out / "export/chat_template.jinja").read_text() == marks
+    assert "WRONG" not in "".join(re.findall(r"target \|(.*)", (out / "rows.txt").read_text())).replace("|", "")
+
+
 def test_weights_that_say_nothing(tmp_path):
     """A part that is the same for every message, between messages of other weights, is nobody's."""
     constant = MARKED.replace("{{ m.reasoning }}", "Hm.")
     folder = save_base(tmp_path, constant)
     with pytest.raises(ConfigError, match=r"row 0, .*: the template does not show to which message 'Hm.' belongs"):
         prepare(folder, [{"messages": weighted(i)} for i in range(30)], "--assistant_only_loss", "true")
+    said = "the template does not show which part is message 1, of weight 0; remove the row"
+    with pytest.raises(ConfigError, match=said):
+        dropping = MARKED.replace(
+            "{{ m.content }}</s>{% endgeneration %}", "{{ m.content|trim('W') if 0 }}</s>{% endgeneration %}"
+        )
+        prepare(
+            save_base(tmp_path / "b", dropping),
+            [{"messages": weighted(i)} for i in range(30)],
+            "--assistant_only_loss",
+            "true",
+        )
+    prepare(
+        folder := save_base(tmp_path / "c", MARKED),
+        [{"messages": weighted(i, content="")} for i in range(30)],
+        "--assistant_only_loss",
+        "true",
+    )
+    assert re.fullmatch(r"( *It is \d+\.</s>)+", targets_of(folder)), "an empty answer has an end"
     rows = [{"messages": weighted(i, weight=0.5 if i == 7 else 0)} for i in range(30)]
     with pytest.raises(DataError, match=r"row 7: 'messages' has a message of weight 0.5; it must be 0 or 1"):
+        prepare(folder, rows, "--assistant_only_loss", "true")
+    rows = [{"messages": weighted(i)[:2]} for i in range(30)]
+    with pytest.raises(
+        ConfigError, match=r"none of \d+ rows is left .* no target within .* see the weights of the messages"
+    ):
         prepare(folder, rows, "--assistant_only_loss", "true")
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_tool_arguments_as_text(base, capsys, name):
+def test_tool_arguments_as_text(tmp_path, capsys, name):
     """OpenAI's format writes them as texts of JSON: they are trained as those that are objects."""
-    printed = []
+    printed, base = (
+        [],
+        save_base(tmp_path, template_of("qwen2_5"), PUBLISHED["qwen2_5"]),
+    )  # it writes whatever it gets as JSON
     for as_text in (False, True):
         rows = json.loads(json.dumps(ROWS_WITH_TOOLS if name == "sft" else PAIRS))
         for row in rows:
@@ -1055,11 +1096,10 @@ TEXTS = [
 def test_texts_with_a_begin_token(tmp_path, capsys, name, rows):
     """A text that begins with the begin token, as one that a template has rendered, gets no second one."""
     folder = save_base(tmp_path, None)
-    prepare(folder, rows, name=name)
-    said = capsys.readouterr().out
-    assert re.search(first := r"\| <s>(\||\n  target \| )Qu", said) and "<s>|<s>" not in said
-    prepare(folder, json.loads(json.dumps(rows).replace("<s>", "")), name=name)
-    assert re.search(first, capsys.readouterr().out), "without it, the tokenizer adds it"
+    for given in (rows, json.loads(json.dumps(rows).replace("<s>", ""))):  # without it, the tokenizer adds it
+        prepare(folder, given, name=name)
+        said = re.sub(r"\n  (target|read) +\| ", "|", capsys.readouterr().out)
+        assert "<s>|Qu" in said and "<s>|<s>" not in said
 
 
 @pytest.mark.parametrize("name, rows", TEXTS[1:])

@@ -734,6 +734,32 @@ def epochs_of(source, order, stream: int, epochs: int = 1) -> list:
     return list(itertools.takewhile(lambda row: row.epoch < epochs, rows))
 
 
+def test_named_files_are_looked_at_before_a_launch(tmp_path):
+    """Of files here, what is wrong is said with the other arguments; --max_steps is needed only for those elsewhere."""
+    args = recipe.load(ROOT / "recipes/c4.py").Args
+    file = write_shard(tmp_path / "a.jsonl", ["a"])
+
+    def problems(*train_files: str, **changes) -> list[str]:
+        return [
+            line for line in args(train_files=list(train_files), **changes).problems(1) if "_embeddings" not in line
+        ]
+
+    assert problems(file) == [] and problems(str(tmp_path)) == []
+    assert problems(str(tmp_path / "b.jsonl")) == [f"--train_files {tmp_path}/b.jsonl: no such file"]
+    assert problems(file, validation_files=[f"{file}.csv"])[0].startswith(
+        f"--validation_files {file}.csv: no such file"
+    )
+    assert problems("https://example.org/a.jsonl") == ["--max_steps is missing: how long a stream is, nobody knows"]
+    assert problems(file, heldout_share=0) == []
+    shares = [
+        args(train_files=[file], **named).share_heldout
+        for named in ({}, {"validation_files": [file]}, {"dataset_name": "a"})
+    ]
+    assert shares == [0.05, 0, 0] and args().share_heldout == 0
+    old = args(train_files=[file])
+    assert old.settle({"num_streams": 24}) == [] and old.share_heldout == 0, "a run of an earlier version"
+
+
 @pytest.mark.parametrize("epochs", [1, 3, 0.5])
 @pytest.mark.parametrize("least", [0, 9])
 def test_steps_of_epochs(source, epochs, least):

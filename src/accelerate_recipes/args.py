@@ -322,11 +322,15 @@ class TrainArgs:
         """List what is missing or of an unknown kind of an argument's files, or of `files` of them, one sentence each."""
         found, files = [], getattr(self, name) if files is None else files
         for file in map(Path, [files] if isinstance(files, str) else files):
-            if not file.is_file() and not set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents):
+            if not file.is_file() and not self.is_elsewhere(file):
                 found.append(f"--{name} {file}: no such file")
             elif file.suffix not in suffixes:
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
         return found
+
+    def is_elsewhere(self, file: str | Path) -> bool:
+        """Tell whether a file lies in a folder that this machine does not see."""
+        return bool(set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents))
 
     @property
     def base_model(self) -> str:

@@ -80,7 +80,7 @@ def altered(value: Any) -> Any:
         return {name: entry if name in kept else altered(entry) for name, entry in value.items()}
     if isinstance(value, list):
         return [altered(entry) for entry in value]
-    return f"{value}\ue000" if isinstance(value, str) and value else value
+    return f"{value}\ue000" if isinstance(value, str) else value
 
 
 def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
@@ -106,9 +106,17 @@ def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dic
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             other, moved = parts_of([*messages[:number], altered(message), *messages[number + 1 :]])
-            if len(moved) == len(places):
-                for weight, (a, b), (c, d) in zip(weights, places, moved, strict=True):
-                    weight |= {message.get("weight", 1)} if text[a:b] != other[c:d] else set()
+            own = [
+                weight
+                for weight, (a, b), (c, d) in zip(weights, places, moved, strict=False)
+                if len(moved) == len(places) and text[a:b] != other[c:d]
+            ]
+            if message.get("weight") == 0 and not own:
+                raise ValueError(
+                    f"the template does not show which part is message {number}, of weight 0; remove the row"
+                )
+            for weight in own:
+                weight.add(message.get("weight", 1))
     encoded = tokenizer(text, add_special_tokens=False)
     found = []
     for number, (begin, end) in enumerate(places):

@@ -157,6 +157,16 @@ class TextArgs(StreamArgs):
         0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
     )
 
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        for name in ("validation_files",) if self.pretokenize else ("train_files", "validation_files"):
+            here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
+            try:
+                named_shards(here)
+            except ConfigError as error:
+                found.append(f"--{name} {error}")
+        return found
+
     @property
     def is_finite(self) -> bool:
         return bool(self.train_files) and not any(map(is_named_elsewhere, self.train_files))

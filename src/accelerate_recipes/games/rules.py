@@ -186,7 +186,7 @@ def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
             following = read_game(lines)
             moves = [move.uci() for move in game.mainline_moves()]
             defect = defect_of_pgn(game, len(moves), junk)
-            if following[0] is None and not (defect or is_ended):
+            if following[0] is None and not is_ended:
                 defect = "the file ends before a result, such as 1-0 or *; it may be cut"
             yield {"Moves": moves, "defect": defect}
             game, junk, is_ended = following

@@ -405,8 +405,9 @@ class RecipeTrainer:
         for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
             if (rows := settings.get(name)) is not None and not len(getattr(self, name)):
                 raise ConfigError(
-                    f"none of {len(rows):,} rows is left to {use} on: trl leaves out rows that have no room for an answer "
-                    f"within --max_length {getattr(config, 'max_length', None)}; raise it"
+                    f"none of {len(rows):,} rows is left to {use} on: trl leaves out rows that have no target "
+                    f"within --max_length {getattr(config, 'max_length', None)}; raise it, or see the weights of the "
+                    "messages"
                 )
         loaders = {"Training": FirstRows(self, self.train_dataset)}
         if self.eval_dataset is not None:
