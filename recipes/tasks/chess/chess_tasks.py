@@ -50,14 +50,10 @@ def games(export: str, **_: object) -> dict[str, Dataset]:
     begin, rows, different = str(tokenizer.convert_ids_to_tokens(begin_token(tokenizer))), [], 0
     with tempfile.TemporaryDirectory() as folder:
         for i, file in enumerate(args.game_files):
-            for row in load_games(file, Path(folder) / str(i), args.piece_letters):
-                moves, text = row["Moves"], " ".join(row["Moves"])
-                if (
-                    moves
-                    and not row["defect"]
-                    and is_heldout(text, args.heldout_share)
-                    and not rules.defect_of_game(moves)
-                ):
+            read = load_games(file, Path(folder) / str(i), args.piece_letters)
+            for moves, defect in zip(read["Moves"], read["defect"], strict=True):
+                text = "" if defect else " ".join(moves)
+                if text and is_heldout(text, args.heldout_share) and not rules.defect_of_game(moves):
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     game = text + str(tokenizer.eos_token)
                     together = tokenizer(begin + game, add_special_tokens=False)["input_ids"]
