@@ -167,6 +167,9 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     else:
         assert words[:2] == ["accelerate", "launch"]
         world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
+    for word in words:
+        if word.startswith("my_"):  # a file of the reader
+            (ROOT / word).touch()
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     parse(load(words[script]).Args, words[script + 1 :], world_size)
 
