@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
 from accelerate_recipes import distributed
+from accelerate_recipes.losses import LinearCrossEntropy
 
 aten = torch.ops.aten
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
@@ -55,6 +56,8 @@ class Answers(TorchDispatchMode):
         self.on_gpu, self.targets, self.cast = on_gpu, targets, cast
         self.is_asked = WeakIdKeyDictionary()  # of tensors with a gradient
         self.leaves: list[Any] = []
+        self.compute = LinearCrossEntropy.forward
+        self.patched = mock.patch.object(LinearCrossEntropy, "forward", self.forward)
 
     def __enter__(self):
         super().__enter__()
@@ -62,7 +65,18 @@ class Answers(TorchDispatchMode):
             if parameter.requires_grad:  # autograd asks for it at its first use only, which is this one
                 self.is_asked[parameter] = False
                 self.leaves.append(parameter.view_as(parameter).grad_fn)
+        self.patched.start()
         return self
+
+    def __exit__(self, *error):
+        self.patched.stop()
+        return super().__exit__(*error)
+
+    def forward(self, *args):
+        """Compute the loss without logits, which autograd is first to ask for its device: no operator gave it a gradient."""
+        loss, losses = self.compute(*args)
+        self.is_asked[loss] = False
+        return loss, losses
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Tell a tensor's device to autocast and everybody else, but not to autograd."""
