@@ -14,7 +14,7 @@ from combinations import LEVERS, MACHINES, RECIPES, STRATEGIES, arguments, envir
 from helpers import ROOT
 from models_table import ARCHITECTURES, CELLS, ENCODER_DECODERS, IN_PROCESS, NAMED, REFUSED, WORKS, Model, cell, page
 from test_causal_models import QWEN3_NEXT
-from transformers import LlamaConfig, MarianConfig, T5Config
+from transformers import LlamaConfig, MarianConfig, Qwen3NextForCausalLM, T5Config
 
 from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import ConfigError
@@ -167,9 +167,7 @@ def test_preflight_refuses_them_too(models, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     gemma, crosses = str(models("Gemma 2").base), tmp_path / "qwen3_next"
     config = copy.deepcopy(QWEN3_NEXT)
-    config.architectures = ["Qwen3NextForCausalLM"]
-    config.save_pretrained(crosses)
-    (crosses / "model.safetensors").touch()
+    Qwen3NextForCausalLM(config).save_pretrained(crosses)
     where = ("--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--max_length", "32")
     chess = ("recipes/chess.py", "--train_files", "data/chess/games_20k.parquet", *where)
     c4 = ("recipes/c4.py", "--train_files", "data/en_fr/libreoffice.jsonl", *where, "--model_name_or_path", gemma)

@@ -168,9 +168,8 @@ def pretokenize(
         "text_column": text_column,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "heldout_share": heldout_share or None,  # folders of earlier versions do not name it
     }
-    if heldout_share:  # folders of earlier versions have nothing held out
-        key["heldout_share"] = heldout_share
     if not (folder / MANIFEST).exists():
         folder.mkdir(parents=True, exist_ok=True)
         source = TextShards(here or find(), tokenizer, text_column, retry or Retry(), heldout_share)
