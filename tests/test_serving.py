@@ -38,6 +38,7 @@ from accelerate_recipes.models import (
     rope_scaling,
 )
 from accelerate_recipes.run import Run
+from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}
 needs_4 = pytest.mark.skipif(
@@ -240,6 +241,20 @@ def test_what_the_run_has_changed(base, tmp_path):
         again("e2e4<new>").input_ids == tokenizer("e2e4<new>").input_ids
         and again.chat_template == tokenizer.chat_template
     )
+
+
+def test_other_names_of_what_has_changed(base, tmp_path):
+    """A field that transformers reads, but does not keep under that name, follows what the run has changed."""
+    settings = LLAMA | {"model_type": "vit", "num_labels": 2, "id2label": {"0": "a", "1": "b"}}
+    (base / "config.json").write_text(json.dumps(settings))
+    config = with_classes(AutoConfig.from_pretrained(base), ["x", "y", "z"])
+    found = published(base, tmp_path / "out", config, AutoTokenizer.from_pretrained(base))
+    assert json.loads(found["config.json"])["num_labels"] == 3
+    (base / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "hidden_size": 32}))
+    config = AutoConfig.from_pretrained(base)
+    config.hidden_size = 48
+    found = published(base, tmp_path / "gpt2", config, AutoTokenizer.from_pretrained(base))
+    assert AutoConfig.from_pretrained(tmp_path / "gpt2").n_embd == 48
 
 
 def test_a_new_model(tmp_path):

@@ -311,7 +311,10 @@ def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
     name, revision = config.base_model_name_or_path, config.revision
     place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
     if not any((place / file).is_file() for file in cache.WEIGHTS):
-        raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
+        raise ConfigError(
+            f"{place.absolute()} holds no weights, but the adapter is to be merged into those of {name}; if that is a "
+            "relative path, start in the folder of the run"
+        )
     return mapped_weights(place)
 
 

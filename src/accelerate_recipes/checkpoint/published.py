@@ -49,6 +49,9 @@ class Published:
         has_code = any(Path(folder).glob("*.py"))
         if self.before.get("model_type") == now["model_type"]:
             settings = with_changes(self.base, self.before, now)
+            # Other names of fields, under which transformers reads them, but does not keep them.
+            others = {*self.config.attribute_map, "num_labels"} & settings.keys() - now.keys()
+            settings |= {name: getattr(self.config, name) for name in others}
         if not has_code:  # the base's own code is not what was trained
             settings.pop("auto_map", None)
         if "tie_word_embeddings" in now:
