@@ -77,7 +77,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def adapters_beside(name: str, file: Path) -> str:
-    """Say why a model is refused beside whose config.json lie adapters: transformers would read another model in its place."""
+    """Say why a folder with adapters is refused: transformers would read the model that they belong to in its place."""
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
