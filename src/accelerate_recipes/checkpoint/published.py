@@ -186,6 +186,8 @@ def with_older_class(config: dict, written: dict) -> dict:
     """
     found = dict(config)
     named = found.get("tokenizer_class") or written["tokenizer_class"]
+    # A path of whoever has saved the base: version 4 would read that file, or none, in place of the one beside this.
+    found.pop("tokenizer_file", None)
     found["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
     if isinstance(found.get("extra_special_tokens"), list):
         found["additional_special_tokens"] = found.pop("extra_special_tokens")
