@@ -24,6 +24,7 @@ from transformers import (
     BitsAndBytesConfig,
     MixtralConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -703,6 +704,26 @@ def test_new_rows_and_a_bias(monkeypatch):
     monkeypatch.setattr("accelerate_recipes.adapters.base_of", lambda config: {})
     with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
+
+
+def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
+    """Whoever adds rows to such a model before it loads the adapters would tie it: only merged, it is what was trained."""
+    make_base(tmp_path, seed=1, tie_word_embeddings=False)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    args = toy.Args(model_name_or_path=str(tmp_path), use_peft=True)
+    with pytest.raises(ConfigError, match="ties its output layer to its embedding, but its weights do not"):
+        add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
+    args.merge_adapter = True
+    assert add_adapters(load_model(str(tmp_path), "sdpa"), args, [3])
+
+
+def test_a_router_gets_no_adapter():
+    """The router of a Phi-3.5 MoE is a linear layer that returns two values, of which PEFT's adapters know nothing."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(num_key_value_heads=2, vocab_size=64, **sizes))
+    found = targets(model, toy.Args(use_peft=True, lora_dropout=0.0))
+    assert found["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
 @pytest.mark.slow

@@ -749,13 +749,31 @@ def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):
     assert (tmp_path / "run/export/config.json").is_file()
 
 
+def test_the_model_that_a_run_began_with_stays_wherever_it_lies(make_run, tmp_path, monkeypatch):
+    """It is known by its content: its path may be relative to another folder, and it may have been moved."""
+    monkeypatch.setattr(TrainArgs, "base_model", property(lambda args: getattr(args, "model_name_or_path", "")))
+    run = make_run()
+    export(save(run, 10), tmp_path / "base")
+    monkeypatch.setattr(TrainArgs, "model_name_or_path", os.path.relpath(tmp_path / "base"), raising=False)
+    saved = save(make_run(), 20)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="base is the model that the run begins with"):
+        export(saved, tmp_path / "base")
+    weights = tmp_path / "base/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    export(saved, tmp_path / "base")
+
+
 @pytest.mark.parametrize("max_shard_size", [10**9, 4000])
 def test_export(make_run, tmp_path, max_shard_size):
     """In one shard or many, the weights are the model's, and the tied output layer is stored once; all may read them."""
     run = make_run()
     umask = os.umask(0o002)
     try:
-        export(save(run, 10), tmp_path / "export", "A test.", max_shard_size=max_shard_size)
+        saved = save(run, 10)
+        for path in saved.glob("*.json"):
+            path.chmod(0o400)
+        export(saved, tmp_path / "export", "A test.", max_shard_size=max_shard_size)
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()} == {0o664}

@@ -224,6 +224,8 @@ def index_of(folder: Path, change) -> None:
         ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8; "),
         ("tied", lambda folder: set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), r"quantised \(gptq; "),
         ("tied", lambda folder: set_config(folder, quantization_config={"load_in_4bit": True}), r"quantised"),
+        ("tied", lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other"}'), "holds adapters of other"),
+        ("tied", lambda folder: ((folder / "config.json").rename(folder / "adapter_config.json"), (folder / "model.safetensors").unlink()), "lacks a whole model, as it holds adapters: .*export --merge_adapter"),
         ("tied", lambda folder: set_config(folder, is_encoder_decoder=True), "which has an encoder"),
         ("tied", lambda folder: (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}'), "temperature"),
         ("tied", lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": -1}'), "`max_new_tokens` must be"),
@@ -281,6 +283,7 @@ def test_files_of_torch_are_read_too(said, copy, models):
         (lambda folder: (as_bin(folder), (folder / "pytorch_model.bin").write_text(POINTER)), "it is a git-LFS pointer"),
         (lambda folder: (rewrite(folder, without("q_proj.weight")), as_bin(folder, 2)), "random values: model.layers.0"),
         (lambda folder: (as_bin(folder), torch.save([1], folder / "pytorch_model.bin")), "cannot be read"),
+        (lambda folder: (as_bin(folder), torch.save({"state_dict": {}}, folder / "pytorch_model.bin")), "pytorch_model.bin holds state_dict, which is no weight"),
         (lambda folder: (as_bin(folder), torch.save(Path(), folder / "pytorch_model.bin")), "cannot be read"),
     ],
 )  # fmt: skip
@@ -408,6 +411,9 @@ def test_a_model_is_known_in_another_place(models, copy):
         == 4
     )
     assert model_checksum(str(folder / "nowhere")) is None
+    before = model_checksum(str(folder))
+    (folder / "evaluation.json").write_text("{}")
+    assert model_checksum(str(folder)) == before, "an export that was evaluated"
     as_one = folder.parent / "one"
     LlamaForCausalLM.from_pretrained(models / "llama").save_pretrained(as_one)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -38,6 +38,7 @@ from accelerate_recipes.models import (
     rope_scaling,
 )
 from accelerate_recipes.run import Run
+from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}
 needs_4 = pytest.mark.skipif(
@@ -178,7 +179,12 @@ def base(tmp_path) -> Path:
     new_bpe_tokenizer(["e2e4 e7e5"], 300).save_pretrained(folder)
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     class_ = {"tokenizer_class": "LlamaTokenizerFast", "legacy": True, "chat_template": TEMPLATE}
-    files = {"config.json": LLAMA, "tokenizer_config.json": special | class_, "special_tokens_map.json": special}
+    where = {"tokenizer_file": "/home/somebody/tokenizer.json"}
+    files = {
+        "config.json": LLAMA,
+        "tokenizer_config.json": special | class_ | where,
+        "special_tokens_map.json": special,
+    }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     (folder / "tokenizer.json").write_text(json.dumps(read_json(folder / "tokenizer.json"), indent=4))  # not as ours
@@ -206,10 +212,10 @@ def test_what_the_run_has_not_changed(base, tmp_path):
     for name in ("tokenizer.json", "tokenizer.model", "special_tokens_map.json"):
         assert found[name] == (base / name).read_bytes(), name
     added = {"add_bos_token": True, "add_eos_token": False}
-    assert (
-        json.loads(found["tokenizer_config.json"]).items()
-        >= (read_json(base / "tokenizer_config.json") | added).items()
-    )
+    wanted = read_json(base / "tokenizer_config.json") | added
+    del wanted["tokenizer_file"]  # where its author had it
+    written = json.loads(found["tokenizer_config.json"])
+    assert written.items() >= wanted.items() and "tokenizer_file" not in written
     assert (
         AutoTokenizer.from_pretrained(tmp_path / "out")("e2e4").input_ids
         == AutoTokenizer.from_pretrained(base)("e2e4").input_ids
@@ -240,6 +246,20 @@ def test_what_the_run_has_changed(base, tmp_path):
         again("e2e4<new>").input_ids == tokenizer("e2e4<new>").input_ids
         and again.chat_template == tokenizer.chat_template
     )
+
+
+def test_other_names_of_what_has_changed(base, tmp_path):
+    """A field that transformers reads, but does not keep under that name, follows what the run has changed."""
+    settings = LLAMA | {"model_type": "vit", "num_labels": 2, "id2label": {"0": "a", "1": "b"}}
+    (base / "config.json").write_text(json.dumps(settings))
+    config = with_classes(AutoConfig.from_pretrained(base), ["x", "y", "z"])
+    found = published(base, tmp_path / "out", config, AutoTokenizer.from_pretrained(base))
+    assert json.loads(found["config.json"])["num_labels"] == 3
+    (base / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "hidden_size": 32}))
+    config = AutoConfig.from_pretrained(base)
+    config.hidden_size = 48
+    found = published(base, tmp_path / "gpt2", config, AutoTokenizer.from_pretrained(base))
+    assert AutoConfig.from_pretrained(tmp_path / "gpt2").n_embd == 48
 
 
 def test_a_new_model(tmp_path):

@@ -33,7 +33,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import mapped_weights
+from accelerate_recipes.pretrained import load_config, mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
 from accelerate_recipes.weights import linear_layers_and_experts, seed_of
 
@@ -201,7 +201,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
 
     Raises:
         ConfigError: for layers that do not exist, if --merge_adapter would not find them in the model's files, and for new
-            tokens in a model whose output layer has a bias.
+            tokens in a model whose output layer has a bias, or is tied only in its config.json.
     """
     if not args.use_peft:
         return None
@@ -246,6 +246,13 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
                 layer.lora_magnitude_vector[NAME].weight.data = length
     if new_tokens:
         config.trainable_token_indices = add_new_rows(model, new_tokens)
+        is_tied = model.config.tie_word_embeddings  # as the weights say
+        if not args.merge_adapter and load_config(args.base_model).tie_word_embeddings and not is_tied:
+            raise ConfigError(
+                f"the config.json of {args.base_model} ties its output layer to its embedding, but its weights do not; "
+                "whoever makes room there for --new_tokens would lose the output layer: set tie_word_embeddings to false in "
+                "a copy of the model, or add --merge_adapter"
+            )
     if args.merge_adapter:
         with torch.device("meta"):
             plain = type(model)(model.config)
@@ -311,7 +318,10 @@ def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
     name, revision = config.base_model_name_or_path, config.revision
     place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
     if not any((place / file).is_file() for file in cache.WEIGHTS):
-        raise ConfigError(f"{place} holds no weights, but the adapter is to be merged into those of {name}")
+        raise ConfigError(
+            f"{place.absolute()} holds no weights, but the adapter is to be merged into those of {name}; if that is a "
+            "relative path, start in the folder of the run"
+        )
     return mapped_weights(place)
 
 

@@ -5,6 +5,7 @@ that its files lack a random value, and only prints a table of such weights whil
 """
 
 import contextlib
+import json
 import pickle
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
 NUM_VALUES = 1024  # of each weight, by which a model is known again
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
+RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
 # What puts a prefix before the names of all weights, and how they are saved without it.
 PREFIXES = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`",
@@ -62,6 +64,8 @@ def load_config(name: str) -> PreTrainedConfig:
         if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ConfigError(needs_code(f"model {name}")) from error
         raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
+    if (file := Path(cache.folder("model", name) or "", "adapter_config.json")).is_file():
+        raise ConfigError(adapters_beside(name, file))
     if quantization := getattr(config, "quantization_config", None):
         method = quantization.get("quant_method", "an unknown way") if isinstance(quantization, dict) else quantization
         raise ConfigError(
@@ -70,6 +74,18 @@ def load_config(name: str) -> PreTrainedConfig:
             "much memory"
         )
     return config
+
+
+def adapters_beside(name: str, file: Path) -> str:
+    """Say why a folder with adapters is refused: transformers would read the model that they belong to in its place."""
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = "a model that it does not name"
+    return (
+        f"{name} holds adapters of {base} (adapter_config.json), and would be read as that model with them; if its own "
+        "weights are what to train, move adapter_config.json away, else merge the adapters, and give the result"
+    )
 
 
 def needs_code(what: str) -> str:
@@ -213,9 +229,9 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
     for file in map(place.joinpath, cache.weight_files(place)):
         try:
             if file.suffix == ".safetensors":
-                weights |= load_file(file)
+                found = load_file(file)
             else:  # before torch 1.6 files were no archives, and cannot be mapped
-                weights |= torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+                found = dict(torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True))
         except (
             SafetensorError,
             RuntimeError,
@@ -229,6 +245,11 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
                 f"{file} cannot be read: {first_line(error)}; it has {file.stat().st_size:,} bytes, and is cut, damaged or "
                 "no file of weights: copy or download it again"
             ) from error
+        if other := next((name for name, value in found.items() if not isinstance(value, torch.Tensor)), None):
+            raise ConfigError(
+                f"{file} holds {other}, which is no weight; save what `state_dict()` of the model returns"
+            )
+        weights |= found
     return weights
 
 
@@ -242,7 +263,7 @@ def model_checksum(name: str) -> str | None:
     if place is None or cache.lacking_of_model(place, weights=True):
         return None
     found = xxhash.xxh3_128()
-    files = (file for end in TEXTS for file in place.glob(end) if not file.name.endswith(".index.json"))
+    files = (file for end in TEXTS for file in place.glob(end) if not file.name.endswith((".index.json", *RESULTS)))
     for file in sorted(files):
         found.update(f"{file.name} {checksum(file)}\n".encode())
     for weight, tensor in sorted(mapped_weights(place).items()):

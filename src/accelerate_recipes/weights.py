@@ -89,11 +89,12 @@ def first_value(
 
 
 def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Find the linear layers except the output layer, by name, and the parameters that hold a matrix for each expert."""
+    """Find linear layers by name, but no output layer or router, and the parameters that hold a matrix for each expert."""
     head, layers, experts = model.get_output_embeddings(), {}, []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
-            layers[name] = module
+            if "Router" not in type(module).__name__:  # it returns several values
+                layers[name] = module
         elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
             parameters = module.named_parameters(recurse=False)
             experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]

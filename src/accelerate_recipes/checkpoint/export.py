@@ -30,6 +30,7 @@ from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import model_class, tied_names
+from accelerate_recipes.pretrained import model_checksum
 
 
 def export(
@@ -60,6 +61,8 @@ def export(
     arguments = yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
     base = arguments.get("model_name_or_path", "")
     check_replaceable(out, base)
+    if is_same_model(checkpoint, str(out)):  # where the path of the base is relative to another folder
+        raise ConfigError(is_needed(out))
     marker = read_marker(checkpoint)
     is_adapter = marker.get("base_model") is not None
     if merge_adapter and not is_adapter:
@@ -111,10 +114,10 @@ def write_export(
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".py", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
             (out / name).parent.mkdir(exist_ok=True)
-            shutil.copy(checkpoint / name, out / name)
+            shutil.copyfile(checkpoint / name, out / name)  # a checkpoint's mode may be another, such as read-only
     if merge_adapter:
         (out / "adapter").mkdir()
-        shutil.copy(checkpoint / "adapter_config.json", out / "adapter")
+        shutil.copyfile(checkpoint / "adapter_config.json", out / "adapter/adapter_config.json")
     if is_adapter:
         write_adapter(checkpoint, out / "adapter" if merge_adapter else out)
     if merge_adapter or not is_adapter:
@@ -203,7 +206,7 @@ def check_replaceable(out: Path, base_model: str) -> None:
         ConfigError: if something else would be removed, or the model that the run began with.
     """
     if base_model and Path(base_model).resolve() == out.resolve():
-        raise ConfigError(f"{out} is the model that the run begins with; the export needs another folder")
+        raise ConfigError(is_needed(out))
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; an export needs a folder")
     listed = listed_files(out)
@@ -217,6 +220,19 @@ def check_replaceable(out: Path, base_model: str) -> None:
         and (unfinished.is_file() or any(unfinished.iterdir()))
     ):
         raise ConfigError(f"{unfinished}, where the export is written first, holds something else; move that away")
+
+
+def is_same_model(checkpoint: Path, name: str) -> bool:
+    """Tell whether a model is the one that a checkpoint's run began with, though it lies elsewhere."""
+    then = read_marker(checkpoint).get("model_checksum")
+    try:
+        return bool(then and name) and then == model_checksum(name)
+    except ConfigError:  # damaged, so it is another
+        return False
+
+
+def is_needed(out: Path) -> str:
+    return f"{out} is the model that the run begins with; the export needs another folder"
 
 
 def remove_export(out: Path) -> None:

@@ -49,6 +49,9 @@ class Published:
         has_code = any(Path(folder).glob("*.py"))
         if self.before.get("model_type") == now["model_type"]:
             settings = with_changes(self.base, self.before, now)
+            # Other names of fields, under which transformers reads them, but does not keep them.
+            others = {*self.config.attribute_map, "num_labels"} & settings.keys() - now.keys()
+            settings |= {name: getattr(self.config, name) for name in others}
         if not has_code:  # the base's own code is not what was trained
             settings.pop("auto_map", None)
         if "tie_word_embeddings" in now:
@@ -183,6 +186,8 @@ def with_older_class(config: dict, written: dict) -> dict:
     """
     found = dict(config)
     named = found.get("tokenizer_class") or written["tokenizer_class"]
+    # A path of whoever has saved the base: version 4 would read that file, or none, in place of the one beside this.
+    found.pop("tokenizer_file", None)
     found["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
     if isinstance(found.get("extra_special_tokens"), list):
         found["additional_special_tokens"] = found.pop("extra_special_tokens")

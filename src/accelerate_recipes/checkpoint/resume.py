@@ -10,20 +10,18 @@ import yaml
 from accelerate import Accelerator
 
 from accelerate_recipes.args import ConfigError, TrainArgs, error_list
-from accelerate_recipes.checkpoint.export import check_replaceable
+from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
 from accelerate_recipes.checkpoint.files import (
     NAME,
     complete_checkpoints,
     damage,
     defect,
     leftovers,
-    read_marker,
     remove_leftovers,
     set_aside,
     step_of,
 )
 from accelerate_recipes.life import lock
-from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 
@@ -126,12 +124,6 @@ def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
     return {
         name: (saved[name], value) for name, value in settled.values().items() if name in saved and saved[name] != value
     }
-
-
-def is_same_model(checkpoint: Path, name: str) -> bool:
-    """Tell whether a model is the one that a checkpoint's run began with, though it lies elsewhere."""
-    then = read_marker(checkpoint).get("model_checksum")
-    return bool(then and name) and then == model_checksum(name)
 
 
 def saved_arguments(checkpoint: Path) -> dict[str, Any]:

@@ -252,6 +252,8 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
     found = [f"{name} (it is a git-LFS pointer; `git lfs pull` gets the file)" for name in sorted(pointers)]
     if not weights:
         return found if any((place / name).is_file() for name in TOKENIZERS) else [*found, "tokenizer.json"]
+    if (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
+        return ["a whole model, as it holds adapters: `python -m accelerate_recipes export --merge_adapter` makes one"]
     names = ["config.json"] if any("index.json" in name for name in pointers) else ["config.json", *weight_files(place)]
     return found + [name for name in names if not (place / name).is_file()]
 
