@@ -72,7 +72,7 @@ def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source
 def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
     """Tell whether a column must be rewritten: tools, settings, messages that are JSON, call tools or have nulls inside."""
     message = getattr(rows.features[name], "feature", None)
-    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and CALLS & message.keys())
+    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and bool(CALLS & message.keys()))
     return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
 
 
