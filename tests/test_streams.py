@@ -661,6 +661,19 @@ def test_shards_named_one_by_one(tmp_path, monkeypatch):
             named_shards(files)
 
 
+def test_a_folder_is_read_whole(tmp_path):
+    """With folders that are linked, without copies that an editor hides; a name that is not read is an error."""
+    for name in ("data/a.txt", "data/.ipynb_checkpoints/a-checkpoint.txt", "data/.b.txt", "elsewhere/[1]/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a", encoding="utf-8")
+    (tmp_path / "data/linked").symlink_to(tmp_path / "elsewhere")
+    folder = str(tmp_path / "data")
+    assert named_shards([folder]) == [f"{folder}/a.txt", f"{folder}/linked/[1]/c.txt"]
+    (tmp_path / "data/B.TXT").write_text("b", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"B\.TXT: its name must end with one of"):
+        named_shards([folder])
+
+
 def test_a_folder_of_texts(tmp_path, tokenizer, corpus):
     """A folder stands for its files of one kind, in the order of their names; a .txt file is one document."""
     for name, text in (

@@ -212,6 +212,32 @@ def test_tables_of_polars_and_of_pandas(tmp_path):
     assert read_files([str(tmp_path / "b.parquet")]).features == typed
 
 
+def test_tables_of_spark(tmp_path):
+    """A map is read as a list of its entries, a UUID as its bytes: they do no harm beside what is trained."""
+    entry = [("a", 1), ("b", None)]
+    table = pa.table(
+        {
+            "text": ["x"],
+            "meta": pa.array([entry], pa.map_(pa.string(), pa.int64())),
+            "id": pa.array([b"0" * 16], pa.uuid()),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    (row,) = read_files([str(tmp_path / "a.parquet")])
+    pairs = [{"key": key, "value": value} for key, value in entry]
+    assert row == {"text": "x", "meta": pairs, "id": b"0" * 16}
+
+
+@pytest.mark.parametrize("levels", [9, 80])
+def test_values_as_deep_as_a_thread(levels, tmp_path):
+    """Arrow cannot hold 64 lists and objects in each other."""
+    thread: dict = {"said": "a", "replies": []}
+    for _ in range(levels):
+        thread = {"said": "a", "replies": [thread]}
+    rows = [{"text": "x", "thread": thread}, {"text": "y", "thread": thread | {"said": None}}]
+    assert [*read_files([write(tmp_path / "a.jsonl", rows)])] == rows
+
+
 def test_a_folder_whose_path_is_a_pattern(tmp_path):
     """`datasets` would read another folder, or none: it is refused by name, unless its files are known."""
     write(tmp_path / "v[1]" / "train.jsonl", [{"text": "mine"}])

@@ -20,6 +20,8 @@ NUM_COMPARED = 16  # rows whose rendering is compared
 NUM_LAST = 4  # targets of a row among which its end is looked for
 EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
+CALLS = {"tool_calls", "function_call"}
+UNWRITTEN = {"role", "name", "weight", "refusal", "tool_call_id"}  # fields of a message that say nothing to train on
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
     "join the texts of each message into one"
@@ -70,7 +72,7 @@ def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source
 def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
     """Tell whether a column must be rewritten: tools, settings, messages that are JSON, call tools or have nulls inside."""
     message = getattr(rows.features[name], "feature", None)
-    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and "tool_calls" in message)
+    is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and bool(CALLS & message.keys()))
     return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
 
 
@@ -89,6 +91,14 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
                 raise DataError(f"{where} has a message without a role that is a text: {message!r:.60}")
             if isinstance(message.get("content"), list):
                 raise ConfigError(PARTS.format(where))
+            if message.get("function_call"):
+                raise DataError(
+                    f"{where} has a message with function_call, which templates do not write; give tool_calls"
+                )
+            if not message.keys() - UNWRITTEN:
+                raise DataError(
+                    f"{where} has a message without content and tool_calls: {message!r:.60}; remove the row"
+                )
         try:
             found[name] = with_objects(found[name])
         except ValueError as error:

@@ -118,14 +118,14 @@ def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], so
 
 
 def check_messages(values: pa.ChunkedArray, where: str) -> None:
-    """Raise DataError for messages without a role, and for the first list that is empty or holds a null.
+    """Raise DataError for messages without a role or content, and for the first list that is empty or holds a null.
 
     `where` gets the row's number.
     """
     fields = values.type.value_type
-    if isinstance(fields, pa.StructType) and fields.get_field_index("role") < 0:
-        names = ", ".join(field.name for field in fields)
-        raise DataError(f"{where.format('')} holds messages with {names}; a message has role and content")
+    names = [field.name for field in fields] if isinstance(fields, pa.StructType) else ["role", "content"]
+    if "role" not in names or not {"content", "tool_calls"} & {*names}:
+        raise DataError(f"{where.format('')} holds messages with {', '.join(names)}; a message has role and content")
     if isinstance(fields, pa.StructType) and not pa.types.is_string(fields.field("role").type):
         raise DataError(f"{where.format('')} holds messages whose `role` is not a text in all rows, such as user")
     for number, length in enumerate(pc.list_value_length(values).to_pylist()):

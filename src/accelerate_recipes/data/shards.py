@@ -136,8 +136,11 @@ def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if there is none, or there are several kinds: a README.txt beside .jsonl files is no data.
     """
-    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and not path.name.startswith(".")]
-    kinds = {suffix: [str(path) for path in files if path.name.endswith(suffix)] for suffix in suffixes}
+    # Unlike Path.rglob, glob follows links to folders, and leaves out what is hidden, such as copies of an editor.
+    paths = sorted(Path(folder, name) for name in glob.glob("**", root_dir=folder, recursive=True))
+    files = [path for path in paths if path.is_file()]
+    # A .TXT is found here, and refused by its name afterwards.
+    kinds = {suffix: [str(path) for path in files if path.name.lower().endswith(suffix)] for suffix in suffixes}
     kinds = {suffix: named for suffix, named in kinds.items() if named}
     if len(kinds) != 1:
         held = (

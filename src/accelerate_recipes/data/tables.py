@@ -22,6 +22,7 @@ from accelerate_recipes.data.shards import DataError, check_characters, open_par
 
 BLOCK = 10 << 20  # bytes that are parsed at once
 BATCH = 1000  # rows
+DEEPEST = 16  # lists and objects in each other; what is deeper is JSON: the time of `datasets` doubles with each level
 BOM = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
@@ -105,17 +106,21 @@ def tables_of(file: str, kind: str) -> Iterator[tuple[str, pa.Table]]:
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Replace the types of which Polars and pandas have other forms: a text is a text, a list a list."""
+    """Replace the types of which Polars, pandas and Spark have other forms: a text is a text, a list a list."""
     return pa.schema([(field.name, plain(field.type)) for field in schema], metadata=schema.metadata)
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
         return plain(kind.value_type)
+    if isinstance(kind, pa.UuidType):
+        return kind.storage_type
     if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return pa.string()
     if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
         return pa.binary()
+    if pa.types.is_map(kind):
+        return pa.list_(pa.struct([("key", plain(kind.key_type)), ("value", plain(kind.item_type))]))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return pa.list_(plain(kind.value_type))
     if pa.types.is_struct(kind):
@@ -270,6 +275,8 @@ def table_by_arrow(lines: bytes, known: pa.Schema | None) -> pa.Table | None:
         table.validate(full=True)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
+    if any(is_deep(field.type) for field in schema):
+        return None
     return None if any(has_nulls_inside(chunk) for column in table.columns for chunk in column.chunks) else table
 
 
@@ -288,6 +295,10 @@ def has_json(kind: pa.DataType) -> bool:
     return kind == JSON or any(has_json(kind.field(i).type) for i in range(kind.num_fields))
 
 
+def is_deep(kind: pa.DataType, levels: int = DEEPEST) -> bool:
+    return any(not levels or is_deep(kind.field(i).type, levels - 1) for i in range(kind.num_fields))
+
+
 def has_nulls_inside(array: pa.Array) -> bool:
     """Tell whether a structure in an array, at any depth, has a field that is null."""
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
@@ -297,7 +308,7 @@ def has_nulls_inside(array: pa.Array) -> bool:
     return False
 
 
-def kind_of(values: list) -> pa.DataType:
+def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
     """Return the type of some values of JSON, which is JSON if they differ in type, or as objects in their fields."""
     values = [value for value in values if value is not None]
     kinds = {type(value) for value in values}
@@ -311,10 +322,12 @@ def kind_of(values: list) -> pa.DataType:
         if float in kinds:
             return pa.float64()
         return pa.int64() if all(-(2**63) <= value < 2**63 for value in values) else JSON
+    if not levels:
+        return JSON
     if kinds == {list}:
-        return pa.list_(kind_of([entry for value in values for entry in value]))
+        return pa.list_(kind_of([entry for value in values for entry in value], levels - 1))
     if kinds == {dict} and values[0] and all(value.keys() == values[0].keys() for value in values):
-        return pa.struct([(name, kind_of([value[name] for value in values])) for name in values[0]])
+        return pa.struct([(name, kind_of([value[name] for value in values], levels - 1)) for name in values[0]])
     return JSON
 
 
