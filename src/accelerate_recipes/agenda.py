@@ -179,10 +179,14 @@ class Agenda:
         """
         run = self.run
         if not self.stopped and self.evaluation_is_due:
+            # A whole evaluation may take hours; each of its batches has the time of a collective.
+            limit = run.args.ddp_timeout
+            watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
                 self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
             except Stopped as error:
                 self.stopped = error
+            watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:
             run.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
