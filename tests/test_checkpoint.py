@@ -441,6 +441,16 @@ def test_a_run_that_was_taken_over_touches_nothing(make_run):
     assert "state" not in read_status(output_dir)
 
 
+def test_one_beyond_the_last_step_is_refused_before_anything_starts(make_run):
+    run = make_run()
+    chosen = save(run, 10)
+    run.args.max_steps = 10
+    assert find_resume(run.args) == chosen
+    run.args.max_steps = 9
+    with pytest.raises(ConfigError, match="checkpoint-10 is further on than the 9 steps of this run"):
+        find_resume(run.args)
+
+
 def test_an_interrupted_removal_is_finished_by_the_next_save(make_run):
     """After a kill between renaming and removal, an old checkpoint is whole, but no longer a checkpoint."""
     run = make_run()

@@ -1,5 +1,6 @@
 """Tests of packing, which loses nothing and crosses no document, and of the order of rows, a function of the step."""
 
+import errno
 import itertools
 import math
 import shutil
@@ -283,6 +284,12 @@ def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
     with pytest.raises(ValueError):
         cached(tmp_path / "d", {}, fail, is_builder=True)
     assert not (tmp_path / "d").exists()
+
+    def fill_the_disk(folder):
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")  # as by pyarrow, without a name
+
+    with pytest.raises(OSError, match=f"to file: '{tmp_path}/f/"):
+        cached(tmp_path / "f", {}, fill_the_disk, is_builder=True)
 
     def build_when_another_node_has(folder):
         shutil.copytree(first, folder.with_name(folder.name.split(".")[0]))

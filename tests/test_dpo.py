@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -19,8 +21,9 @@ from trl import DPOTrainer
 from accelerate_recipes import recipe
 from accelerate_recipes.args import ConfigError, parse
 from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.life import stop
 from accelerate_recipes.models import new_character_tokenizer
-from accelerate_recipes.posttraining.preferences import to_pairs
+from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 
@@ -258,6 +261,15 @@ def test_an_order_by_length_is_refused(base, arguments):
         ConfigError, match="--train_sampling_strategy group_by_length needs rows of one length, which pairs"
     ):
         parse(recipe.load(SCRIPT).Args, argv, world_size=1)
+
+
+def test_an_evaluation_of_pairs_stops_between_two_batches(monkeypatch):
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(cpu=True), run=SimpleNamespace(model=torch.nn.Linear(1, 1)), beta=1
+    )
+    monkeypatch.setattr(stop, "_asked_by", "SIGTERM")
+    with pytest.raises(stop.Stopped, match="SIGTERM"):
+        evaluate_pairs(trainer, [{}])
 
 
 def test_pairs_that_are_all_too_long(forks, arguments, tmp_path):

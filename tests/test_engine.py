@@ -195,13 +195,34 @@ def test_what_the_watch_expects(run, monkeypatch):
     monkeypatch.setattr(StepLoader, "counts", lambda self: {"retries": 7})
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
     run(ddp_timeout=300, step_timeout=300)  # equal limits: they do not tell whether the first step is over
-    waits = [(what, progress()) for what, _, progress in expected if progress is not None]
+    waits = [(what, progress()) for what, _, progress in expected if what.startswith("the data")]
     assert waits == [(f"the data of step {step}", 7) for step in range(1, 6)]
     run(ddp_timeout=1800, step_timeout=100)
     limits = {what: seconds for what, seconds, _ in expected}
     assert limits["the data of step 1"] == limits["step 1"] == limits["what follows step 3"] == 1800
     assert {limits[f"step {step}"] for step in range(2, 6)} == {100}
     assert limits["what follows training"] == float("inf")
+
+
+def test_each_batch_of_an_evaluation_has_its_own_time(run, monkeypatch):
+    """An evaluation of hours is no hang as long as it gets on; the save after it has its own time too."""
+    expected, seen = [("the start", None)], []
+
+    def requested():
+        what, progress = expected[-1]
+        if progress and what.startswith("the evaluation"):
+            seen.append((what, progress()))
+
+    monkeypatch.setattr(watch, "expect", lambda what, seconds, progress=None: expected.append((what, progress)))
+    monkeypatch.setattr(stop, "requested", requested)
+    monkeypatch.setattr(stop, "step_took", lambda seconds: None)
+    rows = make_rows()
+    run(evaluated=[torch.utils.data.default_collate([rows[number]]) for number in range(3)], eval_steps=4)
+    assert [what for what, _ in seen] == ["the evaluation after step 4"] * 3 + ["the evaluation after step 5"] * 3
+    assert len(set(seen)) == 6
+    assert [what for what, _ in expected[-3:]] == [
+        "the evaluation after step 5", "what follows step 5", "what follows training",
+    ]  # fmt: skip
 
 
 def test_a_slow_first_step_raises_the_limit_once(monkeypatch):

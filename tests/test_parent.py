@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -192,10 +193,15 @@ def starts_of_workers(folder, *args: object) -> int:
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
 
 
-def test_a_socket_has_no_room_for_its_name(monkeypatch):
-    monkeypatch.setattr(workers.util, "get_temp_dir", lambda: f"/{90 * 'x'}")
-    with pytest.raises(ConfigError, match="is longer than 89 bytes; set TMPDIR to a shorter one"):
+def test_a_socket_has_no_room_for_its_name(tmp_path, monkeypatch):
+    """The error leaves no folder behind."""
+    folder = tmp_path / (90 * "x")
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    with pytest.raises(ConfigError, match="is longer than 75 bytes; set TMPDIR to a shorter one"):
         workers.start_fork_server()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import errno
 import io
 import json
+import tempfile
 
+import datasets
 import pytest
 from helpers import ROOT
 
@@ -60,6 +62,13 @@ def run(tmp_path, monkeypatch):
             2,
             "failed",
             "[Errno 28] No space left on device: '/out/samples.jsonl'; make room, and the same command goes on",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "failed",
+            "[Errno 28] No space left on device: a file below --output_dir, "
+            f"{datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}; make room, and the same command goes on",
         ),
         (OSError(errno.EIO, "Input/output error"), 1, "crashed", "OSError: [Errno 5] Input/output error"),
         (ValueError("what nobody expected"), 1, "crashed", "ValueError: what nobody expected"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate.utils import set_seed
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.checkpoint.resume import check_not_beyond
 from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import forget_evaluated_shapes
 from accelerate_recipes.life import stop, watch
@@ -78,11 +78,8 @@ class Agenda:
         """
         run, args = self.run, self.run.args
         checkpoint = run.resumed_from
-        if checkpoint and step_of(checkpoint) > run.total_steps:
-            raise ConfigError(
-                f"{checkpoint} is further on than the {run.total_steps} steps of this run; give as many steps or more, or "
-                "begin anew in another --output_dir"
-            )
+        if checkpoint:
+            check_not_beyond(checkpoint, run.total_steps)
         self.step = self.begun_at = self.trained_at = run.checkpointer.resume()
         self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops)
         self.log.restore(checkpoint)
@@ -179,10 +176,14 @@ class Agenda:
         """
         run = self.run
         if not self.stopped and self.evaluation_is_due:
+            # A whole evaluation may take hours; each of its batches has the time of a collective.
+            limit = run.args.ddp_timeout
+            watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
                 self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
             except Stopped as error:
                 self.stopped = error
+            watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:
             run.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()

@@ -262,7 +262,10 @@ def as_problem_of_the_disk() -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise ConfigError(f"{error}; make room, and the same command goes on") from error
+            # Errors of `datasets` while it writes name no file.
+            places = f"--output_dir, {datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}"
+            where = "" if error.filename else f": a file below {places}"
+            raise ConfigError(f"{error}{where}; make room, and the same command goes on") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             raise ConfigError(str(error)) from error
         raise

@@ -65,7 +65,9 @@ def code_llama(folder: Path) -> None:
 
 def sentencepiece_alone(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(sentencepiece_model("bpe", unk_id=0, bos_id=1, eos_id=2))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}), encoding="utf-8"
+    )
 
 
 def gpt2(folder: Path) -> None:

@@ -16,7 +16,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 
 
 def seen(folder: str) -> dict:
-    config = json.loads(Path(folder, "config.json").read_text())
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     is_pair = config.get("is_encoder_decoder")
     auto_class = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
     model, info = auto_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)

@@ -59,9 +59,20 @@ def find_resume(args: TrainArgs) -> Path | None:
         )
     if chosen:
         check_arguments(chosen, args)
+        if args.max_steps > 0:  # else only the data say how many
+            check_not_beyond(chosen, args.max_steps)
     else:
         args.settle({})
     return chosen
+
+
+def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
+    """Raise ConfigError for a checkpoint after the last step of a run."""
+    if step_of(checkpoint) > total_steps:
+        raise ConfigError(
+            f"{checkpoint} is further on than the {total_steps} steps of this run; give as many steps or more, or "
+            "begin anew in another --output_dir"
+        )
 
 
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:

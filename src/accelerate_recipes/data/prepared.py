@@ -17,7 +17,7 @@ import xxhash
 from datasets import Dataset
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.disk import own_suffix
+from accelerate_recipes.disk import naming, own_suffix
 
 
 def check_content(now: str, states: list[dict]) -> None:
@@ -83,9 +83,10 @@ def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: boo
         partial = final.with_name(final.name + own_suffix())
         print(f"Preparing the data, once; it is kept in {final}", flush=True)
         try:
-            partial.mkdir(parents=True)
-            build(partial)
-            (partial / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
+            with naming(final):
+                partial.mkdir(parents=True)
+                build(partial)
+                (partial / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
             try:
                 partial.rename(final)
             except OSError:

@@ -56,6 +56,6 @@ def update_status(output_dir: Path, **changes: object) -> None:
         except OSError as error:
             if not is_full(error) or not file.exists():
                 raise
-            with file.open("r+") as opened:  # a full disk still has the room of the file itself
+            with file.open("r+", encoding="utf-8") as opened:  # a full disk still has the room of the file itself
                 opened.write(text)
                 opened.truncate()

@@ -25,6 +25,7 @@ LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
 _file: Path | None = None
 _asked_by: str | None = None
 _job_ends = float("inf")
+_batches = 0  # of evaluations
 _last_step = _longest_save = 0.0  # seconds
 
 
@@ -78,12 +79,19 @@ def save_took(seconds: float) -> float:
     return _longest_save
 
 
+def evaluated_batches() -> int:
+    """Count the batches of evaluations that this process has begun."""
+    return _batches
+
+
 def raise_if_requested(accelerator: Accelerator) -> None:
-    """Stop if any rank was asked to; call it on all ranks at once.
+    """Stop if any rank was asked to; call it on all ranks at once, before each batch of an evaluation.
 
     Raises:
         Stopped: on all, if any was asked.
     """
+    global _batches
+    _batches += 1
     if sum_over_ranks(torch.tensor(int(requested() is not None), device=accelerator.device)).item():
         raise Stopped(reason(accelerator))
 

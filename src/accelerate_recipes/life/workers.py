@@ -9,13 +9,14 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.life.stop import SIGNALS
 
-LONGEST_FOLDER = 107 - len("/listener-12345678")  # Linux has 107 bytes for the path of a socket
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # Linux has 107 bytes for the path of a socket
 
 
 def start_fork_server() -> None:
@@ -28,9 +29,10 @@ def start_fork_server() -> None:
     Raises:
         ConfigError: for a TMPDIR in which no socket can have its name.
     """
-    if len(os.fsencode(util.get_temp_dir())) > LONGEST_FOLDER:
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
         raise ConfigError(
-            f"--dataloader_num_workers: the path of {util.get_temp_dir()}, which holds a socket, is longer than "
+            f"--dataloader_num_workers: the path of {folder}, which will hold a socket, is longer than "
             f"{LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp"
         )
     multiprocessing.set_start_method("forkserver", force=True)

@@ -330,6 +330,7 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     model.eval()
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
     for batch in batches:
+        stop.raise_if_requested(accelerator)
         batch = to_device(batch, accelerator.device)
         is_pair = batch.pop("is_pair")
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
