@@ -785,7 +785,9 @@ def test_tokens_of_a_template_beside_adapters(tmp_path, capsys):
         settings["vocab_size"],
         64 * (settings["vocab_size"] // 64 + 1),
     ):  # trl makes it a multiple of 64
-        (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": vocab_size}))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(vocab_size)
+        model.save_pretrained(folder)
         rows = [conversation(i, tools=False, system=True) for i in range(30)]
         flags = ("--chat_template_path", str(tmp_path / "other"))
         prepare(folder, rows, *flags)

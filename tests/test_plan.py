@@ -119,7 +119,7 @@ def check_path(name: str, config: str, found: Outcome | Exception) -> None:
     case = name, config
     assert isinstance(found, Outcome), (case, str(found))
     # The flags of a step are read one by one here, and by one copy on a GPU. Nothing else is read by us.
-    assert found.value_reads == 5 + WAITS.get(name, 0) * min(found.micro_batches, MICRO_BATCHES), case
+    assert found.value_reads == 6 + WAITS.get(name, 0) * min(found.micro_batches, MICRO_BATCHES), case
     if name in SEES_DOCUMENTS:
         assert not [shape for shape in found.shapes if shape.count(72) > 1], case
     if (
@@ -204,7 +204,7 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
         (tmp_path / f"{name}.py").write_text(FAULTY.format(c4=C4[0], loss=loss))
     faulty = {name: on_four("fsdp_full", [str(tmp_path / f"{name}.py"), *CUDA_C4[1:]]) for name in ("device", "wait")}
     (found,) = simulator([faulty["wait"]])
-    assert found.value_reads == 5 + found.micro_batches
+    assert found.value_reads == 6 + found.micro_batches
     (found,) = simulator([faulty["device"]])
     assert isinstance(found, SimulationError)
     assert re.search("FakeTensorDeviceMismatchError|not on the expected device|two different devices", str(found))

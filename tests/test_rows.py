@@ -338,7 +338,8 @@ def test_any_shard_of_lines(content, tmp_path):
 
     def read() -> None:
         for document in read_documents(str(file), "text", 0, 1, Retry(tries=1), lambda: None):
-            text_of(str(file), *document, "text").encode()
+            text = text_of(str(file), *document, "text")
+            assert text is None or text.encode() is not None
 
     only_our_errors(read)
 

@@ -8,8 +8,10 @@ import ast
 import inspect
 
 import datasets
+import huggingface_hub.serialization._base
 import pytest
 import torch
+import torch._dynamo.pgo
 import torch.distributed._state_dict_utils as state_dict_utils
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as checkpoint_wrapper
 import torch.distributed.checkpoint._nested_dict as nested_dict
@@ -152,6 +154,8 @@ TOUCHED = [
     (GRPOTrainer, "_last_world_entropy", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
+    (torch._dynamo, "pgo", "distributed", "forgets the sizes that an evaluation had", None),
+    (huggingface_hub.serialization._base, "parse_size_to_int", "export", "reads --max_shard_size", "size_as_str"),
 ]  # fmt: skip
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
 # Names of the standard library, or names that are public in spite of the underscore.
