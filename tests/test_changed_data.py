@@ -4,6 +4,7 @@ import json
 import os
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -206,8 +207,10 @@ def run_watch(tmp_path, monkeypatch):
             return {0: watch.store.own, 1: other | sign_of_other(now)}
 
         monkeypatch.setattr("accelerate_recipes.life.watch.time", Clock)
-        watch = Watch(tmp_path, on_failure=print)
-        watch.store = Store()
+        with monkeypatch.context() as patch:
+            patch.setattr("accelerate_recipes.life.watch.threading.Thread", Mock())  # the loop runs here
+            watch = Watch(tmp_path, on_failure=print)
+        watch.store, watch.world_size = Store(), 2
         monkeypatch.setattr(watch, "_end", end)
         monkeypatch.setattr(watch, "_signs", signs)
         watch.expect("step 1", 5, (lambda: progress(now)) if progress else None)

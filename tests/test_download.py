@@ -453,6 +453,7 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     here, fetched = [], []
     monkeypatch.setattr("accelerate_recipes.hub.cache.lacking", lambda need: [] if need in here else ["all of it"])
     monkeypatch.setattr(recipe, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
+    monkeypatch.setattr(recipe, "check_models", lambda needed: ([], []))
     needed = recipe.Requirements(models=["a/b"], datasets=[HubDataset("c/d", files="*", streamed=True)])
     recipe.provide(needed, ["recipes/some.py"])
     assert fetched == [HubModel("a/b")]

@@ -80,9 +80,8 @@ def streamed(serve, monkeypatch):  # noqa: F811
     def source(sizes: tuple[int, ...], augmentation: Augmentation = MIXED, **settings: object) -> ImageShards:
         server = serve({f"/{i}.tar": shard_of(i, size) for i, size in enumerate(sizes)})
         urls = [f"{server.url}/{i}.tar" for i in range(len(sizes))]
-        found = ImageShards(urls, NAMES, PROCESSOR, augmentation, SEED, retry=QUICK, **settings)
-        found.server = server
-        return found
+        source.server = server  # not in what is returned, of which a worker gets a copy
+        return ImageShards(urls, NAMES, PROCESSOR, augmentation, SEED, retry=QUICK, **settings)
 
     return source
 
@@ -174,7 +173,7 @@ def test_chance_is_a_function_of_seed_epoch_and_image(streamed):
 def test_faults_of_the_network_change_nothing(streamed, num_workers):
     source = streamed(FEW)
     wanted = run(loaders_of(source), 4)
-    vars(source).pop("server").faults = [429, "truncate", 503]  # a worker gets a copy of the source
+    streamed.server.faults = [429, "truncate", 503]
     (loader,) = loaders_of(source, num_workers=num_workers)
     assert_equal(run([loader], 4), wanted)
     assert loader.counts() == {"images_seen": 4 * BATCH, "retries": 3}
