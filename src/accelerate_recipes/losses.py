@@ -1,5 +1,6 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -445,8 +446,10 @@ def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, by_row: bool, h
     `hidden` is (B, T, H), `targets` (B x T,).
     """
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    with torch.autocast(device, enabled=False):  # which would not take products in fp32 of factors in bf16
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+    # Autocast would not take products in fp32 of factors in bf16; the meta device has none.
+    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         loss, losses = LinearCrossEntropy.apply(
             hidden.flatten(0, -2), head.weight, head.bias, targets, dtype, torch.is_grad_enabled()
         )
