@@ -54,7 +54,7 @@ def parse_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def linear_cross_entropy_of_torch(head: nn.Linear, targets: torch.Tensor, by_row: bool, hidden: torch.Tensor):
+def linear_cross_entropy_of_torch(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor):
     """Compute `losses.linear_cross_entropy` by torch, in chunks whose logits are as large as the hidden states."""
     hidden, weight = hidden.flatten(0, -2), head.weight
     if torch.is_autocast_enabled(hidden.device.type):  # which knows F.linear, not F.linear_cross_entropy

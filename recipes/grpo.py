@@ -30,7 +30,7 @@ from accelerate_recipes.posttraining.rewards import (
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
-    check_prompts,
+    check_column_names,
     check_settings,
     load_rewards,
     reward_problems,
@@ -81,7 +81,7 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
     for name, side in rows.items():
         check_texts_or_messages(side, {"prompt"}, args.sources[name])
         side = select(side, side.column_names, args.sources[name]).select_columns(side.column_names)
-        check_prompts(side, args.sources[name])
+        check_column_names(side, args.sources[name])
         check_settings(side, args.template_settings, args.sources[name])
         tokens = tokenize_prompts(tokenizer, side["prompt"][:], args.template_settings, args.sources[name])
         lengths += (found := [len(ids) for ids in tokens])

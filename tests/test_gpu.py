@@ -196,7 +196,7 @@ def test_the_loss_without_logits_in_bf16():
         if whole:
             loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
         else:
-            loss = linear_cross_entropy(layer, targets, False, inputs)
+            loss = linear_cross_entropy(layer, targets, inputs)
         (loss / 777).backward()
         return [loss.detach(), layer.weight.grad.float(), inputs.grad.float()]
 

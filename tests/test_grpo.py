@@ -432,7 +432,7 @@ def test_rows(tmp_path, base):
         "{% for m in messages %}{{ raise_exception('no') if m.role == 'x' else m.content }}{% endfor %}"
     )
     for message, said in (
-        ({"role": "user"}, 'row 1: .prompt. has the message {"role": "user"}; a message has a role and a content'),
+        ({"role": "user"}, "row 1: 'prompt' has a message without content and tool_calls"),
         ({"content": "1"}, "row 1: .prompt. has a message without a role"),
         ({"role": "x", "content": "1"}, "row 1: the chat template cannot render it: no"),
         ({"role": "user", "content": ""}, "row 1: 'prompt' has no token"),

@@ -119,7 +119,7 @@ def test_an_ignored_row_contributes_nothing(garbage):
         rows = rows.clone().requires_grad_()
         rows.data.flatten(0, 1)[words == IGNORE_INDEX] = garbage
         head.zero_grad()
-        loss = linear_cross_entropy(head, words, False, rows)
+        loss = linear_cross_entropy(head, words, rows)
         (3 * loss).backward()
         found.append((loss, head.weight.grad, head.bias.grad, rows.grad.flatten(0, 1)))
     assert not found[1][3][ignored].any() and found[1][3][~ignored].any()
@@ -135,7 +135,7 @@ def test_each_logit_is_computed_once(monkeypatch):
         ledger.tag((head.weight, hidden), "parameters")
         ledger.begin_step()
         before = ledger.total
-        linear_cross_entropy(head, torch.randint(2000, (1024,)), False, hidden).backward()
+        linear_cross_entropy(head, torch.randint(2000, (1024,)), hidden).backward()
     assert sum(ledger.flops.values()) == 3 * 2 * hidden.numel() * 2000 and not ledger.recomputed
     assert 28 < sum(ledger.moved.values()) / (1024 * 2000) < 33
     assert ledger.at_peak["logits"] == 4 * 2000 * (256 + 64)
@@ -155,15 +155,6 @@ def test_a_product_summed_in_fp32_counts_as_one_of_its_factors():
     assert dict(ledger.flops) == {"addmm bfloat16": 2 * 4 * 5 * 6}
     assert ledger.moved["addmm"] == 2 * 4 * (4 * 6) + 2 * (4 * 5 + 5 * 6)
     assert ledger.moved["scatter_"] == 4 * (8 + 4 + 2 * 4)
-
-
-def test_sums_by_row():
-    """They add up to the loss; a row without targets has 0."""
-    model, batch = make_model(), make_batch()
-    rows = next_token_loss_without_logits(model, batch, by_row=True)
-    parts = [{name: tensor[i : i + 1] for name, tensor in batch.items()} for i in range(BATCH_SIZE)]
-    assert rows.tolist() == pytest.approx([next_token_loss(model, part).item() for part in parts], rel=1e-5)
-    assert rows[0] == 0 and not rows.requires_grad
 
 
 def test_no_gradient_that_nobody_wants():

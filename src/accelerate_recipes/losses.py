@@ -63,13 +63,10 @@ def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.T
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
 
 
-def next_token_loss_without_logits(
-    model: nn.Module, batch: dict[str, torch.Tensor], by_row: bool = False
-) -> torch.Tensor:
+def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the loss, and the gradients, of `next_token_loss` with the logits of some of the tokens at a time.
 
-    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient. With `by_row`
-    the result is the sum of each row, (B,), without gradients.
+    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient.
 
     During this one call the output layer returns the loss instead of logits. The model calls it as usual: there
     FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
@@ -81,12 +78,12 @@ def next_token_loss_without_logits(
     # FSDP1 may wrap the output layer too.
     head = next(module for module in causal_lm.get_output_embeddings().modules() if isinstance(module, nn.Linear))
     check_head(causal_lm.config)
-    head.forward = partial(linear_cross_entropy, head, next_tokens(batch), by_row)
+    head.forward = partial(linear_cross_entropy, head, next_tokens(batch))
     try:
         output, balance = predict(model, batch)
     finally:
         del head.forward  # restores the class's own, which gives logits
-    return output.logits if by_row else output.logits + balance
+    return output.logits + balance
 
 
 def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
@@ -440,24 +437,20 @@ def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) 
 
 
 @torch.compiler.disable
-def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, by_row: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """Sum the cross-entropy of `head(hidden)`, in nats, in fp32: a scalar, or (B,) without gradients if `by_row`.
-
-    `hidden` is (B, T, H), `targets` (B x T,).
-    """
+def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Sum the cross-entropy of `head(hidden)`, in nats, as an fp32 scalar. `hidden` is (B, T, H), `targets` (B x T,)."""
     device = hidden.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
     # Autocast would not take products in fp32 of factors in bf16; the meta device has none.
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
-        loss, losses = LinearCrossEntropy.apply(
+        return LinearCrossEntropy.apply(
             hidden.flatten(0, -2), head.weight, head.bias, targets, dtype, torch.is_grad_enabled()
         )
-    return losses.view(hidden.shape[:-1]).sum(1) if by_row else loss
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of a linear layer: the sum, and without gradients the losses of the rows.
+    """Summed cross-entropy of a linear layer.
 
     Gradients for a sum need nothing from the backward pass but a factor, so they are computed in the forward pass, where
     the logits are: no logits are computed twice. The gradient of the weight is summed in fp32.
@@ -496,12 +489,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next are made
         ctx.save_for_backward(of_hidden, of_weight, None if of_bias is None else of_bias[0])
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
-        ctx.mark_non_differentiable(losses)
-        return losses.sum(), losses
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, factor, _):
+    def backward(ctx, factor):
         gradients = (
             # In place where that is possible: a second backward pass is an error.
             None

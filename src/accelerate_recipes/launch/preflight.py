@@ -144,9 +144,8 @@ def versions() -> tuple[list[str], list[str]]:
     """List the packages of requirements.txt that are not installed, or installed in another version."""
     missing, other = [], []
     file = Path(__file__).parents[3] / "requirements.txt"
-    lines = (
-        file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    )  # an installed copy has no such file
+    # An installed copy has no such file.
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     for requirement in (Requirement(line) for line in lines if line and not line.startswith(("#", "-"))):
         try:
             installed = metadata.version(requirement.name)

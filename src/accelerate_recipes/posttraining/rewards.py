@@ -311,26 +311,16 @@ def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float 
     return sum(said) if said else None
 
 
-def check_prompts(rows: datasets.Dataset, source: str) -> None:
-    """Check that trl can pass all columns to the rewards, and that every message of a prompt has a role and a content.
+def check_column_names(rows: datasets.Dataset, source: str) -> None:
+    """Check that trl can pass all columns to the rewards.
 
     Raises:
         ConfigError: for a column that is called like what trl passes besides.
-        DataError: for such a message.
     """
     if taken := sorted(NO_COLUMNS & set(rows.column_names)):
         raise ConfigError(
             f"{source} has the column {taken[0]}, but trl passes something else to rewards by that name; rename it"
         )
-    for number, prompt in enumerate(rows["prompt"][:]):
-        for message in prompt if isinstance(prompt, list) else ():
-            fields = message if isinstance(message, dict) else {}
-            is_said = isinstance(fields.get("content"), str) or fields.get("tool_calls")
-            if not (isinstance(fields.get("role"), str) and is_said):
-                raise DataError(
-                    f"{source}, row {number}: 'prompt' has the message {json.dumps(message):.60}; a message has a role and "
-                    "a content, both of them texts"
-                )
 
 
 def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) -> None:
