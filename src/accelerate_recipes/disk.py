@@ -21,6 +21,12 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
+def size_and_times(file: str | Path) -> list[int]:
+    """Return what changes when a file is written: while it stays, the content need not be read again."""
+    stat = os.stat(file)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
 def fsync(path: Path) -> None:
     """Wait until a file, or a directory's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.shards import DataError, Retry, is_named_elsewhere, is_remote
 from accelerate_recipes.data.streams import TextArgs, TextShards
-from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, write_atomically
+from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, size_and_times, write_atomically
 from accelerate_recipes.ranks import on_first_rank
 
 MANIFEST = "manifest.json"
@@ -198,12 +198,7 @@ def pretokenize(
 
 def text_of_shard(shard: str) -> dict | None:
     """Describe the file of a text shard: where it is unchanged since, its content need not be read. None for a URL."""
-    return None if is_remote(shard) else {"seen": seen(shard), "checksum": checksum(Path(shard))}
-
-
-def seen(shard: str) -> list[int]:
-    stat = os.stat(shard)
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return None if is_remote(shard) else {"seen": size_and_times(shard), "checksum": checksum(Path(shard))}
 
 
 def check_text(folder: Path, shards: Sequence[str]) -> None:
@@ -211,7 +206,9 @@ def check_text(folder: Path, shards: Sequence[str]) -> None:
     for i, shard in enumerate(shards):
         entry = shard_file(folder, i, "json")
         then = json.loads(entry.read_text(encoding="utf-8")).get("text") if entry.exists() else None
-        if then and not is_remote(shard) and seen(shard) != then["seen"] and checksum(Path(shard)) != then["checksum"]:
+        if not then or is_remote(shard) or size_and_times(shard) == then["seen"]:
+            continue
+        if checksum(Path(shard)) != then["checksum"]:
             raise ConfigError(
                 f"{shard} is not what {folder} was tokenised from: its content is another one; give --pretokenize another "
                 "folder, or put the file back"

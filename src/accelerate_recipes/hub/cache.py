@@ -23,7 +23,7 @@ from fsspec.utils import glob_translate
 from huggingface_hub import constants
 
 from accelerate_recipes.args import ConfigError
-from accelerate_recipes.disk import checksum
+from accelerate_recipes.disk import checksum, size_and_times
 
 MANIFEST = "accelerate_recipes.json"
 # `from_pretrained` takes the first of these files that exists. An index lists the files that hold the weights.
@@ -184,10 +184,7 @@ def file_version(file: str | Path) -> str | list[int]:
 
     Of images and tars, which are many and large, and read where they lie, it is their size and times.
     """
-    if not str(file).endswith(POINTED_AT):
-        return checksum(Path(file))
-    stat = os.stat(file)
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return size_and_times(file) if str(file).endswith(POINTED_AT) else checksum(Path(file))
 
 
 def pinned(name: str) -> dict:
