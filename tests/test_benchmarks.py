@@ -340,7 +340,10 @@ def test_gpu_page_of_results(tmp_path):
     page = gpu_report.page(results)
     assert "MFU 62% | 64.6% | reached |" in page  # of two rows
     assert "12,473 tokens/s | 12,000 | missed |" in page
-    assert "memory: single | autocast | 17.85 | 20.00 | -10.8% | 18.19 | 18.00 | +1.1% |" in page
+    predicted = {(p["case"], p["setting"]): p for p in json.loads(gpu_report.PREDICTED.read_text())["predicted"]}
+    allocated, reserved = (predicted["memory: single", "autocast"][what] / 2**30 for what in ("allocated", "reserved"))
+    off = f"{allocated:.2f} | 20.00 | {allocated / 20 - 1:+.1%} | {reserved:.2f} | 18.00 | {reserved / 18 - 1:+.1%} |"
+    assert f"memory: single | autocast | {off}" in page
     assert "fp8: 1.15 of bf16 |  | not measured |" in page
     assert "OutOfMemoryError" not in page.split("Failed")[0].split("Goals")[1] and "no time" not in page
     assert gpu_report.draw(tmp_path / "performance.png", results) and (tmp_path / "performance.png").stat().st_size
