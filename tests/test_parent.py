@@ -1,6 +1,7 @@
 """Tests that no process outlives the one that it works for."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -148,6 +149,7 @@ class Rows(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, i: int) -> int:
+        assert gc.get_freeze_count() > 10_000, "a collection in a worker would copy what all of them share"
         self.seen += 1
         if self.seen == 4:
             time.sleep(60)
@@ -211,6 +213,7 @@ def test_workers_start_beside_other_threads(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
 def test_20_000_workers_start_beside_other_threads(tmp_path):
     assert starts_of_workers(tmp_path, 20_000, "server") == 0
     assert starts_of_workers(tmp_path, 500, "server", "signals") == 0

@@ -4,6 +4,7 @@ A fork copies every lock, but only the thread that forks: a lock that another th
 the watch) is never released in the copy. Such a worker would never start, and its rank would wait for it, without a word.
 """
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -61,6 +62,7 @@ def fork_server(program: str, command: Sequence[str], descriptors: Sequence[int]
         return process
     try:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already share the cores among themselves
+        gc.freeze()  # else garbage collection in a worker would look at, and so copy, all that it shares
         exec(command[-1])
     finally:
         os._exit(1)
