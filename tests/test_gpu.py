@@ -162,12 +162,14 @@ def test_memory_is_in_segments_that_grow():
 
 
 @pytest.mark.parametrize("config", ["single", "fsdp_full"])
-def test_one_wait_in_a_step(tmp_path, config):
-    """The CPU waits for the GPU once a step, before the weights change, however many micro-batches it has."""
+@pytest.mark.parametrize("attention, waits", [("documents", 1), ("sdpa", 3)])
+def test_waits_in_a_step(tmp_path, config, attention, waits):
+    """The CPU waits for the GPU once a step, before the weights change; for a mask transformers waits in each micro-batch."""
     out = tmp_path / "out"
     flags = ("--num_processes", "1", *BF16)
-    launch_ok(tmp_path, config, CHILDREN / "copies.py", "--output_dir", out, flags=flags, gpu=True)
-    assert json.loads((out / "result.json").read_text())["waits"] == 1
+    args = ("--output_dir", out, "--attn_implementation", attention)
+    launch_ok(tmp_path, config, CHILDREN / "copies.py", *args, flags=flags, gpu=True)
+    assert json.loads((out / "result.json").read_text())["waits"] == waits
 
 
 def test_the_optimizers_kernel_computes_the_bits_of_operators(monkeypatch):

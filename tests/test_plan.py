@@ -109,9 +109,12 @@ SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 t
 
 def test_the_path_of_gpus_without_a_gpu(simulator):  # noqa: F811
     """Our code runs on tensors of a GPU, waits once a step, and attends document by document."""
-    (found,) = simulator([on_four("fsdp_hybrid", CUDA_C4)])
+    with_mask = on_four("fsdp_hybrid", [*CUDA_C4, "--attn_implementation", "sdpa"])
+    found, masked = simulator([on_four("fsdp_hybrid", CUDA_C4), with_mask])
     check_path("c4", "fsdp_hybrid", found)
     assert found.calls["_varlen_attn"] == found.num_layers * found.micro_batches
+    # transformers looks in each micro-batch whether a row has several documents.
+    assert masked.value_reads == found.value_reads + min(masked.micro_batches, MICRO_BATCHES)
 
 
 def check_path(name: str, config: str, found: Outcome | Exception) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from toy import requirements
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.attention import boundaries
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
@@ -75,9 +76,10 @@ def main(args: Args) -> None:
     if args.model_name_or_path:
         run.shard(load_model(args.model_name_or_path, "sdpa", **load_settings(args)))
     else:
-        run.shard(new_llama("sdpa", args.param_dtype, **sizes))
+        run.shard(new_llama(args.attn_implementation, args.param_dtype, **sizes))
     ids = torch.arange(8)[None] + 4
-    batch = {"input_ids": ids, "position_ids": torch.arange(8)[None], "labels": ids}
+    positions = torch.arange(8)[None]
+    batch = {"input_ids": ids, "position_ids": positions, "labels": ids} | boundaries(positions)
     batch = to_device(batch, accelerator.device)
     for _ in range(2):  # the first makes the moments
         with Written() as written:
