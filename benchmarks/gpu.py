@@ -1,26 +1,19 @@
-"""What one GPU reaches: ceilings, attention by itself, equal results, each lever, whole models at their best; and memory.
+"""What one GPU reaches: attention by itself, and training steps of models whose speed others publish. Seven minutes.
 
-    python benchmarks/gpu.py --part 1 --out benchmarks/results/gpu
-    python benchmarks/gpu.py --part 2 --out benchmarks/results/gpu
-    python benchmarks/gpu.py --part 3 --out benchmarks/results/gpu
-    python benchmarks/gpu.py --part 4 --out benchmarks/results/gpu
+    python benchmarks/gpu.py --describe
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --second --compiled benchmarks/results/gpu/compiled.tar.gz
     python benchmarks/gpu_report.py
 
-    part 1    matmuls and copies; attention by each kernel, with its errors; cuDNN's NaN; tokens decoded one by one
-    part 2    losses and gradient norms of four layers of 7B under each strategy; each lever on eight layers
-    part 3    7B and 8B in full: tokens/s, MFU, memory, rows that fit, a profile; adapters; Trainer; a checkpoint's copy
-    part 4    peaks of memory that `gpu_predicted.py` predicts by the simulation of `plan`
+Models are made from their shapes and rows of random tokens: nothing is downloaded, and needed are torch, transformers,
+accelerate, peft and this library (where it is not installed, by PYTHONPATH=src), but not datasets, trl and chess. A step is
+the library's own, under the environment that `accelerate launch` makes of a YAML of accelerate_configs/. FlashAttention 3 is
+used where it is installed.
 
-Models are made from their configurations and rows of random tokens: nothing is downloaded, and needed are torch,
-transformers, accelerate, peft and this library (where it is not installed, by PYTHONPATH=src), but not datasets, trl and
-chess; for fp8 torchao, for 4 bits bitsandbytes, as in requirements-dev.txt. Liger and FlashAttention 3 are measured where
-they are installed. A training step is the library's own, under the environment that `accelerate launch` makes of a YAML of
-accelerate_configs/.
-
-A part ends within --minutes; parts 1 and 4 together should take five minutes. Each case is a launch of its own, whose end,
-whatever it is, leaves the others alone; the next one starts and imports meanwhile, and waits for its turn. A case that the
-time, the device's memory or a lacking package rules out is left out, and said so. What is found is appended to
-OUT/partN.jsonl line by line; what the launches print, to OUT/partN.log. A table closes it.
+Cases come in order of worth. Each is a launch of its own, whose end, whatever it is, leaves the others alone; the next one
+starts and imports meanwhile, and waits for its turn. A case that the time, the device's memory or a lacking package rules
+out is left out, and said so. What is found is appended to OUT/gpu.jsonl line by line, so that a run cut off anywhere leaves
+figures; what the launches print, to OUT/gpu.log. What was compiled is kept in OUT/compiled.tar.gz, for the next run.
 
 --tiny is a rehearsal on any machine, on models of two layers: cases of the same launch share a process, and compile by
 the backend `eager`. Its numbers mean nothing.
@@ -34,108 +27,129 @@ import os
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from gpu_cases import CASES, Case
-from gpu_records import Report, in_words, line_of, read, write
+from gpu_cases import ALL_CASES, CASES, Case
+from gpu_report import RESULTS, line_of
 from machine import machine
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+COMPILED = Path(tempfile.gettempdir()) / "accelerate_recipes_compiled"  # what is compiled names this path
+LARGEST = 2**24  # bytes of COMPILED, packed
 LONGEST_WAIT = 900  # seconds that a launch waits for its turn
-PACKAGES = ("peft", "triton", "torchao", "bitsandbytes", "flash-attn", "liger-kernel", "datasets", "trl")
+PACKAGES = ("peft", "triton", "torchao", "flash-attn-3", "datasets")
+DESCRIPTION = """\
+Commands, each for one call, in an environment with torch, transformers, accelerate, peft and psutil:
+    PYTHONPATH=src python benchmarks/gpu.py
+    PYTHONPATH=src:site python benchmarks/gpu.py --second --minutes 3 --compiled benchmarks/results/gpu/compiled.tar.gz
+    python benchmarks/gpu_report.py    # where matplotlib is
+
+Wheels that the second list needs besides (torchao for fp8; with pytest, pyarrow and xxhash the others for the tests), 5 MB:
+    pip download --no-deps -d wheels torchao==0.18.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+    pip install --no-index --no-deps --target site wheels/*.whl
+"""
 
 
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="Which part to measure.")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu"), help="Folder of the results.")
-    parser.add_argument("--minutes", type=float, default=8.0, help="Time of a part.")
-    parser.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="Only these of the part.")
+    parser.add_argument("--second", action="store_true", help="Measure the second list.")
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="Only these, of either list.")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="Folder of the results.")
+    parser.add_argument("--minutes", type=float, default=7.0, help="Time of all cases.")
+    parser.add_argument("--compiled", type=Path, help="The compiled.tar.gz of an earlier run.")
     parser.add_argument("--tiny", action="store_true", help="A rehearsal with tiny models.")
-    parser.add_argument("--list", action="store_true", help="Print the names of the part's cases, and end.")
-    parser.add_argument("--describe", action="store_true", help="Print what there is to know of the device, and end.")
-    parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="Measure these in this process.")
-    parser.add_argument("--turn", type=Path, help="With --case: a file that says when, and for how many seconds.")
+    parser.add_argument("--describe", action="store_true", help="Print commands, packages and times, and end.")
+    parser.add_argument("--run", nargs="+", default=[], help=argparse.SUPPRESS)  # cases to measure in this process
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # a file that says when
     return parser.parse_args()
 
 
-def describe_device() -> dict:
-    """Describe the device, for the first line of the results."""
-    on_gpu = torch.cuda.is_available()
-    found = machine(torch.device("cuda" if on_gpu else "cpu")) | {"is_gpu": on_gpu, "gib": 0.0}
-    if on_gpu:
-        properties = torch.cuda.get_device_properties(0)
-        found |= {
-            "gib": properties.total_memory / 2**30,
-            "multiprocessors": properties.multi_processor_count,
-            "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "driver": driver_version(),
-        }
-    for package in PACKAGES:
-        try:
-            found["versions"][package] = version(package)
-        except PackageNotFoundError:
-            continue
+def description() -> str:
+    """Say how to run this, and what it takes."""
+    lines = [DESCRIPTION]
+    for name, is_second in (("First", False), ("Second", True)):
+        cases = [case for case in ALL_CASES if case.is_second == is_second]
+        for card in (79.6, 139.8):
+            seconds = sum(case.seconds for case in cases if case.gib <= card)
+            lines.append(f"{name} list, on a card of {card} GiB: about {seconds:.0f} s")
+        lines += [
+            f"    {case.name:14} {case.seconds:4.0f} s, at most twice that; {case.gib:3.0f} GiB" for case in cases
+        ]
+    return "\n".join(lines)
+
+
+def describe_device() -> dict[str, Any]:
+    """Describe the device, for the first line of the results, without a CUDA context, whose memory is not given back."""
+    found = machine(torch.device("cpu")) | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
+    found["versions"] |= {package: version_of(package) for package in PACKAGES if version_of(package)}
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        name, mebibytes, driver = done.stdout.splitlines()[0].split(", ")
+        found |= {"is_gpu": True, "device": name, "gib": float(mebibytes) / 1024, "driver": driver}
     return found
 
 
-def driver_version() -> str:
-    """Ask the driver's tool, if it is there."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def version_of(package: str) -> str:
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to the results, at once, and print it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    print(line_of(record), flush=True)
 
 
 class Launch:
     """A launch of cases: it imports at once, and measures when it has its turn."""
 
-    def __init__(self, cases: Sequence[Case], flags: argparse.Namespace, path: Path, folder: Path):
-        self.cases, self.turn = cases, folder / f"turn-{cases[0].name.replace('/', '-')}"
-        self.log = self.turn.with_suffix(".log")
-        case = cases[0]
-        command = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(ROOT / f"accelerate_configs/{case.config}.yaml"),
-        ]
-        command += ["--num_processes", "1", "--main_process_port", "0"]
-        command += case.launch.split() + ["--dynamo_backend", "eager"] * (flags.tiny and case.is_compiled)
-        command += [str(Path(__file__).resolve()), "--out", str(path), "--turn", str(self.turn)]
-        command += ["--tiny"] * flags.tiny + ["--case", *(c.name for c in cases)]
+    def __init__(self, cases: list[Case], flags: argparse.Namespace, folder: Path):
+        self.cases, self.turn = cases, folder / f"turn-{ALL_CASES.index(cases[0])}"
+        self.log, case = self.turn.with_suffix(".log"), cases[0]
+        command = [sys.executable]
+        if case.config:
+            command += [
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                f"{ROOT}/accelerate_configs/{case.config}.yaml",
+            ]
+            command += ["--num_processes", "1", "--main_process_port", "0", *case.launch.split()]
+            command += ["--dynamo_backend", "eager"] * (flags.tiny and case.is_compiled)
+        command += [__file__, "--out", str(flags.out), "--turn", str(self.turn), *["--tiny"] * flags.tiny]
+        command += ["--run", *(c.name for c in cases)]
+        environment = os.environ | {
+            "TORCHINDUCTOR_CACHE_DIR": str(COMPILED),
+            "TRITON_CACHE_DIR": str(COMPILED / "triton"),
+        }
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=os.environ | case.environment,
-            )  # fmt: skip
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
 
     def measure(self, seconds: float) -> str:
         """Give it its turn; returns how it failed, if it did."""
-        self.turn.write_text(f"{seconds}\n", encoding="utf-8")
+        self.turn.touch()
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.end()
             return f"not over within {seconds:.0f} s"
-        if code == 0:
-            return ""
-        lines = [
-            line.strip() for line in self.log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()
-        ]
+        lines = [*filter(None, map(str.strip, self.log.read_text(errors="replace", encoding="utf-8").splitlines()))]
         errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
-        return f"ended with {code}: {(errors or lines or ['without a word'])[-1]}"
+        return code and f"ended with {code}: {(errors or lines or ['without a word'])[-1]}"
 
     def end(self) -> None:
         """End it with the processes that it started: torchrun puts them into sessions of their own."""
@@ -147,46 +161,36 @@ class Launch:
         self.process.wait()
 
 
-def reason_against(case: Case, gib: float, tiny: bool) -> str:
-    """Say why a case cannot be measured on this device; empty if it can."""
-    if case.package and find_spec(case.package) is None:
-        return f"{case.package} is not installed"
-    if tiny:
-        return ""
-    if gib < case.gib:
-        return f"needs a GPU with {case.gib:.0f} GiB, this one has {gib:.0f}"
-    if gib >= case.below_gib:
-        return "the device holds the larger case"
-    return ""
-
-
-def run_part(flags: argparse.Namespace) -> None:
-    """Measure the cases of a part, one launch after the other, and print the table."""
+def run(flags: argparse.Namespace) -> None:
+    """Measure the cases, one launch after the other, and print a line for each record."""
     start = time.monotonic()
     flags.out.mkdir(parents=True, exist_ok=True)
-    path = flags.out / f"part{flags.part}.jsonl"
-    # In a process of its own: the memory that a CUDA context takes is not given back.
-    described = subprocess.run([sys.executable, __file__, "--describe"], stdout=subprocess.PIPE, text=True, check=True)
-    device = json.loads(described.stdout.splitlines()[-1]) | {"command": shlex.join(["python", *sys.argv])}
-    begin = len(read(path)) if path.exists() else 0
-    write(path, {"what": "machine", "part": flags.part, "tiny": flags.tiny, "unix_time": time.time()} | device)
-    print(line_of(read(path)[-1]), flush=True)
+    path = flags.out / "gpu.jsonl"
+    device = describe_device() | {"command": shlex.join(["python", *sys.argv]), "tiny": flags.tiny}
+    write(path, {"what": "machine", "unix_time": time.time()} | device)
+    if flags.compiled:
+        with tarfile.open(flags.compiled) as packed:
+            packed.extractall(COMPILED, filter="data")
 
     todo = []
-    for case in (case for case in CASES.values() if case.part == flags.part):
-        if flags.cases and case.name not in flags.cases:
+    for case in ALL_CASES:
+        if case.name not in flags.cases if flags.cases else case.is_second != flags.second:
             continue
-        if reason := reason_against(case, device["gib"], flags.tiny):
-            write(path, {"case": case.name, "skipped": reason})
+        why = ""
+        if case.package and find_spec(case.package) is None:
+            why = f"{case.package} is not installed"
+        elif device["gib"] < case.gib and not flags.tiny:
+            why = f"needs a GPU with {case.gib:.0f} GiB, this one has {device['gib']:.1f}"
+        if why:
+            write(path, {"case": case.name, "skipped": why})
         else:
             todo.append(case)
     # In a rehearsal starting a process is what takes the time.
-    launches = [list(g) for _, g in itertools.groupby(todo, lambda case: case.key if flags.tiny else case.name)]
+    launches = [list(g) for _, g in itertools.groupby(todo, lambda c: (c.config, c.launch) if flags.tiny else c.name)]
     with tempfile.TemporaryDirectory() as folder:
         run_launches(launches, flags, path, Path(folder), start + 60 * flags.minutes)
-    records = read(path)[begin:]
-    print("\n" + "\n".join(map(line_of, records)), flush=True)
-    print(f"\n{path}: {time.monotonic() - start:.0f} s", flush=True)
+    pack(flags.out / "compiled.tar.gz")
+    print(f"{path}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def run_launches(
@@ -194,78 +198,70 @@ def run_launches(
 ) -> None:
     """Give each launch its turn as long as the time lasts; while one measures, the next one imports."""
     waiting: Launch | None = None
-    for number, cases in enumerate(launches):
-        name, left, needed = cases[0].name, deadline - time.monotonic(), sum(case.seconds for case in cases)
-        if left < needed and not flags.tiny:
-            for case in cases:
-                write(path, {"case": case.name, "skipped": f"no time: takes about {needed:.0f} s, {left:.0f} are left"})
-            if waiting:
-                waiting.end()
+    try:
+        for number, cases in enumerate(launches):
+            left, needed = deadline - time.monotonic(), sum(case.seconds for case in cases)
+            launch = waiting or Launch(cases, flags, folder)
             waiting = None
-            continue
-        launch = waiting or Launch(cases, flags, path, folder)
-        following = launches[number + 1] if number + 1 < len(launches) else None
-        waiting = Launch(following, flags, path, folder) if following else None
-        print(f"{name}, {left:.0f} s left", flush=True)
-        began = time.monotonic()
-        # Twice what is expected, for a compiler; so that no case takes all that is left.
-        failure = launch.measure(left if flags.tiny else min(left, 30 + 2 * needed))
-        if failure:
-            write(path, {"case": name, "error": failure})
-            print(f"    {failure[:200]}", flush=True)
-        write(path, {"case": name, "what": "seconds", "seconds": time.monotonic() - began})
-        with path.with_suffix(".log").open("a", encoding="utf-8") as log:
-            log.write(
-                f"=== {', '.join(case.name for case in cases)}\n{launch.log.read_text(errors='replace', encoding='utf-8')}\n"
-            )
-    if waiting:
-        waiting.end()
+            if left < needed and not flags.tiny:
+                launch.end()
+                why = f"no time: takes about {needed:.0f} s, {max(left, 0):.0f} are left"
+                write(path, {"case": cases[0].name, "skipped": why})
+                continue
+            waiting = Launch(launches[number + 1], flags, folder) if number + 1 < len(launches) else None
+            begin, known = time.monotonic(), path.stat().st_size
+            # Twice what is expected, for a compiler; so that no case takes all that is left.
+            failure = launch.measure(left if flags.tiny else min(left, 2 * needed))
+            for line in path.read_bytes()[known:].splitlines():
+                print(line_of(json.loads(line)), flush=True)
+            if failure:
+                write(path, {"case": cases[0].name, "error": failure})
+            write(path, {"case": cases[0].name, "what": "seconds", "seconds": time.monotonic() - begin})
+            with path.with_suffix(".log").open("a", encoding="utf-8") as log:
+                log.write(f"=== {', '.join(case.name for case in cases)}\n{launch.log.read_text(errors='replace')}\n")
+    finally:
+        if waiting:
+            waiting.end()
 
 
-def run_cases(flags: argparse.Namespace) -> int:
-    """Measure cases in this process, which `accelerate launch` started. Returns its exit code."""
-    import gpu_kernels
-    import gpu_steps
+def pack(path: Path) -> None:
+    """Keep what was compiled, unless it is too large to travel."""
+    if not COMPILED.exists():
+        return
+    with tarfile.open(path, "w:gz", compresslevel=5) as packed:
+        packed.add(COMPILED, "")
+    if (size := path.stat().st_size) > LARGEST:
+        path.unlink()
+        print(
+            f"what was compiled is not kept: it has {size / 2**20:.1f} MiB, at most {LARGEST / 2**20:.0f} are",
+            flush=True,
+        )
 
-    from accelerate_recipes.distributed import make_accelerator
+
+def run_cases(flags: argparse.Namespace) -> None:
+    """Measure cases in this process, when it has its turn."""
+    import gpu_measure  # which takes the time that the case before measures
 
     waited = time.monotonic()
-    while not (flags.turn.exists() and flags.turn.read_text(encoding="utf-8").endswith("\n")):
+    while not flags.turn.exists():
         if time.monotonic() - waited > LONGEST_WAIT:
-            return 1  # whoever started it is gone
+            sys.exit("no turn came")  # whoever started this is gone
         time.sleep(0.02)
-    seconds = float(flags.turn.read_text(encoding="utf-8"))
-    accelerator = None
-    for name in flags.case:
-        case, report = CASES[name], Report(flags.out, name, seconds)
-        try:
-            accelerator = accelerator or make_accelerator(gpu_steps.Args())
-            if flags.tiny:
-                torch.set_num_threads(1)  # more would wait for each other
-            if case.part == 1:
-                getattr(gpu_kernels, case.measure)(accelerator.device, flags.tiny, report)
-            else:
-                gpu_steps.measure(case, accelerator, flags.tiny, report)
-        except Exception as error:  # such as a ConfigError of the launch: it is the result of the case
-            report(error=in_words(error))
-    return 0
+    path = flags.out / "gpu.jsonl"
+    gpu_measure.measure([CASES[name] for name in flags.run], flags.tiny, lambda record: write(path, record))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # tearing down process groups has been seen to hang
 
 
 def main() -> None:
     flags = parse_flags()
     if flags.describe:
-        print(json.dumps(describe_device()))
-    elif flags.list:
-        print("\n".join(case.name for case in CASES.values() if case.part == flags.part))
-    elif flags.case:
-        code = run_cases(flags)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # tearing down process groups has been seen to hang
+        print(description())
+    elif flags.run:
+        run_cases(flags)
     else:
-        if unknown := set(flags.cases) - {case.name for case in CASES.values() if case.part == flags.part}:
-            sys.exit(f"part {flags.part} has no case {', '.join(sorted(unknown))}; see --list")
-        run_part(flags)
+        run(flags)
 
 
 if __name__ == "__main__":

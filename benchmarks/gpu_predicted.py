@@ -1,4 +1,4 @@
-"""Predict the memory of part 4 of `gpu.py` by the simulation of `plan`, on any machine.
+"""Predict the memory of uncompiled cases of `gpu.py` by the simulation of `plan`, on any machine.
 
     python benchmarks/gpu_predicted.py --out benchmarks/results/gpu_predicted.json
 
@@ -13,14 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_cases import CASES, MODELS, ROW, Case, Setting, memory
-from gpu_kernels import packed_batch
+from gpu_cases import CASES, Batch, Case, config_of, packed_batch
 from machine import machine
-from transformers import LlamaConfig
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.launch.preflight import launch_environment
-from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_token_loss_without_logits
+from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.models import new_model
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 from accelerate_recipes.recipe import Requirements
@@ -31,10 +29,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Args(TrainArgs):
-    """Arguments with which the child of `plan` finds a setting; this file is its recipe."""
+    """Arguments with which the child of `plan` makes a case; this file is its recipe."""
 
-    case: str = arg("", "Name of a case of gpu_cases.py.")
-    setting: str = arg("", "Name of its setting.")
+    model: str = arg("", "A model of gpu_cases.SHAPES.")
+    layers: int = arg(0, "Its layers.")
+    attention: str = arg("documents", "Its attention.")
+    length: int = arg(0, "Tokens of a row.")
+    documents: str = arg("one", "Documents of a row.")
 
 
 def requirements(args: Args) -> Requirements:
@@ -46,59 +47,49 @@ def main(args: Args) -> None:
 
 
 def trial(args: Args) -> Trial:
-    setting = next(setting for setting in CASES[args.case].settings if setting.name == args.setting)
-    config = LlamaConfig(**MODELS[setting.model], num_hidden_layers=setting.layers)
+    batch = Batch(args.per_device_train_batch_size, args.length, documents=args.documents)
+    config = config_of(Case("", 0, model=args.model, layers=args.layers))
     return Trial(
         config,
-        partial(new_model, attn_implementation=setting.attention, dtype=args.param_dtype),
-        next_token_loss if setting.whole_logits else next_token_loss_without_logits,
+        partial(new_model, attn_implementation=args.attention, dtype=args.param_dtype),
+        next_token_loss_without_logits,
         count_next_tokens,
-        packed_batch(setting.documents, setting.rows, ROW, config.vocab_size, 0),
-        setting.rows * ROW,
+        packed_batch(batch, config.vocab_size, 0),
+        batch.rows * batch.length,
     )
 
 
-def job_of(case: Case, setting: Setting) -> Job:
-    """Make the simulation of a setting, as `gpu.py` launches it."""
-    config = ROOT / "accelerate_configs" / f"{case.config}.yaml"
-    (micro_batches,) = setting.micro_batches
+def job_of(case: Case, batch: Batch) -> Job:
+    """Make the simulation of a case, as `gpu.py` launches it."""
     values = {
-        "case": case.name,
-        "setting": setting.name,
-        "per_device_train_batch_size": setting.rows,
-        "total_batch_size": setting.rows * micro_batches,
-        **setting.args,
-    }
+        "model": case.model, "layers": case.layers, "attention": case.attention, "length": batch.length,
+        "documents": batch.documents, "per_device_train_batch_size": batch.rows,
+        "total_batch_size": batch.rows * batch.micro_batches, **case.args,
+    }  # fmt: skip
     words = [str(Path(__file__).resolve()), *(f"--{name}={value}" for name, value in values.items())]
-    launch = ["--config_file", str(config), "--num_processes", "1", *case.launch.split()]
-    return Job(launch_environment([*launch, *words]), words)
+    launch = ["--config_file", str(ROOT / f"accelerate_configs/{case.config}.yaml"), "--num_processes", "1"]
+    return Job(launch_environment([*launch, *case.launch.split(), *words]), words)
 
 
-def predict(names: list[str]) -> list[dict]:
-    """Simulate the settings of these cases; sizes are in bytes."""
-    chosen = [(case, setting) for case in map(CASES.__getitem__, names) for setting in case.settings]
+def predict(case: Case) -> list[dict]:
+    """Simulate the batches of a case; sizes are in bytes."""
     os.environ["PYTHONPATH"] = str(ROOT / "benchmarks")  # for the child, which loads this file
     with Simulator() as simulator:
-        outcomes = simulator([job_of(*pair) for pair in chosen])
+        outcomes = simulator([job_of(case, batch) for batch in case.batches])
     found = []
-    for (case, setting), outcome in zip(chosen, outcomes, strict=True):
+    for batch, outcome in zip(case.batches, outcomes, strict=True):
         if not isinstance(outcome, Outcome):
             raise outcome
-        sizes = {"allocated": outcome.peak, "reserved": outcome.reserved}
-        found.append({"case": case.name, "setting": setting.name} | sizes)
+        found.append(
+            {"case": case.name, "setting": batch.name, "allocated": outcome.peak, "reserved": outcome.reserved}
+        )
     return found
 
 
-def run() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     flags = parser.parse_args()
-    found = machine(torch.device("cpu")) | {"predicted": predict([case.name for case in memory()])}
+    found = machine(torch.device("cpu")) | {"predicted": predict(CASES["memory"])}
     flags.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for prediction in found["predicted"]:
-        sizes = ", ".join(f"{prediction[what] / 2**30:.2f} GiB {what}" for what in ("allocated", "reserved"))
-        print(f"{prediction['case']}, {prediction['setting']}: {sizes}")
-
-
-if __name__ == "__main__":
-    run()
+    print(json.dumps(found["predicted"], indent=1))

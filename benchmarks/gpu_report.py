@@ -1,338 +1,206 @@
-"""The page docs/performance.md, and its picture, from what `gpu.py` measured on GPUs.
+"""The page docs/performance.md, and its picture: what `gpu.py` measured, what was predicted, what others publish.
 
     python benchmarks/gpu_report.py
 
-Reads all part*.jsonl below benchmarks/results/gpu. Of a case that was measured twice on a kind of GPU the last run counts.
-Rehearsals and runs without a GPU are no results.
+Of a case that was measured twice on a kind of GPU the last run counts. Rehearsals and runs without a GPU are no results.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpu_profile import OPTIMIZER, PARTS
-from gpu_records import figures, read
+from gpu_cases import ALL_CASES, flops_of
 
-ROOT = Path(__file__).parents[1]
+from accelerate_recipes.metrics import PEAK_TFLOPS
+
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
-PREDICTED = ROOT / "benchmarks/results/gpu_predicted.json"  # by gpu_predicted.py
-COMMAND = "for part in 1 2 3 4; do python benchmarks/gpu.py --part $part --out benchmarks/results/gpu; done"
+PREDICTED = ROOT / "benchmarks/results/gpu_predicted.json"  # memory, by gpu_predicted.py
+INTRODUCTION = """\
+# Performance
+
+On one GPU, by
+
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --second --compiled benchmarks/results/gpu/compiled.tar.gz
+    python benchmarks/gpu_report.py
+
+`--describe` says what this needs and how long it takes. A case is rows of a pass x tokens of a row x passes of a step, of
+random tokens; models are Llamas of the named size, all in bf16 with `--optim adamw_bf16_kahan`, except LoRA, which is beside
+a frozen model in bf16. MFU is the share of the dense bf16 peak of the data sheet (H100, H200: 989 TFLOP/s); FLOPs of a token
+are 6 N + 12 L H Q T, N without the input embedding, T the length of the row, as in PaLM and in what others publish.
+
+**Predicted** is arithmetic, written down before anything ran on a GPU: matmuls at 650 TFLOP/s (480 to 620 in small models),
+memory at 3.0 TB/s. It is no result.
+
+![speeds, to what is published](performance.png)"""
 Record = dict[str, Any]
-FULL = ("7B: best", "8B: best")
-IDLE = "idle"
-REFERENCE = "same: single, fp32"
-MFU_GOAL, LORA_GOAL, FP8_GOAL = 0.62, 12_473, 1.15
 
 
-class Anchor(NamedTuple):
-    """A published speed of one GPU, and the cases that stand beside it."""
-
-    source: str
-    gpu: str  # as in the device's name
-    setting: str
-    speed: float  # tokens/s of one GPU
-    cases: tuple[str, ...]
-    differs: str
-    lever: str  # what is next where ours is slower
-
-
-RECOMPUTED = "rows a pass that fit: `--optim adamw_bf16_kahan`, or recomputation of every n-th layer"
-ANCHORS = [
-    Anchor(
-        "KempnerForge, mfu_scaling.md", "H200", "Llama 8B, bf16, 1 GPU, 4 rows of 4,096, compiled, recomputation", 10_471,
-        ("8B: best",), "they recompute all layers; ours are weights in bf16 with Kahan summation", RECOMPUTED,
-    ),
-    Anchor(
-        "NeMo AutoModel, performance summary", "H100", "Llama 3 8B, LoRA r 16, 2 rows of 4,096, 16 micro-batches", 12_473,
-        ("8B: LoRA",), "4 micro-batches; adapters beside all linear layers", "recomputation of fewer layers, more rows",
-    ),
-    Anchor(
-        "llm.q, README", "H100", "Qwen2.5-7B, bf16, 1 GPU", 14_000, FULL, "another model of the size, C++ and CUDA",
-        "fp8",
-    ),
-    Anchor(
-        "llm.q, README", "H100", "Qwen2.5-7B, fp8, 1 GPU", 18_000, ("7B: fp8", "8B: fp8"),
-        "another model of the size, C++ and CUDA", "fp8 of attention and of the output layer",
-    ),
-    Anchor(
-        "torchtitan, llama3_h100_202412", "H100", "Llama 8B, FSDP2, 8 GPUs, 2 rows of 8,192", 5_762, ("8B: best",),
-        "8 GPUs, rows twice as long", "compilation by layer",
-    ),
-    Anchor(
-        "torchtitan, llama3_h100_202412", "H100", "the same, compiled", 6_667, ("8B: best",), "8 GPUs, rows twice as long",
-        "fp8",
-    ),
-    Anchor(
-        "torchtitan, llama3_h100_202412", "H100", "the same, compiled, float8", 8_532, ("7B: fp8", "8B: fp8"),
-        "8 GPUs, rows twice as long; the case says which of ours", "float8 in the gathers of FSDP2",
-    ),
-    Anchor(
-        "torchtune, README", "A100", "Llama 3.2 3B, LoRA", 8_210, (), "another model; an A100 was not measured",
-        "an A100 to measure on",
-    ),
-]  # fmt: skip
+def read(path: Path) -> list[Record]:
+    """Read the records of a file; a last line that was cut off is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
 
 
-class Results:
-    """What was measured on one kind of GPU, by case."""
-
-    def __init__(self, device: Record):
-        self.device = device
-        self.cases: dict[str, list[Record]] = {}
-
-    def of(self, *kinds: str, part: str = "") -> list[Record]:
-        """Select what was measured of some kinds, in the cases whose names begin with `part`."""
-        return [r for r in self.records if r.get("what") in kinds and not is_lost(r) and r["case"].startswith(part)]
-
-    @property
-    def records(self) -> list[Record]:
-        return [record for records in self.cases.values() for record in records]
-
-    def steps(self, cases: Iterable[str], setting: str = "") -> list[Record]:
-        """Select speeds of training steps; those of a search for rows come with the MFU that their case's others have."""
-        found = [r for r in self.of("steps") if r["case"] in cases]
-        for rows in (r for r in self.of("rows") if r["case"] in cases):
-            base = next((r for r in found if r["case"] == rows["case"] and r["setting"] == rows["setting"]), None)
-            for fitting in rows["fitting"] if base else []:
-                ratio = fitting["tokens_per_second"] / base["tokens_per_second"]
-                mfu = {key: base[key] and base[key] * ratio for key in ("mfu_full", "mfu_attended")}
-                found.append(base | fitting | mfu | {"micro_batches": 1})
-        return [r for r in found if r["setting"].startswith(setting)]
-
-    def fastest(self, cases: Iterable[str], setting: str = "") -> Record | None:
-        return max(self.steps(cases, setting), key=lambda r: r["tokens_per_second"], default=None)
-
-
-def is_lost(record: Record) -> bool:
-    return bool({"error", "skipped"} & record.keys())
-
-
-def has_results(records: list[Record]) -> bool:
-    return any(not is_lost(record) and record["what"] != "seconds" for record in records)
-
-
-def load(folder: Path) -> list[Results]:
-    """Read all results below a folder, by the name of the GPU."""
-    found: dict[str, Results] = {}
-    for path in sorted(folder.rglob("part*.jsonl")):
-        runs: list[tuple[Record, dict[str, list[Record]]]] = []
+def load(folder: Path) -> dict[str, dict[tuple[str, str], Record]]:
+    """Read all results below a folder: by GPU, then by case and setting. A GPU's own record has the key ("", "")."""
+    found: dict[str, dict[tuple[str, str], Record]] = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        device: Record = {}
         for record in read(path):
             if record.get("what") == "machine":
-                runs.append((record, {}))
-            else:
-                runs[-1][1].setdefault(record["case"], []).append(record)
-        for device, cases in runs:
-            if not device["is_gpu"] or device["tiny"]:
-                continue
-            results = found.setdefault(device["device"], Results(device))
-            for name, records in cases.items():
-                if has_results(records) or not has_results(results.cases.get(name, [])):
-                    results.cases[name] = records
-    return [found[name] for name in sorted(found)]
+                device = record | {"case": ""}
+            if device["is_gpu"] and not device["tiny"] and record.get("what") != "seconds":
+                records = found.setdefault(device["device"], {("", ""): device})
+                key = record.get("case", ""), record.get("setting", "")
+                if is_found(record) or key not in records:
+                    records[key] = record
+    return found
 
 
-def table(columns: list[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return [*lines, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows), ""]
+def is_found(record: Record) -> bool:
+    return not {"error", "skipped"} & record.keys()
+
+
+def line_of(record: Record) -> str:
+    """Put a record into words."""
+    name = f"{record.get('case', '')} | {record.get('setting', '')}".strip(" |")
+    if "error" in record:
+        text = f"failed: {' '.join(record['error'].split())[:160]}"
+    elif "skipped" in record:
+        text = f"left out: {record['skipped']}"
+    elif record["what"] == "machine":
+        text = f"{record['device']}, {record['gib']:.1f} GiB, torch {record['versions']['torch']}"
+    elif record["what"] == "steps":
+        text = f"{record['tokens_per_second']:,.0f} tokens/s, MFU {share(record['mfu'])}, {gib(record)} GiB"
+        text += f", busy {share(record['busy_share'])}"
+    elif record["what"] == "attention":
+        text = f"{record['milliseconds']:.3f} ms, {record['tflops']:.0f} TFLOP/s, off by {record['off']:.1e}"
+    elif record["what"] == "tests":
+        text = " ".join([*record["summary"], *record["failed"]])
+    else:
+        text = f"{record['seconds']:.0f} s"
+    return f"{name:44} {text}"
 
 
 def share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def verdict(found: float | None, goal: float, text: Callable[[float], str]) -> tuple[str, str]:
-    if found is None:
-        return "", "not measured"
-    return text(found), "reached" if found >= goal else "missed"
+def gib(record: Record) -> str:
+    return f"{record['allocated_gib']:.1f} / {record['reserved_gib']:.1f}" if "allocated_gib" in record else ""
 
 
-def goals(results: Results) -> list[str]:
-    """Set what was asked for beside what was measured."""
-    best = [r["mfu_full"] for r in results.steps(FULL, "one document") if r["mfu_full"] is not None]
-    lora = results.fastest(("8B: LoRA",))
-    speed = lora and lora["tokens_per_second"]
-    models = ("8B", "7B", "8B, 24 of 32 layers", "7B, 24 of 32 layers")
-    pairs = [[results.fastest((f"{m}: {way}",), "one document") for way in ("fp8", "best")] for m in models]
-    ratios = [fp8["tokens_per_second"] / bf16["tokens_per_second"] for fp8, bf16 in pairs if fp8 and bf16]
-    return table(
-        ["goal", "measured", ""],
-        [
-            (
-                f"7B or 8B, all weights, one document of 4,096 tokens a row: MFU {MFU_GOAL:.0%}",
-                *verdict(max(best, default=None), MFU_GOAL, "{:.1%}".format),
-            ),
-            (f"8B, LoRA r 16: {LORA_GOAL:,} tokens/s", *verdict(speed, LORA_GOAL, "{:,.0f}".format)),
-            (f"fp8: {FP8_GOAL} of bf16", *verdict(next(iter(ratios), None), FP8_GOAL, "{:.2f}".format)),
-        ],
-    )
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    lines = [list(columns), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
-def anchors(results: Results) -> list[str]:
-    """Set published speeds beside ours; a ratio only where the GPU is of the same kind."""
+def speeds(results: dict[tuple[str, str], Record], card: str) -> list[list[str]]:
+    """Make the rows of speeds: ours on a card, predicted, published; a ratio only where the card is the same."""
     rows = []
-    for anchor in ANCHORS:
-        ours = results.fastest(anchor.cases, "") if anchor.gpu in results.device["device"] else None
-        ratio = ours and ours["tokens_per_second"] / anchor.speed
-        rows.append(
-            (
-                f"{anchor.source}: {anchor.setting}, {anchor.gpu}",
-                f"{anchor.speed:,.0f}",
-                f"{ours['tokens_per_second']:,.0f} ({ours['case']})" if ours else "not measured on this GPU",
-                f"{ratio:.2f}" if ratio else "",
-                anchor.differs,
-                anchor.lever if ratio and ratio < 1 else "",
+    for case in ALL_CASES:
+        for batch in case.batches if case.name != "memory" else ():
+            record = results.get((case.name, batch.name), results.get((case.name, ""), {}))
+            ours = record.get("tokens_per_second")
+            low_high = "({:,.0f} to {:,.0f})".format(*record["range"]) if ours else ""
+            predicted = f"{batch.predicted:,.0f}" if batch.predicted else ""
+            if predicted and not case.args.get("use_peft"):
+                predicted += f" ({batch.predicted * flops_of(case, batch) / PEAK_TFLOPS['H100'] / 1e12:.0%})"
+            measured = (
+                [f"{ours:,.0f} {low_high}", share(record["mfu"]), gib(record)] if ours else ["not measured", "", ""]
             )
-        )
-    return table(["published", "tokens/s", "ours", "ratio", "what differs", "next, where ours is slower"], rows)
+            for anchor in batch.anchors or (None,):
+                is_same = ours and anchor and anchor.gpu in card
+                published = (
+                    [f"{anchor.speed:,.0f}, {anchor.gpu}, {anchor.source}", anchor.differs] if anchor else ["", ""]
+                )
+                ratio = f"{ours / anchor.speed:.2f}" if is_same else ""
+                rows.append([f"{case.name}, {batch.name}", *measured, predicted, published[0], ratio, published[1]])
+                measured, predicted = ["", "", ""], ""
+    return rows
 
 
-def speeds(records: Iterable[Record], base: dict[int, float] | None = None) -> list[str]:
-    """Tabulate training steps; with `base`, tokens/s by the number of micro-batches, their ratios to it."""
-    rows = []
-    for r in records:
-        low, high = r["tokens_per_second_range"]
-        compared = base.get(r["micro_batches"]) if base else None
-        rows.append(
-            (
-                r["case"], r["setting"], f"{r['micro_batches']} x {r['rows']}",
-                f"{r['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})",
-                *([f"{r['tokens_per_second'] / compared:.2f}" if compared else ""] if base is not None else []),
-                share(r.get("mfu_full")), share(r.get("mfu_attended")),
-                f"{r['peak_allocated_gib']:.1f} / {r['peak_reserved_gib']:.1f}" if "peak_allocated_gib" in r else "",
-            )
-        )  # fmt: skip
-    ratio = ["to the base"] if base is not None else []
-    columns = ["case", "setting", "passes x rows", "tokens/s (spread)", *ratio, "MFU, T of the row"]
-    return table([*columns, "MFU, T of the document", "GiB allocated / reserved"], rows)
-
-
-def sameness(results: Results) -> list[str]:
-    """Set losses and gradient norms behind the last step beside those of fp32."""
-    found = results.of("same")
-    exact = next((r for r in found if r["case"] == REFERENCE), None)
-
-    def off(record: Record, key: str) -> str:
-        return f"{abs(record[key][-1] / exact[key][-1] - 1):.1e}" if exact else ""
-
-    return table(
-        ["case", "attention", "loss", "off by", "gradient norm", "off by", "the same bits again"],
-        [
-            (
-                r["case"], r["setting"], f"{r['losses'][-1]:.6f}", off(r, "losses"), f"{r['grad_norms'][-1]:.5f}",
-                off(r, "grad_norms"), "yes" if r["is_repeated"] else "no",
-            )
-            for r in found
-        ],
-    )  # fmt: skip
-
-
-def memory(results: Results) -> list[str]:
-    """Set measured peaks beside those that the simulation of `plan` predicts."""
-    found = {(r["case"], r["setting"]): r for r in results.of("steps", part="memory")}
+def memory(results: dict[tuple[str, str], Record]) -> list[list[str]]:
+    """Make the rows of memory: what the simulation of `plan` predicts beside what was needed."""
     rows = []
     for predicted in json.loads(PREDICTED.read_text(encoding="utf-8"))["predicted"]:
-        key = predicted["case"], predicted["setting"]
-        if key in found:
-            values = []
-            for what in ("allocated", "reserved"):
-                expected, measured = predicted[what] / 2**30, found[key][f"peak_{what}_gib"]
-                values += [f"{expected:.2f}", f"{measured:.2f}", f"{expected / measured - 1:+.1%}"]
-            rows.append((*key, *values))
-    columns = ["case", "setting", "allocated, predicted", "GiB measured", "off by"]
-    return table([*columns, "reserved, predicted", "GiB measured", "off by"], rows)
+        found = results.get((predicted["case"], predicted["setting"]), {})
+        cells = [predicted["setting"]]
+        for what in ("allocated", "reserved"):
+            expected, measured = predicted[what] / 2**30, found.get(f"{what}_gib")
+            cells += [
+                f"{expected:.2f}",
+                f"{measured:.2f} ({expected / measured - 1:+.1%})" if measured else "not measured",
+            ]
+        rows.append(cells)
+    return rows
 
 
-def section(results: Results) -> list[str]:
-    """Everything of one kind of GPU."""
-    device, other = results.device, lambda *kinds: [(r["case"], r["setting"], figures(r)) for r in results.of(*kinds)]
-    versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
-    levers = results.of("steps", part="lever")
-    base = {r["micro_batches"]: r["tokens_per_second"] for r in levers if r["setting"] == "base"}
-    parts = [
-        (r["case"], *(f"{r['milliseconds'].get(part, 0):.0f}" for part in (*PARTS, OPTIMIZER)), share(r["idle_share"]))
-        for r in results.of("profile")
-    ]
-    lost = [(r["case"], r.get("setting", ""), figures(r)) for r in results.records if is_lost(r)]
-    whole = [r["case"] for r in results.of("steps") if r["case"].startswith(("7B", "8B", "Trainer"))]
-    lines = [f"## {device['device']}", ""]
-    lines += [
-        f"{device['gib']:.1f} GiB, driver {device['driver']}, CUDA {device['cuda']}, cuDNN {device['cudnn']}; {versions}.",
-        "",
-    ]
-    lines += ["### Goals", "", *goals(results)]
-    lines += ["### Whole models", "", *speeds(results.steps(dict.fromkeys(whole)))]
-    lines += ["### Beside what others publish", "", *anchors(results)]
-    if parts:
-        lines += ["### Where a step's time goes", "", "Milliseconds of a step of one micro-batch.", ""]
-        lines += ["![a step's time by part](performance.png)", ""]
-        lines += table(["case", *PARTS, OPTIMIZER, "idle"], parts)
-    lines += ["### Levers, on eight layers of 7B", "", *speeds(levers, base)]
-    lines += ["### The same result under each strategy, on four layers of 7B", ""]
-    lines += [f"Off by: relative to `{REFERENCE}`; Kahan's weights in bf16 are others.", "", *sameness(results)]
-    lines += ["### Memory, predicted by `plan` and measured", "", *memory(results)]
-    for title, kinds in (
-        ("Attention by itself", ("attention", "choice", "finite", "decode")),
-        ("Ceilings", ("matmul", "copy")),
-        ("The copy that begins a checkpoint", ("staging",)),
-    ):
-        lines += [f"### {title}", "", *table(["case", "setting", ""], other(*kinds))]
-    if lost:
-        lines += ["### Failed, or left out", "", *table(["case", "setting", ""], lost)]
-    return lines
+def page(found: dict[str, dict[tuple[str, str], Record]]) -> str:
+    """Write the page; without results of a GPU it says so."""
+    lines = [INTRODUCTION, ""]
+    for card, results in (found or {"Not measured yet": {}}).items():
+        lines += [f"## {card}", ""]
+        if results:
+            device = results["", ""]
+            versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
+            lines += [f"{device['gib']:.1f} GiB, driver {device['driver']}, CUDA {device['cuda']}; {versions}.", ""]
+        columns = [
+            "case",
+            "tokens/s",
+            "MFU",
+            "GiB allocated / reserved",
+            "predicted tokens/s (MFU)",
+            "published tokens/s",
+        ]
+        lines += [*table([*columns, "ours to theirs", "what differs in theirs"], speeds(results, card)), ""]
+        lines += ["Peaks of memory of four layers of 7B under `fsdp_full.yaml`, not compiled, in GiB:", ""]
+        columns = ["case", "allocated, by `plan`", "measured", "reserved, by `plan`", "measured"]
+        lines += [*table(columns, memory(results)), ""]
+        others = [r for r in results.values() if is_found(r) and r["what"] in ("attention", "tests")]
+        lost = [r for r in results.values() if not is_found(r)]
+        for title, records in (("Attention of a layer of 8B, and tests", others), ("Failed, or left out", lost)):
+            if records:
+                lines += [f"{title}:", "", *(f"    {line_of(record)}" for record in records), ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def page(results: list[Results]) -> str:
-    """The page; without results of a GPU it says so, and how to get them."""
-    command = [f"    {COMMAND}", "    python benchmarks/gpu_report.py", ""]
-    if not results:
-        return "\n".join(["# Performance", "", "Not measured yet. On a machine with a GPU:", "", *command])
-    lines = ["# Performance", "", "Measured on one GPU, in rows of 4,096 tokens, by", "", *command]
-    lines += [
-        "Models are made from their configurations, rows are of random tokens. FLOPs of a token are 6 N + 12 L H Q T, N",
-        "without the input embedding (`metrics.decoder_flops`); T is the length of the row, as in PaLM and in what others",
-        "publish, or that of the document that a token lies in, which is what is attended. MFU is the share of the dense",
-        "bf16 peak of the data sheet. Raw numbers: `benchmarks/results/gpu`.",
-        "",
-    ]
-    for found in results:
-        lines += section(found)
-    return "\n".join(lines)
-
-
-def with_idle(profile: Record) -> dict[str, float]:
-    """Milliseconds by part, and of no kernel: a share of the whole, of which kernels that overlap count once too often."""
-    idle = profile["idle_share"] or 0.0
-    return profile["milliseconds"] | {IDLE: sum(profile["milliseconds"].values()) * idle / (1 - idle)}
-
-
-def draw(path: Path, results: list[Results]) -> bool:
-    """Draw profiles as stacked bars; returns whether there are any."""
+def draw(path: Path, found: dict[str, dict[tuple[str, str], Record]]) -> None:
+    """Draw what was published, predicted and measured, as shares of what was published."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
-    profiles = {
-        f"{found.device['device']}\n{r['case']}": with_idle(r) for found in results for r in found.of("profile")
-    }
-    if not profiles:
-        return False
-    figure = Figure(figsize=(11, 1.6 + 0.8 * len(profiles)), layout="constrained")
+    chosen = [(c, b, b.anchors[0]) for c in ALL_CASES for b in c.batches if b.anchors]
+    names = [
+        f"{c.name}, {b.name}\n{a.source.split(',')[0].split(' (')[0]}, {a.gpu}: {a.speed:,.0f}/s" for c, b, a in chosen
+    ]
+    figure = Figure(figsize=(10, 0.8 + 0.6 * len(chosen)), layout="constrained")
     axes = figure.subplots()
-    lefts = dict.fromkeys(profiles, 0.0)
-    for part in (*PARTS, OPTIMIZER, IDLE):
-        values = [milliseconds.get(part, 0.0) for milliseconds in profiles.values()]
-        color = {"color": "0.85"} if part == IDLE else {}
-        axes.barh(list(profiles), values, left=list(lefts.values()), label=part, **color)
-        lefts = {name: left + value for (name, left), value in zip(lefts.items(), values, strict=True)}
-    axes.set(xlabel="ms of a step of one micro-batch", title="A step's time by part")
+    axes.axvline(1, color="0.5", label="published")
+    axes.plot(
+        [b.predicted / a.speed or None for _, b, a in chosen], names, "o", mfc="none", color="C0", label="predicted"
+    )
+    for number, (card, results) in enumerate(found.items()):
+        ours = [results.get((c.name, b.name), {}).get("tokens_per_second") for c, b, _ in chosen]
+        same = [n / a.speed if n and a.gpu in card else None for n, (_, _, a) in zip(ours, chosen, strict=True)]
+        axes.plot(same, names, "D", color=f"C{number + 1}", label=card)
+    axes.set(xlabel="tokens/s, to what is published", xlim=(0, None), title="One GPU")
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
-    return True
 
 
 def main() -> None:
@@ -340,9 +208,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of gpu.py's results.")
     parser.add_argument("--out", type=Path, default=PAGE, help="The page; its picture lies beside it.")
     flags = parser.parse_args()
-    results = load(flags.results)
-    flags.out.write_text(page(results), encoding="utf-8")
-    draw(flags.out.with_suffix(".png"), results)
+    found = load(flags.results)
+    flags.out.write_text(page(found), encoding="utf-8")
+    draw(flags.out.with_suffix(".png"), found)
     print(flags.out)
 
 

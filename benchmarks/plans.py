@@ -64,8 +64,11 @@ PUBLISHED = {
     },
 }  # fmt: skip
 
-# Of a preset that is not simulated: flags with which it is, and what it is not.
-NEAREST = {"c4/llama2_7b_one_gpu.yaml": ("--dynamo_backend no", "compiled layers")}
+# Of a preset with compiled layers, which are not simulated: a flag of the launcher and an argument with which it is.
+NEAREST = {
+    "c4/llama2_7b_one_gpu.yaml": ("--dynamo_backend no", ""),
+    "c4/llama2_7b_h100_one_gpu.yaml": ("--dynamo_backend no", " --activation_memory_budget 1"),
+}
 
 # Models of the page, by preset; of CodeLlama with another model.
 MODELS = {
@@ -166,6 +169,7 @@ def of_preset(name: str) -> str:
         flags.append(f"--nodes {int(number[1]) // GPUS_PER_NODE} --gpus-per-node {GPUS_PER_NODE}")
     if name in NEAREST:
         flags.append(NEAREST[name][0])
+        launch += NEAREST[name][1]
     config, _, rest = launch.partition(" ")
     return " ".join([config, *flags, rest])
 
@@ -304,7 +308,7 @@ def need_of(plans: dict[str, Any], model: str, number: int, setting: str) -> flo
 
 def memory_comment(facts: dict[str, Any], gpu: str, preset: str) -> str:
     """Write the lines of a preset on memory."""
-    nearest = f", with {NEAREST[preset][0]}," if preset in NEAREST else ""
+    nearest = f", with {''.join(NEAREST[preset])}," if preset in NEAREST else ""
     verdict = "fits" if facts["needed"] <= GPUS[gpu].memory else "does not fit"
     kinds = [f"{size / GIB:.1f} {kind}" for kind, size in facts["by_kind"].items() if size >= GIB / 20]
     lines = [

@@ -1,31 +1,31 @@
 """Tests that each benchmark, made as small as possible, runs and reports. Its numbers mean nothing here."""
 
-import dataclasses
+import argparse
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import gpu
 import gpu_cases
-import gpu_kernels
-import gpu_layer
+import gpu_measure
 import gpu_predicted
-import gpu_profile
 import gpu_report
-import gpu_steps
+import layer_counts
 import long_documents
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.launch.preflight import launch_environment
-from accelerate_recipes.models import new_bpe_tokenizer, new_llama
+from accelerate_recipes.models import new_bpe_tokenizer, new_llama, new_model
 from accelerate_recipes.strategy import environment_problems, lever_problems
 from accelerate_recipes.weights import initialize
 
-GPU_LAYER = ROOT / "benchmarks/results/gpu_layer.json"
+LAYER_COUNTS = ROOT / "benchmarks/results/layer_counts.json"
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"
 TINY_HEADS = "--intermediate_size 64 --num_attention_heads 2"
 LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no"
@@ -58,32 +58,7 @@ ELSEWHERE = {
     "vision_baselines",
 }
 HELPERS = {"machine", "pages", "real_steps"}
-GPU = {
-    "gpu",
-    "gpu_cases",
-    "gpu_kernels",
-    "gpu_layer",
-    "gpu_predicted",
-    "gpu_profile",
-    "gpu_records",
-    "gpu_report",
-    "gpu_steps",
-}
-# Of `gpu.py`, by part: the rest differs in settings, which test_gpu_cases looks at.
-GPU_CASES = {
-    1: [
-        "ceilings",
-        "attention: documents",
-        "attention: FlashAttention 3",
-        "attention: sdpa",
-        "attention: flex",
-        "attention: NaN",
-        "decode",
-    ],
-    2: ["same: fsdp_grad_op, regional"],
-    3: ["staging", "7B: best", "8B: LoRA", "Trainer", "7B: fp8"],
-    4: ["memory: fsdp_grad_op"],
-}
+GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_predicted", "gpu_report", "layer_counts"}
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
 from importlib.machinery import PathFinder
@@ -165,185 +140,177 @@ def gpu_environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_gpu_needs_no_datasets(tmp_path):
-    """Nor trl, chess, bitsandbytes and torchao: what gpu.py imports of the library."""
-    code = "import sys, gpu, gpu_steps, gpu_report; assert not sys.modules.keys() & {'datasets', 'trl', 'chess'}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT / "benchmarks", env=gpu_environment(tmp_path), capture_output=True,
-        text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.long), 2, 3, 4])
-def test_gpu(part, tmp_path):
-    """What fails, fails for want of a GPU, and says so."""
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--part", str(part), "--out", str(tmp_path / "out")]
-    command += ["--cases", *GPU_CASES[part]]
+def test_gpu(tmp_path):
+    """Without datasets, trl, chess and torchao; what fails, fails for want of a GPU, and says so."""
+    out = tmp_path / "out"
+    names = ["attention", "0.6B", "8B: LoRA", "7B: budget 0.8", "3B: fp8", "memory", "tests"]
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--out", str(out), "--cases", *names]
     done = subprocess.run(command, cwd=ROOT, env=gpu_environment(tmp_path), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    log = (tmp_path / f"out/part{part}.log").read_text()
-    machine, *records = gpu_report.read(tmp_path / f"out/part{part}.jsonl")
-    assert machine["tiny"] and machine["versions"]["torch"] == torch.__version__ and machine["command"]
-    assert {record["case"] for record in records} == set(GPU_CASES[part])
-    errors = [record for record in records if "error" in record]
-    assert all(part == 1 and "No viable backend" in record["error"] for record in errors), (errors, log)
-    skipped = {(record["case"], record["skipped"]) for record in records if "skipped" in record}
-    no_flex = gpu_kernels.NO_FLEX
-    assert (
-        skipped
-        == {
-            1: {("attention: flex", no_flex), ("attention: FlashAttention 3", "flash_attn_interface is not installed")},
-            2: {("same: fsdp_grad_op, regional", no_flex)},
-            3: {("7B: fp8", "torchao is not installed")},
-            4: set(),
-        }[part]
-    )
-    found = {(record["case"], record.get("what")) for record in records}
-    wanted = {
-        1: {
-            ("ceilings", "matmul"),
-            ("attention: sdpa", "attention"),
-            ("attention: NaN", "finite"),
-            ("decode", "decode"),
-        },
-        2: {("same: fsdp_grad_op, regional", "same")},
-        3: {("7B: best", "steps"), ("7B: best", "rows"), ("7B: best", "profile"), ("8B: LoRA", "steps")}
-        | {("Trainer", "steps"), ("staging", "staging")},
-        4: {("memory: fsdp_grad_op", "steps")},
-    }[part]
-    assert wanted <= found
-    assert gpu_report.load(tmp_path / "out") == []  # a rehearsal is no result
+    machine, *records = gpu_report.read(out / "gpu.jsonl")
+    assert machine["tiny"] and machine["versions"]["torch"] == torch.__version__ and "--tiny" in machine["command"]
+    found = {(r["case"], r["setting"]): r for r in records if r.get("what") in ("attention", "steps")}
+    errors = {(r["case"], r.get("setting")): r["error"] for r in records if "error" in r}
+    assert errors.keys() == {("attention", "cuDNN, one")}, (errors, (out / "gpu.log").read_text())
+    assert {r["case"]: r["skipped"] for r in records if "skipped" in r} == {
+        "3B: fp8": "torchao is not installed", "tests": "datasets is not installed",
+    }  # fmt: skip
+    # Empty documents change nothing, and a whole row is one document.
+    assert found["attention", "padded, c4"]["off"] < 1e-6 > found["attention", "flash, one"]["off"]
+    steps = {key: r for key, r in found.items() if r["what"] == "steps"}
+    assert {case for case, _ in steps} == {"0.6B", "8B: LoRA", "7B: budget 0.8", "memory"} and len(steps) == 7
+    packed = steps["0.6B", "1 x 128 x 2, packed documents"]
+    assert 0 < packed["attended_length"] <= 128 == steps["0.6B", "1 x 128 x 2"]["attended_length"]
+    assert all(r["kernels"] and r["loss"] > 0 and r["tokens_per_second"] > 0 for r in steps.values())
+    assert "left out: torchao is not installed" in done.stdout
+    assert gpu_report.load(out) == {}  # a rehearsal is no result
 
 
-@pytest.mark.parametrize("case", gpu_cases.CASES.values(), ids=gpu_cases.CASES)
+@pytest.mark.parametrize("case", [c for c in gpu_cases.ALL_CASES if c.config], ids=lambda case: case.name)
 def test_gpu_cases(case):
-    """Each can be launched and measured: what the launcher, the library and the arguments say of it on one GPU."""
-    assert hasattr(gpu_kernels if case.part == 1 else gpu_steps, case.measure)
+    """Each can be launched: what the launcher, the library and the arguments say of it on one GPU."""
     flags = ["--config_file", str(CONFIGS / f"{case.config}.yaml"), "--num_processes", "1", *case.launch.split()]
     env = launch_environment([*flags, "recipe.py"])
     assert environment_problems(env, 1) == []
-    for setting in case.settings:
-        assert setting.attention in ("documents", "sdpa", "flex_attention")
-        assert setting.args.keys() <= {field.name for field in dataclasses.fields(gpu_steps.Args)}
-        args = gpu_steps.Args(model_name_or_path="base" if "use_peft" in setting.args else "", **setting.args)
-        assert lever_problems(args, env, 1) == []
-        assert [problem for problem in args.problems(1) if "bitsandbytes" not in problem] == []
+    args = gpu_measure.Args(model_name_or_path="base" if "use_peft" in case.args else "", **case.args)
+    assert lever_problems(args, env, 1) == [] == args.problems(1)
 
 
-@pytest.mark.parametrize("part", [1, 2, 3, 4])
-def test_gpu_part_fits(part):
-    """A part takes its eight minutes on a GPU of 141 GB, as is expected, with what requirements.txt names."""
-    gib = 139.8
-    cases = [case for case in gpu_cases.CASES.values() if case.part == part and case.gib <= gib < case.below_gib]
-    assert sum(case.seconds for case in cases if not case.package) <= 480
+def test_gpu_models_have_the_published_sizes():
+    sizes = {"0.6B": 596e6, "1.5B": 1543.7e6, "3B": 3086e6, "7B": 6738e6, "8B": 8030e6}
+    for name, wanted in sizes.items():
+        config = gpu_cases.config_of(gpu_cases.Case("", 0, model=name))
+        found = new_model(config, "sdpa", torch.bfloat16).num_parameters()
+        assert found == pytest.approx(wanted, rel=1e-3), name  # Qwen's have biases, or norms of heads, besides
 
 
-@pytest.mark.parametrize("kind", ["one", "eight", "c4"])
-def test_gpu_batch(kind):
-    batch = gpu_kernels.packed_batch(kind, rows=2, row=4096, vocab_size=100, seed=3)
-    starts = (batch["position_ids"] == 0).sum(1).tolist()
-    assert {"one": starts == [1, 1], "eight": starts == [8, 8], "c4": min(starts) > 3}[kind]
-    assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
-    wanted = {"one": 4096, "eight": 512}.get(kind)
-    found = gpu_kernels.attended_length(batch["position_ids"])
-    assert found == wanted or (wanted is None and 400 < found < 2000)
+def test_gpu_takes_its_time(tmp_path, monkeypatch):
+    """The first list takes seven minutes on either card, the second three; a case that no time is left for is left out."""
+    for is_second, minutes in ((False, 7), (True, 3)):
+        for gib in (79.6, 139.8):
+            cases = [c for c in gpu_cases.ALL_CASES if c.is_second == is_second and c.gib <= gib]
+            assert sum(case.seconds for case in cases) <= 60 * minutes, (is_second, gib)
+    assert "--second" in gpu.description() and "7B: budget 0.8" in gpu.description()
+    monkeypatch.setattr(gpu, "describe_device", lambda: {"device": "card", "gib": 79.6, "versions": {"torch": "2"}})
+    monkeypatch.setattr(gpu, "COMPILED", tmp_path / "none")
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--out", str(tmp_path), "--minutes", "0", "--cases", "attention", "8B: all of it"]
+    )
+    gpu.main()
+    _, small, large = gpu_report.read(tmp_path / "gpu.jsonl")
+    assert "no time: takes about 20 s, 0 are left" in str(large) + str(small)
+    assert "needs a GPU with 130 GiB, this one has 79.6" in str(large) + str(small)
 
 
-def test_gpu_profile_of_kernels():
-    """Parts of a step by name, the optimizer by time; idle is what no kernel covers, though kernels overlap."""
-    events = [
-        ("nvjet_sm90_tst_128x256", 0.0, 40.0),
-        ("void pytorch_flash::flash_fwd_kernel", 30.0, 20.0),
-        ("triton_red_fused_cat_mul_sum_3", 60.0, 10.0),
-        ("direct_copy_kernel_cuda", 70.0, 10.0),
-        ("vectorized_elementwise_kernel", 90.0, 10.0),
-    ]
-    found = gpu_profile.summary(events, [("Optimizer.step#KahanAdamW.step", 85.0, 20.0)])
-    assert {part: ms for part, ms in found["milliseconds"].items() if ms} == {
-        "matmuls": 0.04, "attention": 0.02, gpu_profile.REST: 0.01, "copies and casts": 0.01, "optimizer": 0.01,
-    }  # fmt: skip
-    assert found["idle_share"] == pytest.approx(0.2)
+@pytest.mark.slow
+def test_gpu_launch_that_hangs_or_fails(tmp_path):
+    """It ends with all of its processes, and its last words are the result."""
+    flags = argparse.Namespace(tiny=True, out=tmp_path)
+    hung = gpu.Launch([gpu_cases.CASES["0.6B"]], flags, tmp_path)
+    processes = [hung.process, *psutil.Process(hung.process.pid).children(recursive=True)]
+    assert hung.measure(0.1) == "not over within 0 s" and not any(psutil.pid_exists(p.pid) for p in processes)
+    flags.out = tmp_path / "none"  # where nothing can be written
+    failed = gpu.Launch([gpu_cases.CASES["attention"]], flags, tmp_path)
+    assert failed.measure(100).startswith("ended with 1: FileNotFoundError: ")
+
+
+def test_gpu_keeps_what_was_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "COMPILED", tmp_path / "compiled")
+    gpu.pack(tmp_path / "none.tar.gz")
+    assert not (tmp_path / "none.tar.gz").exists()
+    (tmp_path / "compiled/rank-0").mkdir(parents=True)
+    (tmp_path / "compiled/rank-0/kernel").write_bytes(b"kernel")
+    gpu.pack(tmp_path / "compiled.tar.gz")
+    (tmp_path / "compiled/rank-0/kernel").unlink()
+    monkeypatch.setattr(gpu, "describe_device", lambda: {"device": "card", "gib": 0.0, "versions": {"torch": "2"}})
+    words = ["--out", str(tmp_path / "out"), "--cases", "3B", "--compiled", str(tmp_path / "compiled.tar.gz")]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    gpu.main()
+    assert (tmp_path / "compiled/rank-0/kernel").read_bytes() == b"kernel"
+    monkeypatch.setattr(gpu, "LARGEST", 10)
+    gpu.pack(tmp_path / "compiled.tar.gz")
+    assert not (tmp_path / "compiled.tar.gz").exists() and "is not kept" in capsys.readouterr().out
+
+
+def test_gpu_batch():
+    one, packed = (
+        gpu_cases.packed_batch(gpu_cases.Batch(2, 4096, documents=kind), vocab_size=100, seed=3)
+        for kind in ("one", "c4")
+    )
+    for batch in (one, packed):
+        assert ((batch["labels"] == -100) == (batch["position_ids"] == 0)).all()
+    assert one["cu_seqlens"].tolist() == [0, 4096, 8192]
+    assert 6 < len(packed["cu_seqlens"]) < 100 and packed["cu_seqlens"][-1] == 8192
 
 
 def test_gpu_predictions_are_those_of_this_version():
     kept = json.loads(gpu_report.PREDICTED.read_text())["predicted"]
-    wanted = {(case.name, setting.name) for case in gpu_cases.memory() for setting in case.settings}
-    assert {(found["case"], found["setting"]) for found in kept} == wanted and len(wanted) > 8
-    name = "memory: fsdp_full, Kahan"
-    assert gpu_predicted.predict([name]) == [found for found in kept if found["case"] == name]
+    case = gpu_cases.CASES["memory"]
+    assert len(kept) == len(case.batches)
+    assert gpu_predicted.predict(case._replace(batches=case.batches[:1])) == kept[:1]
+
+
+def test_gpu_page_is_what_was_measured(tmp_path):
+    found = gpu_report.load(gpu_report.RESULTS)
+    assert (ROOT / "docs/performance.md").read_text() == gpu_report.page(found)
+    gpu_report.draw(tmp_path / "performance.png", found)
+    assert (tmp_path / "performance.png").stat().st_size > 10_000
+
+
+def test_gpu_page_of_results(tmp_path):
+    """Of two runs of a case the later that found something; ratios only to the same kind of GPU; predictions stay apart."""
+    machine = {
+        "what": "machine", "is_gpu": True, "tiny": False, "device": "NVIDIA H100 80GB HBM3", "gib": 79.6, "driver": "1",
+        "cuda": "13.0", "versions": {"torch": "2.11.0"},
+    }  # fmt: skip
+    step = {
+        "what": "steps", "tokens_per_second": 12000.0, "range": [11900.0, 12100.0], "mfu": 0.5, "busy_share": 0.9,
+        "allocated_gib": 50.0, "reserved_gib": 60.0,
+    }  # fmt: skip
+    lora, large, small = "2 x 4096 x 4", "4 x 4096 x 1", "1 x 8192 x 2"
+    runs = [
+        machine,
+        {"case": "8B: LoRA", "setting": lora} | step,
+        {"case": "8B: all of it", "setting": large} | step,
+        {"case": "0.6B", "setting": small, "error": "OutOfMemoryError: 80 GiB | no more"},
+        {"case": "memory", "setting": "1 x 4096 x 1"} | step,
+        machine,
+        {"case": "8B: LoRA", "setting": lora} | step | {"tokens_per_second": 12473.0},
+        {"case": "8B: LoRA", "setting": lora, "error": "cut"},
+    ]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(record) + "\n" for record in runs) + '{"case": "cut of')
+    found = gpu_report.load(tmp_path)
+    page = gpu_report.page(found)
+    row = next(line for line in page.splitlines() if line.startswith(f"| 8B: LoRA, {lora}"))
+    assert (
+        "| 12,473 (11,900 to 12,100) | 50.0% | 50.0 / 60.0 | 14,800 | 12,473, H100, NeMo" in row and "| 1.00 |" in row
+    )
+    row = next(line for line in page.splitlines() if line.startswith(f"| 8B: all of it, {large}"))
+    assert "| 12,000" in row and "| 11,150 (58%) |" in row and "10,471, H200" in row and "|  | all layers" in row
+    row = next(line for line in page.splitlines() if line.startswith(f"| 0.6B, {small} |"))
+    assert "| not measured |  |  | 60,000" in row
+    assert "0.6B | 1 x 8192 x 2" in page.split("Failed")[1] and "OutOfMemoryError" in page.split("Failed")[1]
+    expected = json.loads(gpu_report.PREDICTED.read_text())["predicted"][0]["allocated"] / 2**30
+    assert f"| {expected:.2f} | 50.00 ({expected / 50 - 1:+.1%}) |" in page
+    gpu_report.draw(tmp_path / "performance.png", found)
+    assert (tmp_path / "performance.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_gpu_layer_is_that_of_this_version():
-    kept = json.loads(GPU_LAYER.read_text())["layers"]
+def test_layer_counts_are_those_of_this_version():
+    kept = json.loads(LAYER_COUNTS.read_text())["layers"]
     name = "all in bf16, not compiled"
-    assert gpu_layer.of_one_layer(*gpu_layer.SIMULATED[name]) == kept[name]
+    assert layer_counts.of_one_layer(layer_counts.SIMULATED[name]) == kept[name]
     if find_spec("triton"):
-        kernels, moved, activations = gpu_layer.in_process(gpu_layer.compiled, False)
-        wanted = kept[gpu_layer.COMPILED]
+        kernels, moved, activations = layer_counts.in_process(layer_counts.compiled, False)
+        wanted = kept[layer_counts.COMPILED]
         assert activations == wanted["kept_activations"]
         assert {part: moved[part] for part in moved} == {part: wanted["bytes"][part] for part in moved}
         assert {part: kernels[part] for part in kernels} == {part: wanted["kernels"][part] for part in kernels}
 
 
-def test_gpu_layer_is_on_the_page():
-    layers = json.loads(GPU_LAYER.read_text())["layers"]
-    assert "\n".join(gpu_layer.table(layers)) in (ROOT / "docs/levers.md").read_text()
+def test_layer_counts_are_on_the_page():
+    layers = json.loads(LAYER_COUNTS.read_text())["layers"]
+    assert "\n".join(layer_counts.table(layers)) in (ROOT / "docs/levers.md").read_text()
     # AdamW reads 4 tensors in bf16 and writes 3, the compensation reads and writes 2; a layer of 7B has 202,383,360.
-    assert layers[gpu_layer.COMPILED]["bytes"][gpu_layer.OPTIMIZER] == pytest.approx(22 * 202_383_360, rel=1e-6)
-
-
-def test_gpu_page_is_what_was_measured(tmp_path):
-    assert (ROOT / "docs/performance.md").read_text() == gpu_report.page(gpu_report.load(gpu_report.RESULTS))
-    assert gpu_report.draw(tmp_path / "performance.png", []) is False
-    assert "Not measured" in gpu_report.page([]) and "reached" not in gpu_report.page([])
-
-
-def test_gpu_page_of_results(tmp_path):
-    """Goals by the figures; of two runs of a case the later that found something; a picture."""
-    machine = {
-        "what": "machine", "is_gpu": True, "tiny": False, "device": "NVIDIA H200", "gib": 139.8, "driver": "1", "cuda": "13.0",
-        "cudnn": 9, "versions": {"torch": "2.11.0"},
-    }  # fmt: skip
-    step = {
-        "what": "steps", "setting": "one document a row", "rows": 1, "micro_batches": 8, "tokens_per_second": 13000.0,
-        "tokens_per_second_range": [12900.0, 13100.0], "mfu_full": 0.6, "mfu_attended": 0.6,
-    }  # fmt: skip
-    rows = [{"rows": 2, "tokens_per_second": 14000.0, "tokens_per_second_range": [14000.0, 14000.0]}]
-    runs = [
-        machine,
-        {"case": "7B: best"} | step,
-        {
-            "case": "7B: best",
-            "what": "rows",
-            "setting": step["setting"],
-            "fitting": rows,
-            "then": "3: OutOfMemoryError",
-        },
-        {
-            "case": "7B: best",
-            "what": "profile",
-            "setting": "packed",
-            "milliseconds": {"matmuls": 200.0},
-            "idle_share": 0.1,
-        },
-        {"case": "8B: LoRA", "error": "OutOfMemoryError: 80 GiB | no more"},
-        machine,
-        {"case": "7B: best", "skipped": "no time"},
-        {"case": "8B: LoRA"} | step | {"setting": "LoRA, r 16", "tokens_per_second": 12000.0},
-        {"case": "memory: single"} | step | {"setting": "autocast", "peak_allocated_gib": 20, "peak_reserved_gib": 18},
-    ]
-    (tmp_path / "part3.jsonl").write_text("".join(json.dumps(record) + "\n" for record in runs) + '{"case": "cut of')
-    results = gpu_report.load(tmp_path)
-    page = gpu_report.page(results)
-    assert "MFU 62% | 64.6% | reached |" in page  # of two rows
-    assert "12,473 tokens/s | 12,000 | missed |" in page
-    predicted = {(p["case"], p["setting"]): p for p in json.loads(gpu_report.PREDICTED.read_text())["predicted"]}
-    allocated, reserved = (predicted["memory: single", "autocast"][what] / 2**30 for what in ("allocated", "reserved"))
-    off = f"{allocated:.2f} | 20.00 | {allocated / 20 - 1:+.1%} | {reserved:.2f} | 18.00 | {reserved / 18 - 1:+.1%} |"
-    assert f"memory: single | autocast | {off}" in page
-    assert "fp8: 1.15 of bf16 |  | not measured |" in page
-    assert "OutOfMemoryError" not in page.split("Failed")[0].split("Goals")[1] and "no time" not in page
-    assert gpu_report.draw(tmp_path / "performance.png", results) and (tmp_path / "performance.png").stat().st_size
+    assert layers[layer_counts.COMPILED]["bytes"][layer_counts.OPTIMIZER] == pytest.approx(22 * 202_383_360, rel=1e-6)

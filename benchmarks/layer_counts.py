@@ -1,7 +1,7 @@
 """Kernels, bytes and kept activations of one layer of Llama 2 7B in a training step on one GPU, counted without a GPU.
 
     pip install triton==3.7.1
-    python benchmarks/gpu_layer.py --out benchmarks/results/gpu_layer.json
+    python benchmarks/layer_counts.py --out benchmarks/results/layer_counts.json
 
 A step of one row of 4,096 tokens is simulated as `plan` does it, with two layers and with one: the difference is a layer,
 with its part of what FSDP, clipping and the optimizer do. An operator that moves bytes stands for a kernel. Compiled layers
@@ -22,12 +22,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_cases import CASES, MODELS, ROW
+from gpu_cases import KAHAN, Batch, Case, config_of
 from gpu_predicted import job_of
 from machine import machine
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
-from transformers import LlamaConfig
 
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.models import new_model
@@ -41,12 +40,18 @@ MATMULS, ATTENTION, COPIES = "matmuls", "attention", "copies and casts"
 CLIPPING, OPTIMIZER, REST = "norm of the gradients, clipping", "optimizer", "norms, RoPE, SwiGLU, sums"
 PARTS = (MATMULS, ATTENTION, REST, COPIES, CLIPPING, OPTIMIZER)
 COPYING = {"_to_copy", "copy_", "clone", "_foreach_copy_", "all_gather_copy_in", "split_with_sizes_copy", "chunk_cat"}
-# Names in the order of the steps from what was to what is; case and setting of gpu_cases.py.
+ROW = 4096
+ONE, PACKED = (Batch(1, ROW),), (Batch(1, ROW, documents="c4"),)
+# In the order of the steps from what was to what is.
 SIMULATED = {
-    "fsdp_full.yaml, fp32 masters, a mask": ("lever: as before", "sdpa, mask"),
-    "fsdp_full.yaml, fp32 masters": ("lever: as before", "documents"),
-    "single.yaml, fp32 masters": ("memory: single", "autocast"),
-    "all in bf16, not compiled": ("lever: not compiled", "not compiled"),
+    "fsdp_full.yaml, fp32 masters, a mask": Case(
+        "", 0, model="7B", batches=PACKED, config="fsdp_full", attention="sdpa"
+    ),
+    "fsdp_full.yaml, fp32 masters": Case("", 0, model="7B", batches=PACKED, config="fsdp_full"),
+    "single.yaml, fp32 masters": Case("", 0, model="7B", batches=ONE, config="single"),
+    "all in bf16, not compiled": Case(
+        "", 0, model="7B", batches=PACKED, config="single", launch="--mixed_precision no", args=KAHAN
+    ),
 }
 COMPILED, FP8 = "single_bf16.yaml: compiled", "single_fp8.yaml, weights in bf16: compiled"
 CUDA = torch.device("cuda", 0)
@@ -80,10 +85,9 @@ class ByPart(Ledger):
         return COPIES if name in COPYING else REST
 
 
-def simulated(case: str, setting: str, layers: int) -> tuple[Counter[str], Counter[str], int]:
-    """Simulate a step of a setting with so many layers; returns as `compiled`. The process is good for nothing else then."""
-    found = next(one for one in CASES[case].settings if one.name == setting)
-    job = replace(job_of(CASES[case], found._replace(micro_batches=(1,))), num_layers=layers)
+def simulated(case: Case, layers: int) -> tuple[Counter[str], Counter[str], int]:
+    """Simulate a step of a case with so many layers; returns as `compiled`. The process is good for nothing else then."""
+    job = replace(job_of(case, case.batches[0]), num_layers=layers)
     ledgers: list[ByPart] = []
 
     def make_ledger(*args: Any) -> ByPart:
@@ -100,10 +104,10 @@ def simulated(case: str, setting: str, layers: int) -> tuple[Counter[str], Count
     return ledger.kernels, ledger.bytes, kept
 
 
-def of_one_layer(case: str, setting: str) -> dict[str, Any]:
+def of_one_layer(case: Case) -> dict[str, Any]:
     """Count a layer: what a second one adds."""
-    kernels, moved, kept = in_process(simulated, case, setting, 2)
-    kernels_of_one, moved_of_one, kept_of_one = in_process(simulated, case, setting, 1)
+    kernels, moved, kept = in_process(simulated, case, 2)
+    kernels_of_one, moved_of_one, kept_of_one = in_process(simulated, case, 1)
     kernels.subtract(kernels_of_one)
     moved.subtract(moved_of_one)
     return layer(kernels, moved, kept - kept_of_one)
@@ -165,7 +169,7 @@ def compiled(in_fp8: bool) -> tuple[Counter[str], Counter[str], int]:
 
     original = inductor.compile_fx_inner
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = new_model(LlamaConfig(**MODELS["7B"], num_hidden_layers=1), DOCUMENTS, torch.bfloat16)
+    model = new_model(config_of(Case("", 0, model="7B", layers=1)), DOCUMENTS, torch.bfloat16)
     if in_fp8:
         from torchao.float8 import convert_to_float8_training
 
@@ -252,7 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     flags = parser.parse_args()
-    layers = {name: of_one_layer(*where) for name, where in SIMULATED.items()}
+    layers = {name: of_one_layer(case) for name, case in SIMULATED.items()}
     plain = list(layers.values())[-1]
     for name in (COMPILED, FP8):
         kernels, moved, kept = in_process(compiled, name == FP8)

@@ -1,0 +1,248 @@
+"""What a launch of `gpu.py` measures: attention by itself, the library's own training step, the tests for GPUs."""
+
+import dataclasses
+import functools
+import gc
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from gpu_cases import TINY_ROW, Batch, Case, config_of, packed_batch
+from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.attention import boundaries, documents, use_flash_3
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.engine import to_device, train_step
+from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
+from accelerate_recipes.metrics import decoder_flops, peak_flops, trained_share
+from accelerate_recipes.models import new_model
+from accelerate_recipes.run import Run
+from accelerate_recipes.weights import initialize
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ["tests/test_gpu.py", "-k", "attention or (trajectory and fsdp_full) or loss_without_logits or waits"]
+
+
+@dataclasses.dataclass
+class Args(TrainArgs):
+    """Arguments of a recipe with a pretrained model, for adapters."""
+
+    model_name_or_path: str = arg("", "A folder with weights.")
+
+
+class Report:
+    """Writes what a case finds, as it finds it."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None], case: str):
+        self.write, self.case = write, case
+
+    def attempt(self, setting: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Write what a measurement finds, or how it failed: the next one has its chance."""
+        try:
+            found = measure()
+        except Exception as error:  # whatever it is, it is the result
+            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+        self.write({"case": self.case, "setting": setting} | found)
+        gc.collect()  # an error holds the tensors of its frames
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], repeats: int, warmups: int) -> list[float]:
+    """Time a piece of work, each time to the end of all that the device has to do."""
+    times = []
+    for _ in range(warmups + repeats):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - start)
+    return times[warmups:]
+
+
+def attention(case: Case, tiny: bool, report: Report) -> None:
+    """Forward and backward pass of the attention of one layer of 8B, by each kernel that a row could have.
+
+    `padded` has at least 64 documents, the last ones empty, as for a graph that serves any number of documents. A row of
+    one document needs no mask, and could have torch's kernels, with the keys repeated for each head.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    length = TINY_ROW if tiny else 4096
+    use_flash_3()
+    for kind in ("one", "c4"):
+        ends = boundaries(packed_batch(Batch(1, length, documents=kind), 8, 0)["position_ids"])
+        exact, longest = ends["cu_seqlens"].to(device), ends["max_seqlen"]
+        torch.manual_seed(0)
+        *leaves, gradient = (
+            torch.randn(1, heads, length, 128, device=device, dtype=dtype, requires_grad=True)
+            for heads in (32, 8, 8, 32)
+        )
+
+        def ours(ends: torch.Tensor, longest=longest, leaves=leaves) -> torch.Tensor:
+            found, _ = documents(torch.nn.Identity(), *leaves, None, cu_seq_lens_q=ends, max_length_q=longest)
+            return found.transpose(1, 2)
+
+        def causal(backend: SDPBackend, leaves=leaves) -> torch.Tensor:
+            query, *narrow = leaves
+            with sdpa_kernel(backend):
+                wide = (t.repeat_interleave(4, 1) for t in narrow)
+                return F.scaled_dot_product_attention(query, *wide, is_causal=True)
+
+        padded = F.pad(exact, (0, max(0, 65 - len(exact))), value=length)
+        ways = {"exact": functools.partial(ours, exact), "padded": functools.partial(ours, padded)}
+        if kind == "one":
+            ways["cuDNN"] = functools.partial(causal, SDPBackend.CUDNN_ATTENTION)
+            ways["flash"] = functools.partial(causal, SDPBackend.FLASH_ATTENTION)
+        flops = 12 * 32 * 128 * exact.double().diff().square().sum().item()
+        for way, attend in ways.items():
+            both = functools.partial(output_and_gradients, attend, leaves, gradient)
+            exactly = functools.partial(output_and_gradients, ways["exact"], leaves, gradient)
+            report.attempt(f"{way}, {kind}", functools.partial(compare, both, exactly, flops, 2 if tiny else 20))
+
+
+def output_and_gradients(attend, leaves: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
+    output = attend()
+    return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+
+def compare(both, exactly, flops: float, repeats: int) -> dict[str, Any]:
+    """Time a kernel, and say how far its output and gradients are from those of another, relative to their norms."""
+    pairs = zip(both(), exactly(), strict=True)
+    off = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    times = seconds_of(both, repeats, 3)
+    return {
+        "what": "attention", "milliseconds": 1000 * median(times), "range": [1000 * min(times), 1000 * max(times)],
+        "tflops": flops / median(times) / 1e12, "off": off,
+    }  # fmt: skip
+
+
+@contextmanager
+def trained(case: Case, accelerator: Accelerator) -> Iterator[tuple[Run, Callable[..., float]]]:
+    """Make a run with a new model and its optimizer, as a recipe does, and let go of it; also give its FLOPs of a token."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = Args(output_dir=folder, **case.args)
+        run = Run(args, accelerator)
+        model = new_model(config_of(case), case.attention, torch.bfloat16 if args.use_peft else args.param_dtype)
+        if args.use_peft:
+            initialize(model, args.seed, accelerator.device)
+            # A checkpoint would say by a checksum of these files which model an adapter belongs to.
+            args.model_name_or_path = folder
+            save_file({"weight": torch.zeros(1)}, Path(folder, "model.safetensors"))
+        run.adapter = add_adapters(model, args)
+        flops = functools.partial(
+            decoder_flops, model.config, model.num_parameters(), trained_share=trained_share(model)
+        )
+        run.shard(model)
+        use_flash_3()  # as `run.prepare` does
+        del model
+        run.model.train()
+        try:
+            yield run, flops
+        finally:
+            run.release()
+
+
+def steps(case: Case, tiny: bool, report: Report, accelerator: Accelerator) -> None:
+    """Speed and memory of training steps of each batch, with the same model; then the kernels of one more step."""
+    with trained(case, accelerator) as (run, flops):
+        for batch in case.batches:
+            torch._dynamo.reset()  # else kernels are made for rows of any size
+            report.attempt(batch.name, functools.partial(measure_steps, run, flops, batch, tiny))
+
+
+def measure_steps(run: Run, flops: Callable[..., float], batch: Batch, tiny: bool) -> dict[str, Any]:
+    device, words = run.accelerator.device, run.accelerator.unwrap_model(run.model).config.vocab_size
+    made = [packed_batch(batch, words, seed) for seed in range(batch.micro_batches)]
+    tokens = batch.rows * batch.length * batch.micro_batches
+    attended = sum(one["cu_seqlens"].double().diff().square().sum().item() for one in made) / tokens
+    made = [to_device(one, device) for one in made]
+    done = []
+
+    def step() -> None:
+        done.append(train_step(run, made, next_token_loss_without_logits, count_next_tokens))
+
+    first, *_ = seconds_of(step, 2, 0)  # the first compiles
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = seconds_of(step, 2 if tiny else 5, 0)
+    speed, peak = tokens / median(times), peak_flops(device)
+    found = {
+        "what": "steps", "tokens_per_second": speed, "range": [tokens / max(times), tokens / min(times)],
+        "seconds": times, "first_seconds": first, "attended_length": attended,
+        "mfu": peak and speed * flops(attended_length=batch.length) / peak,  # with T of the row, as others count
+        "mfu_attended": peak and speed * flops(attended_length=attended) / peak,
+        "loss": done[-1].loss.item(), "grad_norm": done[-1].grad_norm.item(),
+    }  # fmt: skip
+    if device.type == "cuda":
+        found |= {
+            "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        }
+    return found | profiled(step, median(times))
+
+
+def profiled(step: Callable[[], None], seconds: float) -> dict[str, Any]:
+    """Find the kernels that take most of a step, and the share of its time in which one runs; on a CPU, operators."""
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+        step()
+        wait()
+    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in trace.key_averages()}
+    most = sorted(times, key=lambda name: -times[name])[:15]
+    return {
+        "kernels": {name[:120]: times[name] / 1000 for name in most},  # milliseconds
+        "busy_share": sum(times.values()) / 1e6 / seconds if on_gpu else None,
+    }
+
+
+def tests(case: Case, tiny: bool, report: Report) -> None:
+    """Run the tests that compare a GPU with a CPU; a rehearsal only collects them."""
+
+    def run() -> dict[str, Any]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *["--collect-only"] * tiny]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr, flush=True)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return {"what": "tests", "code": done.returncode, "summary": done.stdout.splitlines()[-1:], "failed": failed}
+
+    report.attempt("tests/test_gpu.py", run)
+
+
+def measure(cases: list[Case], tiny: bool, write: Callable[[dict[str, Any]], None]) -> None:
+    """Measure cases of one launch in this process."""
+    accelerator = None
+    for case in cases:
+        report = Report(write, case.name)
+        try:
+            if tiny:
+                torch.set_num_threads(1)  # more would wait for each other
+                batches = tuple(b._replace(rows=min(b.rows, 2), length=TINY_ROW) for b in case.batches)
+                case = case._replace(model="tiny", batches=batches, layers=0)
+            if case.measure == "steps":
+                accelerator = accelerator or make_accelerator(Args())
+                steps(case, tiny, report, accelerator)
+            else:
+                {"attention": attention, "tests": tests}[case.measure](case, tiny, report)
+        except Exception as error:  # such as a ConfigError of the launch: it is the result of the case
+            report.write({"case": case.name, "error": f"{type(error).__name__}: {error}"[:600]})
