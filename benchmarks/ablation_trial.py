@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
 from accelerate_recipes.strategy import launch_problems, num_accelerators

@@ -48,10 +48,11 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_recipes import engine
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader, rows_of_step
 from accelerate_recipes.distributed import make_accelerator, strategy_name
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.losses import count_next_tokens, next_token_loss

@@ -218,7 +218,8 @@ def run_launches(
                 write(path, {"case": cases[0].name, "error": failure})
             write(path, {"case": cases[0].name, "what": "seconds", "seconds": time.monotonic() - begin})
             with path.with_suffix(".log").open("a", encoding="utf-8") as log:
-                log.write(f"=== {', '.join(case.name for case in cases)}\n{launch.log.read_text(errors='replace')}\n")
+                printed = launch.log.read_text(encoding="utf-8", errors="replace")
+                log.write(f"=== {', '.join(case.name for case in cases)}\n{printed}\n")
     finally:
         if waiting:
             waiting.end()

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import job_of, read_request
 from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from accelerate_recipes import distributed
-from accelerate_recipes.args import first_line
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.errors import first_line
 from accelerate_recipes.launch.preflight import Request, job_of, read_request
 from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.plan.search import Change

@@ -19,8 +19,9 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import read_files
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, prompt_of
 from accelerate_recipes.games.preferences import RULES, make_pairs

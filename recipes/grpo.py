@@ -18,10 +18,11 @@ from typing import Any
 import datasets
 from trl import GRPOConfig
 
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.conversations import select
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.picture import Bars, Curves

@@ -20,11 +20,12 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, T5Config
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
 from accelerate_recipes.engine import evaluate_loss, train
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import Args, ConfigError, resolve
+from accelerate_recipes.args import Args, resolve
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import attention_problems, launch_environment
 from accelerate_recipes.strategy import environment_problems, fp8_layers, lever_problems
 

@@ -57,10 +57,11 @@ from transformers import (  # noqa: E402
 )
 
 from accelerate_recipes.adapters import ending_with, load_settings  # noqa: E402
-from accelerate_recipes.args import ALL_LINEAR, ConfigError  # noqa: E402
+from accelerate_recipes.args import ALL_LINEAR  # noqa: E402
 from accelerate_recipes.attention import choose  # noqa: E402
 from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
 from accelerate_recipes.data.text_pairs import Pairs  # noqa: E402
+from accelerate_recipes.errors import ConfigError  # noqa: E402
 from accelerate_recipes.losses import (  # noqa: E402
     Packing,
     check_packing,

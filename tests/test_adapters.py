@@ -30,11 +30,12 @@ from transformers import (
 )
 
 from accelerate_recipes.adapters import NAME, add_adapters, base_tensors, merged, peft_name, targets
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export, saved_tensors
 from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight, space_needed
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights

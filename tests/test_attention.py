@@ -38,8 +38,9 @@ from transformers import (
 )
 
 from accelerate_recipes import attention, recipe, run
-from accelerate_recipes.args import ConfigError, resolve
+from accelerate_recipes.args import resolve
 from accelerate_recipes.attention import beyond_documents, boundaries, choose, keep_cudnn_from_masks, with_padding
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import next_token_loss
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from accelerate_recipes import losses
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of

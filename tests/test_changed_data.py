@@ -11,13 +11,14 @@ import pytest
 from helpers import ROOT
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
 from accelerate_recipes.data.streams import StreamLoader, TextShards
 from accelerate_recipes.data.text_pairs import PairSource, source_version
 from accelerate_recipes.data.token_shards import pretokenize
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
 from accelerate_recipes.models import new_word_tokenizer
 

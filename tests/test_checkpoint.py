@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import disk, recipe
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import checkpointer, files
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
@@ -39,6 +39,7 @@ from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints,
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import prepare
 from accelerate_recipes.engine import NonFiniteError, dump_non_finite
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.models import new_llama

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes import launcher as launcher_module
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import preflight as preflight_module
 from accelerate_recipes.launch.preflight import launch_environment, preflight
 from accelerate_recipes.launcher import launcher_problems, yaml_problems

@@ -32,14 +32,13 @@ from trl.trainer import dpo_trainer
 
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint import check_export as check_export_module
 from accelerate_recipes.checkpoint.check_export import ROWS, TrainedRows, check_export, read_exported
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.data.conversations import count_targets_of, select
 from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, new_bpe_tokenizer
 from accelerate_recipes.posttraining import supervised

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows, pack, pack_documents
 from accelerate_recipes.data.prepared import cached
 from accelerate_recipes.data.rows import (
@@ -22,6 +22,7 @@ from accelerate_recipes.data.rows import (
     make_train_loader,
     num_steps,
 )
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
 from accelerate_recipes.weights import initialize

@@ -458,7 +458,8 @@ def test_copies_are_an_error(run_python):
     code = """
         import torch.distributed
         from accelerate_recipes import distributed
-        from accelerate_recipes.args import ConfigError, TrainArgs
+        from accelerate_recipes.args import TrainArgs
+        from accelerate_recipes.errors import ConfigError
         distributed.start_on_cpu = lambda *args: None
         torch.distributed.init_process_group = lambda **kwargs: None  # the second process is not there
         try:

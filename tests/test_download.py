@@ -21,8 +21,8 @@ from loopback_hub import LoopbackHub
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.data.text_pairs import PairSource, load_rows
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.rules import all_uci_moves
 from accelerate_recipes.hub import download
 from accelerate_recipes.hub.cache import (

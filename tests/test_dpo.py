@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl import DPOTrainer
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.args import parse
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import new_character_tokenizer
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs

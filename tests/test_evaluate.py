@@ -16,7 +16,6 @@ from helpers import ROOT, read_metrics
 from transformers import BertConfig, BertForSequenceClassification
 
 from accelerate_recipes import __main__, evaluate
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.export import (
     add_to_list,
     arguments_of,
@@ -24,6 +23,7 @@ from accelerate_recipes.checkpoint.export import (
     exported_files,
     list_files,
 )
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.next_moves import prompt_of
 from accelerate_recipes.models import load_tokenizer
 

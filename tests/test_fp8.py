@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import strategy
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import new_model
 from accelerate_recipes.strategy import fp8_layers

@@ -18,9 +18,9 @@ from test_simulate import BF16, FP32, job, simulator  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.args import parse
 from accelerate_recipes.disk import read_json_lines
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games.next_moves import longest_move
 from accelerate_recipes.posttraining.rewards import MATH_VERIFY, Reward, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples

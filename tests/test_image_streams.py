@@ -24,13 +24,13 @@ from test_images import PROCESSOR, Args, png
 from test_streams import QUICK, Ranks, no_retry, serve  # noqa: F401  with a fixture
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, resolve
+from accelerate_recipes.args import resolve
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data import streams
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
 from accelerate_recipes.data.images import Augmentation, load_images, rand_augment
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tars import stream_images
+from accelerate_recipes.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("worker_server")
 

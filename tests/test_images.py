@@ -19,7 +19,7 @@ from datasets import Image as ImageColumn
 from helpers import ROOT
 from PIL import Image
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.images import (
     Augmentation,
     ImageArgs,
@@ -35,7 +35,7 @@ from accelerate_recipes.data.images import (
 )
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.vision.classifiers import new_image_processor
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 

@@ -12,7 +12,8 @@ from helpers import CHILDREN, ROOT
 from kubernetes_schemas import pod_specs, problems
 
 from accelerate_recipes import __main__, recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import kubernetes, preflight
 from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render_manifest
 from accelerate_recipes.life.status import update_status

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 
 OTHER = {"host": "elsewhere", "process": 1, "job": "17", "restarts": 0, "run": "other"}

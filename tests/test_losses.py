@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import losses
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import (
     IGNORE_INDEX,
     check_head,

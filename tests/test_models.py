@@ -6,7 +6,8 @@ from helpers import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import (
     Architecture,

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import get_scheduler
 from transformers.optimization import Adafactor
 
-from accelerate_recipes.args import OPTIMIZERS, ConfigError, TrainArgs, parse
+from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import make_scheduler, num_warmup_steps, optimizer_fn
 from accelerate_recipes.weights import WRAPPERS
 

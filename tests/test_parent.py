@@ -16,8 +16,9 @@ import pytest
 import torch
 from helpers import CHILDREN
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import StepOrder, make_train_loader
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import parent, workers
 
 # Starts the command in its arguments, as a launcher does, in a new session or not.

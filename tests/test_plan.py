@@ -33,7 +33,7 @@ from test_simulate import (  # noqa: F401  with fixtures
 from torch.optim.adamw import adamw
 
 from accelerate_recipes.__main__ import main
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import planning
 from accelerate_recipes.launch.planning import plan, plan_with
 from accelerate_recipes.launch.preflight import job_of, preflight, read_request

@@ -31,7 +31,8 @@ from transformers import (
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model, load_tokenizer, new_word_tokenizer

@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs, parse
+from accelerate_recipes.args import TrainArgs, parse
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import lock, parent, watch
 from accelerate_recipes.life.stop import Stopped
 

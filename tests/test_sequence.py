@@ -33,8 +33,9 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs, resolve
+from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import launch_environment, launch_flags, preflight
 from accelerate_recipes.losses import (
     IGNORE_INDEX,

@@ -11,10 +11,11 @@ from accelerate import Accelerator
 from helpers import ROOT
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shown import Token
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.run import Run
 

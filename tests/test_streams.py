@@ -24,21 +24,12 @@ from helpers import ROOT
 from huggingface_hub import constants
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, TrainArgs, resolve
+from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.checkpoint.resume import changed_arguments, check_arguments
 from accelerate_recipes.data import shards, streams
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.shards import (
-    DataError,
-    Retry,
-    all_texts,
-    find_shards,
-    lines,
-    named_shards,
-    read_documents,
-    text_of,
-)
+from accelerate_recipes.data.shards import Retry, all_texts, find_shards, lines, named_shards, read_documents, text_of
 from accelerate_recipes.data.streams import (
     Order,
     StreamLoader,
@@ -52,6 +43,7 @@ from accelerate_recipes.data.streams import (
 )
 from accelerate_recipes.data.token_shards import MANIFEST, TokenShards, open_text, pretokenize
 from accelerate_recipes.disk import is_full
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_word_tokenizer
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
 from accelerate_recipes.models import new_t5

@@ -19,9 +19,9 @@ from accelerate_recipes.data import tables
 from accelerate_recipes.data.files import read_files, read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.images import read_tars
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.text_pairs import PairArgs, PairSource, source_version
 from accelerate_recipes.disk import read_json_lines
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.games.games import GamesArgs
 from accelerate_recipes.hub.cache import HubDataset
 

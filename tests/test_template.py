@@ -12,9 +12,9 @@ from helpers import ROOT, blocks, losses, read_metrics
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import find_resume
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()

@@ -14,11 +14,11 @@ from datasets import Dataset, load_from_disk
 from helpers import ROOT
 from transformers import T5Config, T5ForConditionalGeneration
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
 from accelerate_recipes.models import new_bpe_tokenizer
 

@@ -23,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse, resolve
+from accelerate_recipes.args import parse, resolve
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward

@@ -24,8 +24,9 @@ from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import ConfigError, parse
+from accelerate_recipes.args import parse
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification, ReAttention
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import classifier_on_meta
 from accelerate_recipes.picture import draw_matrix
 from accelerate_recipes.vision.classifiers import LAYERS, flops_per_image, image_loss, new_classifier, new_vision_config

@@ -75,7 +75,7 @@ def main() -> None:
         sys.exit(code)
 
     # These import torch and transformers, which a usage message does not need.
-    from accelerate_recipes.args import ConfigError, printable
+    from accelerate_recipes.errors import ConfigError, printable
 
     try:
         if args.command == "preflight":
@@ -135,8 +135,7 @@ def main() -> None:
 
 def show_rows(command: list[str]) -> None:
     """Prepare the data of a recipe with its arguments, and print the first rows."""
-    from accelerate_recipes.args import ConfigError
-    from accelerate_recipes.data.shards import DataError
+    from accelerate_recipes.errors import ConfigError, DataError
     from accelerate_recipes.recipe import prepare_data
 
     try:
@@ -177,8 +176,8 @@ def add_export_commands(commands: Any) -> None:
 
 def verify_checkpoint(directory: Path) -> None:
     """Print what is in a checkpoint, or why it is none."""
-    from accelerate_recipes.args import ConfigError
     from accelerate_recipes.checkpoint import files
+    from accelerate_recipes.errors import ConfigError
 
     if reason := files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
@@ -204,10 +203,10 @@ def list_checkpoints(directory: Path) -> None:
 def export_checkpoint(args: argparse.Namespace) -> None:
     import torch
 
-    from accelerate_recipes.args import ConfigError
     from accelerate_recipes.checkpoint import files
     from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import check_shard_size, export
+    from accelerate_recipes.errors import ConfigError
 
     check_shard_size(args.max_shard_size)
     if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
@@ -226,7 +225,7 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from accelerate_recipes.args import ConfigError
+    from accelerate_recipes.errors import ConfigError
     from accelerate_recipes.evaluate import evaluate_export
 
     for name in ("batch_size", "limit"):

@@ -31,7 +31,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from accelerate_recipes.args import ALL_LINEAR, ConfigError, TrainArgs, computes_in_bf16
+from accelerate_recipes.args import ALL_LINEAR, TrainArgs, computes_in_bf16
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import load_config, mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank

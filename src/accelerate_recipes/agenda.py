@@ -8,10 +8,9 @@ from pathlib import Path
 
 from accelerate.utils import set_seed
 
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.checkpoint.resume import check_not_beyond
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import forget_evaluated_shapes
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped

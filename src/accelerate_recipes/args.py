@@ -6,10 +6,8 @@ that names the key. All problems are reported at once, in one `ConfigError`.
 """
 
 import argparse
-import difflib
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +19,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
+from accelerate_recipes.errors import ConfigError, error_list, suggestion
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
 # Flags that other scripts have, but that the accelerate YAML or another argument decides here.
@@ -43,9 +42,6 @@ OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"
 MAX_INT = 2**31 - 1  # numpy and torch then accept a seed plus step and rank, and a product of two sizes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALL_LINEAR = "all-linear"
-CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # but line break and tab
 
 
 def computes_in_bf16(precision: str | None = None) -> bool:
@@ -55,10 +51,6 @@ def computes_in_bf16(precision: str | None = None) -> bool:
     their inputs in bf16, and everything else computes in bf16.
     """
     return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")
-
-
-class ConfigError(ValueError):
-    """A mistake of the user, printed as one message, without a traceback."""
 
 
 class OutOfRangeError(ValueError):
@@ -452,10 +444,6 @@ def resolve(
     return args, errors + args.problems(world_size)
 
 
-def error_list(title: str, errors: list[str]) -> str:
-    return f"{title}:\n" + "\n".join(f"  - {error}" for error in errors)
-
-
 def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """Split `--a 1 --b=2 3` into [("--a", ["1"]), ("--b", ["2", "3"])] and the words before the first flag."""
     groups: list[tuple[str, list[str]]] = []
@@ -598,18 +586,3 @@ def check_group(
             return True
         errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
     return False
-
-
-def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
-    """Return "; did you mean ...?" with the known name that is most similar, or nothing if none is."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def printable(text: str) -> str:
-    """Escape control characters, and those that change the direction of writing: data must not command a terminal."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -40,8 +40,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs, computes_in_bf16, error_list
+from accelerate_recipes.args import DTYPES, TrainArgs, computes_in_bf16
 from accelerate_recipes.attention import keep_cudnn_from_masks
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention

@@ -19,8 +19,8 @@ from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.distributed import accumulate, clip_gradients
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_ranks

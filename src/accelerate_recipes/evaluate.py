@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from accelerate_recipes.args import ConfigError, error_list, suggestion
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
 from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.errors import ConfigError, error_list, suggestion
 from accelerate_recipes.hub import cache
 
 RESULTS = "evaluation.json"

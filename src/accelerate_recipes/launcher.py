@@ -14,7 +14,8 @@ import psutil
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file
 from accelerate.commands.launch import launch_command_parser
 
-from accelerate_recipes.args import ConfigError, read_yaml, suggestion
+from accelerate_recipes.args import read_yaml
+from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.strategy import PARALLEL_SIZES
 
 SECTIONS = {

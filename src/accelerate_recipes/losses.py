@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.args import ConfigError, computes_in_bf16, error_list
+from accelerate_recipes.args import computes_in_bf16
 from accelerate_recipes.attention import (
     CHUNKS,
     DOCUMENTS,
@@ -32,6 +32,7 @@ from accelerate_recipes.attention import (
     unsupported_kernels,
     width_of_heads,
 )
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 

@@ -33,9 +33,10 @@ from transformers import (
     T5Config,
 )
 
-from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.args import arg
 from accelerate_recipes.attention import choose
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import check_head, check_packing, check_sharing
 from accelerate_recipes.pretrained import Kind, load_config, read_tokenizer

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from accelerate_recipes.args import ConfigError, first_line
 from accelerate_recipes.disk import checksum
+from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 
 NUM_NAMED = 8  # weights named in a message

@@ -25,7 +25,7 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 
 from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
-from accelerate_recipes.args import Args, printable
+from accelerate_recipes.args import Args
 from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
@@ -34,6 +34,7 @@ from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.errors import printable
 from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.models import tie_as_read

@@ -24,8 +24,8 @@ from accelerate import Accelerator
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.attention import DOCUMENTS
+from accelerate_recipes.errors import ConfigError
 
 IGNORE_INDEX = -100  # label of a position that is no target
 

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedModel
 
-from accelerate_recipes.args import DTYPES, ConfigError, TrainArgs
+from accelerate_recipes.args import DTYPES, TrainArgs
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.weights import linear_layers_and_experts
 

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
 from accelerate_recipes.models import (

@@ -28,8 +28,8 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader, make_train_loader
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.engine import Batch, EvaluateFn, LossFn, evaluate_loss, train
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
 from accelerate_recipes.ranks import ranks_a_row

@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from accelerate_recipes.args import ConfigError, error_list, first_line
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.checkpoint.files import MARKER
 from accelerate_recipes.checkpoint.published import Published
@@ -33,6 +32,7 @@ from accelerate_recipes.data.rendering import (
     without_nulls,
 )
 from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.models import max_positions
 
 ROWS = "rows.json"  # in the output directory, beside export/

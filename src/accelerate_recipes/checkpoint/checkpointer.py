@@ -31,7 +31,7 @@ from transformers import GenerationConfig
 
 import accelerate_recipes
 from accelerate_recipes import adapters
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import write_adapter, write_safetensors
 from accelerate_recipes.checkpoint.files import (
     MARKER,
@@ -51,6 +51,7 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import fsync, read_json_lines
 from accelerate_recipes.distributed import strategy_name
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.optim import local_shard

@@ -11,8 +11,8 @@ from pathlib import Path
 import xxhash
 from safetensors import SafetensorError
 
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.disk import checksum, fsync
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.ranks import is_first
 
 # torch warns whenever a single process saves, which is intended here, and dozens of times with FSDP1, which saves only so.

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import check_replaceable, is_same_model
 from accelerate_recipes.checkpoint.files import (
     NAME,
@@ -21,6 +21,7 @@ from accelerate_recipes.checkpoint.files import (
     set_aside,
     step_of,
 )
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 

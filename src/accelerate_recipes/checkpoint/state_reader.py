@@ -10,7 +10,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 
 # Names that `.metadata` consists of, besides dtypes.
 IN_METADATA = {

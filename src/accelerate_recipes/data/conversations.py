@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, printable
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.tables import has_nulls_inside
+from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
 

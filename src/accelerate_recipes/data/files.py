@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 import xxhash
 from datasets.data_files import DataFilesList
 
-from accelerate_recipes.data.shards import DataError, reading
+from accelerate_recipes.data.shards import reading
 from accelerate_recipes.data.tables import write_table
 from accelerate_recipes.disk import checksum, own_suffix
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.hub import cache
 
 VERSION = 1  # of the tables in the cache; raise it when files are read otherwise, so that no old table is found

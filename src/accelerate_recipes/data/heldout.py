@@ -11,9 +11,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from accelerate_recipes.args import ConfigError, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, read_files, read_split
 from accelerate_recipes.data.rendering import without_nulls
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 
 

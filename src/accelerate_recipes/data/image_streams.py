@@ -15,9 +15,10 @@ from torch.utils.data import default_collate
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.images import Augmentation, Preparation, decode, some_names
-from accelerate_recipes.data.shards import DataError, Retry, read_again, reading, shards_version
+from accelerate_recipes.data.shards import Retry, read_again, reading, shards_version
 from accelerate_recipes.data.streams import Row, StreamLoader
 from accelerate_recipes.data.tars import TarImage, stream_images
+from accelerate_recipes.errors import DataError
 
 SHUFFLED = 256  # images, about 28 MB of ImageNet's files, which every stream holds in memory
 

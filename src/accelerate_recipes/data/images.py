@@ -26,12 +26,11 @@ from PIL import Image, ImageOps
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from accelerate_recipes.args import ConfigError, arg, first_line
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import (
     HUB,
-    DataError,
     downloaded,
     hub_file,
     is_named_elsewhere,
@@ -42,6 +41,7 @@ from accelerate_recipes.data.shards import (
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
+from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
 
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.disk import naming, own_suffix
+from accelerate_recipes.errors import ConfigError
 
 
 def check_content(now: str, states: list[dict]) -> None:

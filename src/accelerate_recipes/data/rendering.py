@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from accelerate_recipes.data.shards import DataError
+from accelerate_recipes.errors import DataError
 
 SETTINGS = ("tools", "chat_template_kwargs")  # columns that the chat template reads beside the messages
 # Arguments of the function that renders; a template reads none of them, except documents.

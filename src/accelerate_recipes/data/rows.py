@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from accelerate_recipes.args import ConfigError, TrainArgs
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.prepared import check_content
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.errors import ConfigError, DataError
 
 LENGTH_WINDOW = 50  # global batches sorted by length together: enough for little padding, few enough to mix rows well
 

@@ -29,7 +29,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, build_hf_headers
 
-from accelerate_recipes.args import ConfigError, first_line
+from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
 
 TXT = ".txt"
@@ -41,10 +41,6 @@ IDLE_SECONDS = 10.0
 HUB = "hf://"
 
 T = TypeVar("T")
-
-
-class DataError(Exception):
-    """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, printable
 from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.losses import IGNORE_INDEX
 
 NUM_ROWS = 3  # shown of each kind

@@ -40,12 +40,11 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, TrainArgs, arg
+from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.packing import PackedRows, collate, pack_row
 from accelerate_recipes.data.shards import (
     TXT,
-    DataError,
     Retry,
     all_texts,
     find_shards,
@@ -57,6 +56,7 @@ from accelerate_recipes.data.shards import (
     text_of,
 )
 from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from accelerate_recipes.data.shards import CHUNK, DataError
+from accelerate_recipes.data.shards import CHUNK
+from accelerate_recipes.errors import DataError
 
 TAR = ".tar"
 IMAGES = ("jpg", "jpeg", "png", "webp")

@@ -15,9 +15,10 @@ import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, read_files, read_split
 from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first_of_machine

@@ -25,10 +25,10 @@ import xxhash
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError
-from accelerate_recipes.data.shards import DataError, Retry, is_named_elsewhere, is_remote
+from accelerate_recipes.data.shards import Retry, is_named_elsewhere, is_remote
 from accelerate_recipes.data.streams import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, size_and_times, write_atomically
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_first_rank
 
 MANIFEST = "manifest.json"

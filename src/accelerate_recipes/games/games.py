@@ -11,11 +11,12 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.args import ConfigError, arg, error_list
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.packing import pack_documents
 from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
 from accelerate_recipes.data.shards import reading
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine

@@ -22,8 +22,8 @@ from typing import Any
 from fsspec.utils import glob_translate
 from huggingface_hub import constants
 
-from accelerate_recipes.args import ConfigError
 from accelerate_recipes.disk import checksum, size_and_times
+from accelerate_recipes.errors import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
 # `from_pretrained` takes the first of these files that exists. An index lists the files that hold the weights.

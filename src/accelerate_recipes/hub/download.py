@@ -28,8 +28,8 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
-from accelerate_recipes.args import ConfigError, error_list, first_line
 from accelerate_recipes.disk import existing, own_suffix, write_atomically
+from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
-from accelerate_recipes.args import ConfigError, error_list, first_line
+from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import described, hub_checksum, readable
 

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from accelerate_recipes.args import ConfigError, Range, arg, error_list, read_yaml, resolve
+from accelerate_recipes.args import Range, arg, read_yaml, resolve
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.launch.preflight import Launch, check
 
 # GPUs and EFA interfaces of an instance. The numbers of p4d and g6 are from Karpenter's page of instance types, those of p5

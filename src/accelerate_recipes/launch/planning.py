@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.args import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.launch.preflight import Request, job_of, read_request
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict_outcomes

@@ -31,10 +31,11 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import ConfigError, TrainArgs, error_list, read_yaml, resolve, suggestion
+from accelerate_recipes.args import TrainArgs, read_yaml, resolve
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint import files, resume
 from accelerate_recipes.disk import existing
+from accelerate_recipes.errors import ConfigError, error_list, suggestion
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launcher import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.life.status import read_status

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import stop
 from accelerate_recipes.life.status import attempt
 

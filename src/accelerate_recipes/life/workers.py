@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.stop import SIGNALS
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # Linux has 107 bytes for the path of a socket

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accelerate_recipes.args import ConfigError
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.plan.simulate import (
     Job,
     NotSimulatedError,

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accelerate_recipes.args import ConfigError, TrainArgs, first_line
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.plan.gpus import Gpu
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib

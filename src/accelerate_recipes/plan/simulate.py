@@ -25,8 +25,9 @@ from transformers import PreTrainedConfig
 
 from accelerate_recipes import distributed, recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import ConfigError, TrainArgs, computes_in_bf16, resolve
+from accelerate_recipes.args import TrainArgs, computes_in_bf16, resolve
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import packing_of
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS

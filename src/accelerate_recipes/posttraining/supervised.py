@@ -13,7 +13,6 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, error_list
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import (
@@ -27,6 +26,7 @@ from accelerate_recipes.data.conversations import (
 )
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
+from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import ConfigError, arg, first_line
+from accelerate_recipes.args import arg
 from accelerate_recipes.deepvit import DeepViTConfig
+from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels
 from accelerate_recipes.metrics import Flops, trained_share

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from accelerate_recipes.data.images import Images
 from accelerate_recipes.data.rows import RowLoader
-from accelerate_recipes.data.shards import DataError
 from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.engine import on_this_rank
+from accelerate_recipes.errors import DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.picture import draw_images, draw_matrix

@@ -1,0 +1,36 @@
+"""Mistakes of the user and faults of the data, and the words in which they are told."""
+
+import difflib
+import re
+from collections.abc import Collection
+
+CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)  # but line break and tab
+
+
+class ConfigError(ValueError):
+    """A mistake of the user, printed as one message, without a traceback."""
+
+
+class DataError(Exception):
+    """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
+
+
+def error_list(title: str, errors: list[str]) -> str:
+    return f"{title}:\n" + "\n".join(f"  - {error}" for error in errors)
+
+
+def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
+    """Return "; did you mean ...?" with the known name that is most similar, or nothing if none is."""
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def printable(text: str) -> str:
+    """Escape control characters, and those that change the direction of writing: data must not command a terminal."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
