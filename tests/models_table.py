@@ -63,16 +63,14 @@ from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
 from accelerate_recipes.data.text_pairs import Pairs  # noqa: E402
 from accelerate_recipes.errors import ConfigError  # noqa: E402
 from accelerate_recipes.losses import (  # noqa: E402
-    Packing,
-    check_packing,
     count_labels,
     count_next_tokens,
     next_token_loss,
     next_token_loss_without_logits,
-    packing_of,
     sequence_to_sequence_loss,
 )
 from accelerate_recipes.models import load_model, load_tokenizer  # noqa: E402
+from accelerate_recipes.probes import Packing, check_packing, packing_of  # noqa: E402
 from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
 
 PAGE = REPOSITORY / "docs/models.md"

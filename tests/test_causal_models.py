@@ -32,8 +32,9 @@ from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.generation import generate_texts
-from accelerate_recipes.losses import Packing, check_document_mask, packing_of
+from accelerate_recipes.losses import check_document_mask
 from accelerate_recipes.models import check_length, load_model, load_tokenizer, max_positions
+from accelerate_recipes.probes import Packing, packing_of
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"

@@ -37,16 +37,10 @@ from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import launch_environment, launch_flags, preflight
-from accelerate_recipes.losses import (
-    IGNORE_INDEX,
-    check_shared_masks,
-    count_next_tokens,
-    model_sharing_problems,
-    next_token_loss,
-    next_tokens,
-)
+from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows
+from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import lever_problems, lever_warnings
 
 SCRIPT = CHILDREN / "toy.py"

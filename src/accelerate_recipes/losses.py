@@ -1,51 +1,33 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
 import contextlib
-import copy
-import math
 from collections.abc import Callable
-from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from accelerate_recipes.args import computes_in_bf16
 from accelerate_recipes.attention import (
-    CHUNKS,
-    DOCUMENTS,
-    OWN,
     READ_BOUNDARIES,
-    SINKS,
-    SOFTCAP,
-    beyond_documents,
     boundaries,
     boundary_arguments,
     document_masks,
-    of_layers,
-    unsupported_kernels,
-    width_of_heads,
 )
-from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
 LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
 PARTS = 16  # of the output layer's gradient
 LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
-LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
-CROSSES = (
-    "{} models do not keep attention inside a document of a packed row, not even with a mask; give --no_document_mask, or "
-    "another model"
-)
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -151,246 +133,6 @@ def balance_of_rows(
     return num_experts * (found[:-1] * probabilities.mean(0)).sum(), found[-1]
 
 
-def alone(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **settings: Any
-) -> tuple[torch.Tensor, None]:
-    """Attend to nothing but the position itself, as an attention function of transformers; for `shares_in_small`.
-
-    Raises:
-        KeyError: if the model has not handed `sequence_group` on.
-    """
-    settings["sequence_group"]
-    return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
-
-
-AttentionInterface.register("alone", alone)
-
-
-def check_sharing(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of models with this configuration."""
-    size = ranks_a_row()
-    if size > 1 and (problems := model_sharing_problems(config, size)):
-        raise ConfigError(error_list("Ranks cannot share rows (parallelism_config_cp_size)", problems))
-
-
-def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
-    """List why `size` ranks cannot share the rows of models with this configuration, one sentence each."""
-    text = config.get_text_config()
-    name = text.model_type
-    heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in of_layers(text)))
-    if config.is_encoder_decoder:
-        return [f"{name} is an encoder-decoder, whose rows are not packed; set parallelism_config_cp_size to 1"]
-    found = []
-    if not heads or heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        found.append(
-            f"{name} has {heads} query heads, which parallelism_config_cp_size {size} does not divide; set it to one of "
-            f"{sizes or 1}"
-        )
-    if asked := [what for what in beyond_documents(config) if what in (SOFTCAP, SINKS, CHUNKS, OWN)]:
-        found.append(f"{name} has {', '.join(asked)}; set parallelism_config_cp_size to 1")
-    elif not shares_in_small(config):
-        found.append(
-            f"layers of {name} mix positions beside attention (a linear attention, a state space, a convolution), or do not "
-            "call attention by transformers' interface: a rank would see only its part of a row; set "
-            "parallelism_config_cp_size to 1"
-        )
-    elif getattr(config, "router_aux_loss_coef", 0) and not balances_as_known(config):
-        found.append(
-            f"{name} balances its experts by a loss of its own, which would be that of a part of a row; set "
-            "parallelism_config_cp_size to 1, or router_aux_loss_coef in its config.json to 0"
-        )
-    if moving := {kind for kind in rope_types(text) if kind in ("dynamic", "longrope")}:
-        found.append(
-            f"the rotary embedding of {name} ({', '.join(moving)}) depends on the last position, and each rank has another; "
-            "set parallelism_config_cp_size to 1"
-        )
-    return found
-
-
-def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
-    """Raise ConfigError if rows of `max_length` tokens that ranks share cannot have their mask with this attention."""
-    if attention == "sdpa" and getattr(config, "router_aux_loss_coef", 0):
-        raise ConfigError(
-            f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
-            f"--attn_implementation {DOCUMENTS}, or set router_aux_loss_coef in its config.json to 0"
-        )
-    if attention == "sdpa" and max_length > LONGEST_MASK:
-        raise ConfigError(
-            f"--max_length {max_length}: with sdpa, rows that ranks share have a mask of all pairs of tokens, for at most "
-            f"{LONGEST_MASK} tokens; shorten them, or give --attn_implementation {DOCUMENTS}"
-        )
-
-
-def rope_types(text: PreTrainedConfig) -> set[str]:
-    """Return the kinds of rotary embedding of a model: one, or one for each kind of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in parts if "rope_type" in part}
-
-
-@torch.no_grad()
-def shares_in_small(config: PreTrainedConfig) -> bool:
-    """Tell whether a tiny model of this configuration computes parts of a row as in the whole row, but for attention.
-
-    Attention, which `sequence` exchanges, is replaced by one that sees only the position itself.
-    """
-    group = {"sequence_group": None, "use_cache": False}
-    model = tiny_model(config, "alone", sequence_group=None)
-    if model is None:
-        return False
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tokens, positions = torch.arange(12)[None], torch.arange(12)[None]
-        try:
-            whole = model(input_ids=tokens, position_ids=positions, **group).logits
-            parts = [
-                model(input_ids=t, position_ids=p, **group).logits
-                for t, p in zip(tokens.split(6, 1), positions.split(6, 1), strict=True)
-            ]
-            is_seen = sees_before(model, 6, input_ids=tokens, position_ids=positions, **group)
-        except (TypeError, ValueError, RuntimeError, KeyError):
-            return False
-    return not is_seen and bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
-
-
-@torch.enable_grad()
-def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
-    """Tell whether a tiny model's predictions from `place` on depend on the tokens before it, however little.
-
-    The gradient says so: what a model does not see has a gradient of exactly 0.
-    """
-    seen = []
-    embedding: Any = unwrapped(model).get_input_embeddings()
-    with embedding.register_forward_hook(lambda *some: seen.append(some[-1])):
-        logits = model(**inputs).logits
-    (gradient,) = torch.autograd.grad(logits[:, place:].square().sum(), seen)
-    return bool(gradient[:, :place].any())
-
-
-@torch.no_grad()
-def balances_as_known(config: PreTrainedConfig) -> bool:
-    """Tell whether a tiny model of this configuration computes the loss that balances experts as `balance_of_rows` does."""
-    model = tiny_model(config, "alone", sequence_group=None)
-    if model is None:
-        return False
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        try:
-            output = model(
-                input_ids=torch.arange(12)[None], use_cache=False, output_router_logits=True, sequence_group=None
-            )
-            found, _ = balance_of_rows(output.router_logits, model.config.num_experts_per_tok, torch.ones(()), None)
-            return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
-        except (AttributeError, TypeError, ValueError, RuntimeError, KeyError):
-            return False
-
-
-class Packing(Enum):
-    """Way in which a model keeps attention inside the documents of a packed row."""
-
-    POSITIONS = "its positions say where documents begin, or the kernel is told"
-    MASK = "it gets a mask"
-    NONE = "it does not"
-    UNKNOWN = "no tiny model of its class can be made"
-
-
-_packing: dict[tuple, Packing] = {}  # what `packing_of` has found out
-
-
-@whole_rows()
-def packing_of(config: PreTrainedConfig) -> Packing:
-    """Find out how models with this configuration keep attention inside a document, by a tiny one of the same class.
-
-    This takes a tenth of a second, once for each class and kind of attention. Where the answer is UNKNOWN, only
-    `check_document_mask` can tell.
-    """
-    text, attention = config.get_text_config(), config._attn_implementation
-    if attention in READ_BOUNDARIES:
-        attention = "alone"  # the kernel is told; layers beside attention are not
-    elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
-        attention = unsupported_kernels(config).get("sdpa", "sdpa")
-    kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
-    key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
-    if key not in _packing:
-        group = {"sequence_group": None} if attention == "alone" else {}
-        model = tiny_model(config, attention, **group)
-        if model is None:  # one that hands nothing on to its attention is tried itself
-            _packing[key] = Packing.POSITIONS if group else Packing.UNKNOWN
-        elif is_packed_as_alone(model, **group):
-            _packing[key] = Packing.POSITIONS
-        elif group:
-            _packing[key] = Packing.NONE
-        else:
-            _packing[key] = Packing.MASK if is_packed_as_alone(model, with_masks=True) else Packing.NONE
-    return _packing[key]
-
-
-def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
-    """Make a model with one layer of each kind, two heads and few words, and with random weights; None if that fails.
-
-    The heads keep their width, for which positions may have tables. Up to 32 experts stay, which may be in groups.
-    """
-    try:
-        text = config.get_text_config()
-        # The part for texts alone, where that is a model too.
-        config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
-        text, layers = config.get_text_config(), text.num_hidden_layers
-        lists = {
-            name: value
-            for name, value in vars(text).items()
-            # A list of more values holds numbers, not kinds of layers.
-            if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
-        }
-        kinds = list(zip(*lists.values(), strict=True))
-        chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        width = max(map(width_of_heads, of_layers(text)))
-        sizes = {
-            "num_hidden_layers": len(chosen), "num_attention_heads": 2, "num_key_value_heads": 2,
-            "hidden_size": 2 * width, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32,
-            "initializer_range": 0.2,
-        }  # fmt: skip
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            sizes[name] = min(32, getattr(text, name, None) or 0)
-        sizes |= {name: [value[i] for i in chosen] for name, value in lists.items()}
-        for name, value in sizes.items():
-            if getattr(text, name, None) is not None:
-                setattr(text, name, value)
-        text.pad_token_id = None
-        vars(config).pop("quantization_config", None)
-        with torch.random.fork_rng([]), torch.device("cpu"):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-            for parameter in model.parameters():
-                if parameter.is_floating_point() and not parameter.any():  # it would hide what it multiplies
-                    nn.init.normal_(parameter, std=0.2)
-            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
-    except Exception:  # whatever an unusual configuration brings: only the real model can tell
-        return None
-    return model.eval()
-
-
-@torch.no_grad()
-def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
-    """Tell whether a tiny model on the CPU predicts the same in the second document of a row as for the document alone."""
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tokens, positions = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])
-        masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
-        inputs |= {"use_cache": False}
-        row = {"input_ids": tokens, "position_ids": positions} | masks | inputs
-        try:
-            packed = model(**row).logits[:, 5:]
-            alone = model(input_ids=tokens[:, 5:], position_ids=positions[:, 5:], **inputs).logits
-            is_seen = sees_before(model, 5, **row)
-        except (TypeError, ValueError, RuntimeError, KeyError):  # it takes no positions, or no such masks
-            return False
-    return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
-
-
-def check_packing(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a class of models that lets attention cross the documents of a packed row."""
-    if packing_of(config) is Packing.NONE:
-        raise ConfigError(CROSSES.format(config.model_type))
-
-
 @torch.no_grad()
 @whole_rows()
 def check_document_mask(model: nn.Module, device: torch.device) -> None:
@@ -414,11 +156,6 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     is_exact = next(model.parameters()).dtype == torch.float32 and not computes_in_bf16()
     if (one - other).norm() > (1e-5 if is_exact else 0.01) * one.norm():
         raise ConfigError(CROSSES.format(unwrapped(model).config.model_type))
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """Return the transformers model inside the wrappers of DDP, FSDP1 and torch.compile."""
-    return next(module for module in model.modules() if hasattr(module, "get_output_embeddings"))
 
 
 def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -38,9 +38,11 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import check_head, check_packing, check_sharing
+from accelerate_recipes.losses import check_head
 from accelerate_recipes.pretrained import Kind, load_config, read_tokenizer
+from accelerate_recipes.probes import check_packing
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
+from accelerate_recipes.sharing import check_sharing
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "mixtral": MixtralConfig}
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")

@@ -35,12 +35,12 @@ from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.errors import printable
-from accelerate_recipes.losses import check_shared_masks
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_images, draw_run
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
+from accelerate_recipes.sharing import check_shared_masks
 
 # The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
 # recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:

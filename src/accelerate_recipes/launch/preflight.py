@@ -39,13 +39,15 @@ from accelerate_recipes.errors import ConfigError, error_list, suggestion
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launcher import ignored_flags, parse_flags, yaml_problems
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.losses import check_head, check_packing, check_shared_masks, model_sharing_problems
+from accelerate_recipes.losses import check_head
 from accelerate_recipes.optim import checkpoint_bytes, warmup_warnings
 from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.search import Change, Search, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator
+from accelerate_recipes.probes import check_packing
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
+from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import (
     environment_problems,
     fp8_layers,

@@ -28,10 +28,10 @@ from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import TrainArgs, computes_in_bf16, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import packing_of
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
+from accelerate_recipes.probes import packing_of
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group

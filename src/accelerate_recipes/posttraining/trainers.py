@@ -64,10 +64,11 @@ from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
-from accelerate_recipes.losses import IGNORE_INDEX, Packing, packing_of
+from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.pretrained import load_config
+from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
 from accelerate_recipes.weights import initialize, seed_of
