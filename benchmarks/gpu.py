@@ -80,9 +80,7 @@ def description() -> str:
         for card in (79.6, 139.8):
             seconds = sum(case.seconds for case in cases if case.gib <= card)
             lines.append(f"{name} list, on a card of {card} GiB: about {seconds:.0f} s")
-        lines += [
-            f"    {case.name:14} {case.seconds:4.0f} s, at most twice that; {case.gib:3.0f} GiB" for case in cases
-        ]
+        lines += [f"    {case.name:14} about {case.seconds:.0f} s, needs {case.gib:.0f} GiB" for case in cases]
     return "\n".join(lines)
 
 
@@ -197,32 +195,32 @@ def run_launches(
     launches: list[list[Case]], flags: argparse.Namespace, path: Path, folder: Path, deadline: float
 ) -> None:
     """Give each launch its turn as long as the time lasts; while one measures, the next one imports."""
-    waiting: Launch | None = None
+    running: list[Launch] = []  # the one that measures, and the one that waits
     try:
         for number, cases in enumerate(launches):
             left, needed = deadline - time.monotonic(), sum(case.seconds for case in cases)
-            launch = waiting or Launch(cases, flags, folder)
-            waiting = None
             if left < needed and not flags.tiny:
-                launch.end()
+                while running:
+                    running.pop().end()
                 why = f"no time: takes about {needed:.0f} s, {max(left, 0):.0f} are left"
                 write(path, {"case": cases[0].name, "skipped": why})
                 continue
-            waiting = Launch(launches[number + 1], flags, folder) if number + 1 < len(launches) else None
+            running = running or [Launch(cases, flags, folder)]
+            running += [Launch(following, flags, folder) for following in launches[number + 1 : number + 2]]
             begin, known = time.monotonic(), path.stat().st_size
-            # Twice what is expected, for a compiler; so that no case takes all that is left.
-            failure = launch.measure(left if flags.tiny else min(left, 2 * needed))
+            # Enough for imports from a cold disk and for a compiler, but no case takes all that is left.
+            failure = running[0].measure(left if flags.tiny else min(left, 30 + 2 * needed))
             for line in path.read_bytes()[known:].splitlines():
                 print(line_of(json.loads(line)), flush=True)
             if failure:
                 write(path, {"case": cases[0].name, "error": failure})
             write(path, {"case": cases[0].name, "what": "seconds", "seconds": time.monotonic() - begin})
             with path.with_suffix(".log").open("a", encoding="utf-8") as log:
-                printed = launch.log.read_text(encoding="utf-8", errors="replace")
+                printed = running.pop(0).log.read_text(encoding="utf-8", errors="replace")
                 log.write(f"=== {', '.join(case.name for case in cases)}\n{printed}\n")
     finally:
-        if waiting:
-            waiting.end()
+        for launch in running:
+            launch.end()
 
 
 def pack(path: Path) -> None:

@@ -64,7 +64,7 @@ class Case(NamedTuple):
     """A launch of its own: one model, and one batch after the other."""
 
     name: str
-    seconds: float  # that it is expected to take, and half of what it may
+    seconds: float  # that it is expected to take
     measure: str = "steps"  # function of gpu_measure
     model: str = ""
     batches: tuple[Batch, ...] = ()
