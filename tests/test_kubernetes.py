@@ -66,7 +66,8 @@ def test_every_preset(preset):
     gpus, strategy, flags = GPUS, FULL, []
     if preset.stem.endswith("_one_gpu"):  # in pure bf16; without DDP a pod would hear of no signal
         gpus = [*JOB, "--nodes", "1", "--gpus-per-node", "1"]
-        strategy, flags = "accelerate_configs/ddp.yaml", ["--mixed_precision", "no"]
+        strategy = "accelerate_configs/ddp.yaml"
+        flags = ["--mixed_precision", "no", "--dynamo_backend", "inductor", "--dynamo_use_regional_compilation"]
     if preset.stem.endswith("_128k"):
         strategy, flags = "accelerate_configs/fsdp_long.yaml", ["--parallelism_config_cp_size", "8"]
     for kind in KINDS:
