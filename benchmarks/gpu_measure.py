@@ -26,7 +26,7 @@ from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import boundaries, documents, use_flash_3
 from accelerate_recipes.distributed import make_accelerator
-from accelerate_recipes.engine import to_device, train_step
+from accelerate_recipes.engine import Step, to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.metrics import decoder_flops, peak_flops, trained_share
 from accelerate_recipes.models import new_model
@@ -165,27 +165,33 @@ def trained(case: Case, accelerator: Accelerator) -> Iterator[tuple[Run, Callabl
 
 def steps(case: Case, tiny: bool, report: Report, accelerator: Accelerator) -> None:
     """Speed and memory of training steps of each batch, with the same model; then the kernels of one more step."""
+    device, words = accelerator.device, config_of(case).vocab_size
     with trained(case, accelerator) as (run, flops):
         for batch in case.batches:
             torch._dynamo.reset()  # else kernels are made for rows of any size
-            report.attempt(batch.name, functools.partial(measure_steps, run, flops, batch, tiny))
+            made = [packed_batch(batch, words, seed) for seed in range(batch.micro_batches)]
+            attended = sum(one["cu_seqlens"].double().diff().square().sum().item() for one in made)
+            attended /= batch.rows * batch.length * batch.micro_batches
+            rows = [to_device(one, device) for one in made]
+            step = functools.partial(train_step, run, rows, next_token_loss_without_logits, count_next_tokens)
+            report.attempt(batch.name, functools.partial(measure_steps, step, batch, device, flops, attended, tiny))
+            report.attempt(f"{batch.name}: kernels", functools.partial(kernels, step))
 
 
-def measure_steps(run: Run, flops: Callable[..., float], batch: Batch, tiny: bool) -> dict[str, Any]:
-    device, words = run.accelerator.device, run.accelerator.unwrap_model(run.model).config.vocab_size
-    made = [packed_batch(batch, words, seed) for seed in range(batch.micro_batches)]
-    tokens = batch.rows * batch.length * batch.micro_batches
-    attended = sum(one["cu_seqlens"].double().diff().square().sum().item() for one in made) / tokens
-    made = [to_device(one, device) for one in made]
-    done = []
-
-    def step() -> None:
-        done.append(train_step(run, made, next_token_loss_without_logits, count_next_tokens))
-
-    first, *_ = seconds_of(step, 2, 0)  # the first compiles
+def measure_steps(
+    step: Callable[[], Step],
+    batch: Batch,
+    device: torch.device,
+    flops: Callable[..., float],
+    attended: float,
+    tiny: bool,
+) -> dict[str, Any]:
+    done: list[Step] = []
+    first, _ = seconds_of(lambda: done.append(step()), 2, 0)  # the first compiles
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = seconds_of(step, 2 if tiny else 5, 0)
+    times = seconds_of(lambda: done.append(step()), 2 if tiny else 5, 0)
+    tokens = batch.rows * batch.length * batch.micro_batches
     speed, peak = tokens / median(times), peak_flops(device)
     found = {
         "what": "steps", "tokens_per_second": speed, "range": [tokens / max(times), tokens / min(times)],
@@ -199,20 +205,23 @@ def measure_steps(run: Run, flops: Callable[..., float], batch: Batch, tiny: boo
             "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
             "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         }
-    return found | profiled(step, median(times))
+    return found
 
 
-def profiled(step: Callable[[], None], seconds: float) -> dict[str, Any]:
-    """Find the kernels that take most of a step, and the share of its time in which one runs; on a CPU, operators."""
+def kernels(step: Callable[[], Step]) -> dict[str, Any]:
+    """Find the kernels that take most of a step, in milliseconds; on a CPU, operators."""
     on_gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         step()
         wait()
-    times = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in trace.key_averages()}
+    times = {
+        e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000 for e in trace.key_averages()
+    }
     most = sorted(times, key=lambda name: -times[name])[:15]
     return {
-        "kernels": {name[:120]: times[name] / 1000 for name in most},  # milliseconds
-        "busy_share": sum(times.values()) / 1e6 / seconds if on_gpu else None,
+        "what": "kernels",
+        "milliseconds": sum(times.values()),
+        "kernels": {name[:120]: times[name] for name in most},
     }
 
 

@@ -81,9 +81,11 @@ def line_of(record: Record) -> str:
         text = f"{record['device']}, {record['gib']:.1f} GiB, torch {record['versions']['torch']}"
     elif record["what"] == "steps":
         text = f"{record['tokens_per_second']:,.0f} tokens/s, MFU {share(record['mfu'])}, {gib(record)} GiB"
-        text += f", busy {share(record['busy_share'])}"
     elif record["what"] == "attention":
         text = f"{record['milliseconds']:.3f} ms, {record['tflops']:.0f} TFLOP/s, off by {record['off']:.1e}"
+    elif record["what"] == "kernels":
+        name_of_most, most = next(iter(record["kernels"].items()))
+        text = f"{record['milliseconds']:.1f} ms, of which {most:.1f} in {name_of_most[:60]}"
     elif record["what"] == "tests":
         text = " ".join([*record["summary"], *record["failed"]])
     else:
@@ -167,9 +169,12 @@ def page(found: dict[str, dict[tuple[str, str], Record]]) -> str:
         lines += ["Peaks of memory of four layers of 7B under `fsdp_full.yaml`, not compiled, in GiB:", ""]
         columns = ["case", "allocated, by `plan`", "measured", "reserved, by `plan`", "measured"]
         lines += [*table(columns, memory(results)), ""]
-        others = [r for r in results.values() if is_found(r) and r["what"] in ("attention", "tests")]
+        others = [r for r in results.values() if is_found(r) and r["what"] in ("attention", "kernels", "tests")]
         lost = [r for r in results.values() if not is_found(r)]
-        for title, records in (("Attention of a layer of 8B, and tests", others), ("Failed, or left out", lost)):
+        for title, records in (
+            ("Attention of a layer of 8B, kernels of a step, tests", others),
+            ("Failed, or left out", lost),
+        ):
             if records:
                 lines += [f"{title}:", "", *(f"    {line_of(record)}" for record in records), ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -9,7 +9,7 @@ it needs the wheels of datasets, dill and multiprocess besides, but neither trl,
     pip install --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=site:src python -m pytest tests/test_gpu.py
 
-`benchmarks/gpu.py` needs none of these.
+The first list of `benchmarks/gpu.py` needs none of these.
 """
 
 import copy
