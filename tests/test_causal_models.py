@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from accelerate_recipes import losses
+from accelerate_recipes import probes, sharing
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
@@ -260,12 +260,12 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
     config = LlamaConfig(**SIZES, vocab_size=64, attn_implementation=attention)
     model = AutoModelForCausalLM.from_config(config)
     for strength, has_tiny in ((0.0, True), (1e-6, True), (0.0, False), (1e-2, False)):
-        monkeypatch.setattr(losses, "_packing", {})
+        monkeypatch.setattr(probes, "_packing", {})
         if has_tiny:
             assert packing_of(model.config) is (Packing.NONE if strength else Packing.POSITIONS)
-            assert bool(losses.model_sharing_problems(config, 2)) == bool(strength)
+            assert bool(sharing.model_sharing_problems(config, 2)) == bool(strength)
         else:
-            monkeypatch.setattr(losses, "tiny_model", lambda *_, **__: None)
+            monkeypatch.setattr(probes, "tiny_model", lambda *_, **__: None)
         if strength:
             with pytest.raises(ConfigError, match="llama models do not keep attention inside a document"):
                 check_document_mask(model, torch.device("cpu"))
@@ -274,8 +274,8 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
 
 
 def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
-    monkeypatch.setattr(losses, "tiny_model", lambda *_, **__: None)
-    monkeypatch.setattr(losses, "_packing", {})
+    monkeypatch.setattr(probes, "tiny_model", lambda *_, **__: None)
+    monkeypatch.setattr(probes, "_packing", {})
     config = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4)
     config.vocab_size = 64
     torch.manual_seed(0)

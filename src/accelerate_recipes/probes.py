@@ -1,4 +1,4 @@
-"""What a tiny model of a class shows: whether it keeps to the documents of packed rows, and whether ranks can share rows."""
+"""Tiny models of a class, which show whether it keeps to the documents of packed rows, and whether ranks can share rows."""
 
 import copy
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Which models' rows several ranks can share (see `sequence`), and why not the others'."""
+"""Models whose rows several ranks can share (see `sequence`), and why they cannot share those of others."""
 
 import math
 
