@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_cases import ALL_CASES, CASES, Case
+from gpu_cases import CASES, Case
 from gpu_report import RESULTS, line_of
 from machine import machine
 
@@ -49,7 +49,7 @@ PACKAGES = ("peft", "triton", "torchao", "flash-attn-3", "datasets")
 DESCRIPTION = """\
 Commands, each for one call, in an environment with torch, transformers, accelerate, peft and psutil:
     PYTHONPATH=src python benchmarks/gpu.py
-    PYTHONPATH=src:site python benchmarks/gpu.py --second --minutes 3 --compiled benchmarks/results/gpu/compiled.tar.gz
+    PYTHONPATH=src:site python benchmarks/gpu.py --second --compiled benchmarks/results/gpu/compiled.tar.gz
     python benchmarks/gpu_report.py    # where matplotlib is
 
 Wheels that the second list needs besides (torchao for fp8; with pytest, pyarrow and xxhash the others for the tests), 5 MB:
@@ -59,11 +59,13 @@ Wheels that the second list needs besides (torchao for fp8; with pytest, pyarrow
 
 
 def parse_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--second", action="store_true", help="Measure the second list.")
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="Only these, of either list.")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="Folder of the results.")
-    parser.add_argument("--minutes", type=float, default=7.0, help="Time of all cases.")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="Folder of the results; by default benchmarks/results/gpu."
+    )
+    parser.add_argument("--minutes", type=float, help="Time of all cases; by default 7, of the second list 3.")
     parser.add_argument("--compiled", type=Path, help="The compiled.tar.gz of an earlier run.")
     parser.add_argument("--tiny", action="store_true", help="A rehearsal with tiny models.")
     parser.add_argument("--describe", action="store_true", help="Print commands, packages and times, and end.")
@@ -76,7 +78,7 @@ def description() -> str:
     """Say how to run this, and what it takes."""
     lines = [DESCRIPTION]
     for name, is_second in (("First", False), ("Second", True)):
-        cases = [case for case in ALL_CASES if case.is_second == is_second]
+        cases = [case for case in CASES.values() if case.is_second == is_second]
         for card in (79.6, 139.8):
             seconds = sum(case.seconds for case in cases if case.gib <= card)
             lines.append(f"{name} list, on a card of {card} GiB: about {seconds:.0f} s")
@@ -114,8 +116,9 @@ class Launch:
     """A launch of cases: it imports at once, and measures when it has its turn."""
 
     def __init__(self, cases: list[Case], flags: argparse.Namespace, folder: Path):
-        self.cases, self.turn = cases, folder / f"turn-{ALL_CASES.index(cases[0])}"
-        self.log, case = self.turn.with_suffix(".log"), cases[0]
+        case = cases[0]
+        self.turn = folder / f"turn-{[*CASES].index(case.name)}"
+        self.log = self.turn.with_suffix(".log")
         command = [sys.executable]
         if case.config:
             command += [
@@ -147,7 +150,7 @@ class Launch:
             return f"not over within {seconds:.0f} s"
         lines = [*filter(None, map(str.strip, self.log.read_text(errors="replace", encoding="utf-8").splitlines()))]
         errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
-        return code and f"ended with {code}: {(errors or lines or ['without a word'])[-1]}"
+        return f"ended with {code}: {(errors or lines or ['without a word'])[-1]}" if code else ""
 
     def end(self) -> None:
         """End it with the processes that it started: torchrun puts them into sessions of their own."""
@@ -166,12 +169,14 @@ def run(flags: argparse.Namespace) -> None:
     path = flags.out / "gpu.jsonl"
     device = describe_device() | {"command": shlex.join(["python", *sys.argv]), "tiny": flags.tiny}
     write(path, {"what": "machine", "unix_time": time.time()} | device)
-    if flags.compiled:
+    if flags.compiled and not flags.compiled.exists():  # the run before kept none, or had no time for it
+        print(f"{flags.compiled} is not there: everything is compiled anew", flush=True)
+    elif flags.compiled:
         with tarfile.open(flags.compiled) as packed:
             packed.extractall(COMPILED, filter="data")
 
     todo = []
-    for case in ALL_CASES:
+    for case in CASES.values():
         if case.name not in flags.cases if flags.cases else case.is_second != flags.second:
             continue
         why = ""
@@ -185,8 +190,9 @@ def run(flags: argparse.Namespace) -> None:
             todo.append(case)
     # In a rehearsal starting a process is what takes the time.
     launches = [list(g) for _, g in itertools.groupby(todo, lambda c: (c.config, c.launch) if flags.tiny else c.name)]
+    minutes = (3 if flags.second else 7) if flags.minutes is None else flags.minutes
     with tempfile.TemporaryDirectory() as folder:
-        run_launches(launches, flags, path, Path(folder), start + 60 * flags.minutes)
+        run_launches(launches, flags, path, Path(folder), start + 60 * minutes)
     pack(flags.out / "compiled.tar.gz")
     print(f"{path}: {time.monotonic() - start:.0f} s", flush=True)
 

@@ -32,7 +32,6 @@ MEDIAN_TOKENS, SIGMA = 259.0, 1.0
 REGIONAL = "--dynamo_backend inductor --dynamo_use_regional_compilation"
 KAHAN = {"optim": "adamw_bf16_kahan"}
 LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
-DATASETS = "datasets"  # package
 
 
 class Anchor(NamedTuple):
@@ -82,10 +81,10 @@ class Case(NamedTuple):
         return REGIONAL in self.launch or self.config in ("single_bf16", "single_fp8")
 
 
-LLM_Q = "llm.q, README (rows of 1,024, its default)"
-RECOMPUTES = "C++ and CUDA; a Qwen2.5-7B (7.6 billion parameters), which computes SwiGLU and norms twice"
+LLM_Q, IN_CUDA = "llm.q, README (rows of 1,024, its default)", "C++ and CUDA"
+OF_QWEN = f"{IN_CUDA}; Qwen2.5-7B, of 7.6 billion parameters"
 BUDGET = KAHAN | {"activation_memory_budget": 0.8}
-ALL_CASES = [
+_CASES = [
     Case("attention", 20, "attention"),
     Case(
         "0.6B", 45, model="0.6B", config="single_bf16", args=KAHAN, gib=30,
@@ -99,40 +98,40 @@ ALL_CASES = [
     Case(
         "8B: LoRA", 50, model="8B", config="single", launch=REGIONAL, args=LORA, gib=50,
         batches=(Batch(2, 4096, 4, predicted=14_800, anchors=(
-            Anchor("NeMo AutoModel, performance summary", 12_473, "16 micro-batches; LoRA beside all linear layers too"),
+            Anchor("NeMo AutoModel, performance summary", 12_473, "16 micro-batches"),
             Anchor("the same: Qwen2.5-7B, LoRA", 14_110, "another model"),
         )),),
     ),
     Case(
         "1.5B", 45, model="1.5B", config="single_bf16", args=KAHAN, gib=60,
-        batches=(Batch(16, 1024, 4, predicted=50_000, anchors=(Anchor(LLM_Q, 58_000, "C++ and CUDA"),)),),
+        batches=(Batch(16, 1024, 4, predicted=50_000, anchors=(Anchor(LLM_Q, 58_000, IN_CUDA),)),),
     ),
     Case(
         "7B: budget 0.8", 90, model="7B", config="single_bf16", args=BUDGET, gib=78,
         batches=(
-            Batch(4, 1024, 8, predicted=13_500, anchors=(Anchor(LLM_Q, 14_000, RECOMPUTES),)),
+            Batch(4, 1024, 8, predicted=13_500, anchors=(Anchor(LLM_Q, 14_000, OF_QWEN),)),
             Batch(1, 4096, 8, predicted=12_660),  # MFU 59 %
         ),
     ),
     Case(
         "3B", 50, model="3B", config="single_bf16", args=KAHAN, gib=60,
-        batches=(Batch(8, 1024, 4, predicted=27_000, anchors=(Anchor(LLM_Q, 30_000, "C++ and CUDA"),)),),
+        batches=(Batch(8, 1024, 4, predicted=27_000, anchors=(Anchor(LLM_Q, 30_000, IN_CUDA),)),),
     ),
     Case(
         "8B: all of it", 90, model="8B", config="single_bf16", args=KAHAN, gib=130,
         batches=(Batch(4, 4096, 1, predicted=11_150, anchors=(  # MFU 58 %
-            Anchor("KempnerForge, mfu_scaling.md", 10_471, "all layers computed twice; AdamW in fp32", "H200"),
+            Anchor("KempnerForge, mfu_scaling.md", 10_471, "all layers computed twice", "H200"),
         )),),
     ),
     Case(
         "3B: fp8", 45, model="3B", config="single_fp8", args=KAHAN, gib=60, package="torchao", is_second=True,
-        batches=(Batch(8, 1024, 4, anchors=(Anchor(LLM_Q, 39_000, "C++ and CUDA; 16 rows a pass"),)),),
+        batches=(Batch(8, 1024, 4, anchors=(Anchor(LLM_Q, 39_000, f"{IN_CUDA}; 16 rows a pass"),)),),
     ),
     Case(
         "7B: fp8", 55, model="7B", config="single_fp8", args=BUDGET, gib=78, package="torchao", is_second=True,
         batches=(Batch(4, 1024, 8, anchors=(
-            Anchor(LLM_Q, 18_000, RECOMPUTES),
-            Anchor("Megatron-Bridge, performance summary", 14_451, "8B, a GPU of eight"),
+            Anchor(LLM_Q, 18_000, f"{OF_QWEN}; SwiGLU and norms computed twice"),
+            Anchor("Megatron-Bridge, performance summary", 14_451, "8B; a GPU of eight"),
         )),),
     ),
     # Peaks of memory that `gpu_predicted.py` takes from the simulation of `plan`, which knows nothing of compiled code.
@@ -140,9 +139,9 @@ ALL_CASES = [
         "memory", 25, model="7B", layers=4, config="fsdp_full", gib=50, is_second=True,
         batches=(Batch(1, 4096), Batch(4, 4096, 2, "c4")),
     ),
-    Case("tests", 55, "tests", package=DATASETS, is_second=True),
+    Case("tests", 55, "tests", package="datasets", is_second=True),
 ]  # fmt: skip
-CASES = {case.name: case for case in ALL_CASES}
+CASES = {case.name: case for case in _CASES}
 
 
 def config_of(case: Case) -> LlamaConfig:

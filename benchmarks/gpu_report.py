@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import ALL_CASES, flops_of
+from gpu_cases import CASES, flops_of
 
 from accelerate_recipes.metrics import PEAK_TFLOPS
 
@@ -110,7 +110,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 def speeds(results: dict[tuple[str, str], Record], card: str) -> list[list[str]]:
     """Make the rows of speeds: ours on a card, predicted, published; a ratio only where the card is the same."""
     rows = []
-    for case in ALL_CASES:
+    for case in CASES.values():
         for batch in case.batches if case.name != "memory" else ():
             record = results.get((case.name, batch.name), results.get((case.name, ""), {}))
             ours = record.get("tokens_per_second")
@@ -187,7 +187,7 @@ def draw(path: Path, found: dict[str, dict[tuple[str, str], Record]]) -> None:
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 
-    chosen = [(c, b, b.anchors[0]) for c in ALL_CASES for b in c.batches if b.anchors]
+    chosen = [(c, b, b.anchors[0]) for c in CASES.values() for b in c.batches if b.anchors]
     names = [
         f"{c.name}, {b.name}\n{a.source.split(',')[0].split(' (')[0]}, {a.gpu}: {a.speed:,.0f}/s" for c, b, a in chosen
     ]

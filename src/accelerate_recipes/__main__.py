@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.disk import print_any_text
+from accelerate_recipes.errors import ConfigError, DataError, printable
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -74,10 +75,8 @@ def main() -> None:
         print(why)
         sys.exit(code)
 
-    # These import torch and transformers, which a usage message does not need.
-    from accelerate_recipes.errors import ConfigError, printable
-
     try:
+        # What is imported below imports torch and transformers, which a usage message does not need.
         if args.command == "preflight":
             from accelerate_recipes.launch.preflight import preflight, read_request
 
@@ -135,7 +134,6 @@ def main() -> None:
 
 def show_rows(command: list[str]) -> None:
     """Prepare the data of a recipe with its arguments, and print the first rows."""
-    from accelerate_recipes.errors import ConfigError, DataError
     from accelerate_recipes.recipe import prepare_data
 
     try:
@@ -177,7 +175,6 @@ def add_export_commands(commands: Any) -> None:
 def verify_checkpoint(directory: Path) -> None:
     """Print what is in a checkpoint, or why it is none."""
     from accelerate_recipes.checkpoint import files
-    from accelerate_recipes.errors import ConfigError
 
     if reason := files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
@@ -206,7 +203,6 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     from accelerate_recipes.checkpoint import files
     from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
     from accelerate_recipes.checkpoint.export import check_shard_size, export
-    from accelerate_recipes.errors import ConfigError
 
     check_shard_size(args.max_shard_size)
     if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
@@ -225,7 +221,6 @@ def export_checkpoint(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from accelerate_recipes.errors import ConfigError
     from accelerate_recipes.evaluate import evaluate_export
 
     for name in ("batch_size", "limit"):

@@ -24,7 +24,6 @@ from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_o
 from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
 
 LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
-PARTS = 16  # of the output layer's gradient
 LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
@@ -203,10 +202,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         rows_in_fp32 = max(1, LOGITS_IN_FP32 // size)
         needed = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[0] else None
-        # In parts, which the backward pass frees one after the other as it rounds them.
-        words_a_part = size if weight.dtype == torch.float32 else -(-size // PARTS)
-        of_weight = [torch.zeros_like(w, dtype=torch.float32) for w in weight.split(words_a_part) if needed[1]]
-        of_bias = [weight.new_zeros(1, size, dtype=torch.float32)] * needed[2]
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        of_bias = weight.new_zeros(1, size, dtype=torch.float32) if needed[2] else None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         losses = torch.empty_like(targets, dtype=torch.float32)
         for start in range(0, len(targets), rows):
@@ -223,32 +220,26 @@ class LinearCrossEntropy(torch.autograd.Function):
             losses[chunk] = torch.cat(chosen).masked_fill_(ignored, 0).squeeze(1)
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[chunk]).masked_fill_(ignored, 0)
-            if needed[1]:
+            if of_weight is not None:
                 add_product(of_weight, logits.T, some)
-            if needed[2]:
+            if of_bias is not None:
                 add_product(of_bias, (~ignored).T.to(dtype), logits)
             del logits  # before the next are made
-        ctx.sums = [] if of_hidden is None else [of_hidden], of_weight, [one[0] for one in of_bias]
+        ctx.save_for_backward(of_hidden, of_weight, None if of_bias is None else of_bias[0])
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor):
-        if ctx.sums is None:
-            raise RuntimeError("the gradients of this loss are kept for one backward pass, and this is the second")
-        gradients = [round_parts(sums, factor, dtype) for sums, dtype in zip(ctx.sums, ctx.dtypes, strict=True)]
-        ctx.sums = None
+        gradients = (
+            # In place where that is possible: a second backward pass is an error.
+            None
+            if sums is None
+            else torch.mul(sums, factor, out=sums if sums.dtype == dtype else torch.empty_like(sums, dtype=dtype))
+            for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
         return *gradients, None, None, None
-
-
-def round_parts(sums: list[torch.Tensor], factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Multiply parts of a gradient, round them and join them; in place if there is nothing to round. Empties the list."""
-    rounded = []
-    while sums:
-        one = sums.pop(0)
-        rounded.append(torch.mul(one, factor, out=one if one.dtype == dtype else torch.empty_like(one, dtype=dtype)))
-    return torch.cat(rounded) if len(rounded) > 1 else next(iter(rounded), None)
 
 
 def replace_by_gradient(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
@@ -261,15 +252,14 @@ def replace_by_gradient(logits: torch.Tensor, words: torch.Tensor, is_needed: bo
     return -chosen
 
 
-def add_product(parts: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the product of two matrices to `parts` of its rows, which are in fp32, whatever the precision of the factors."""
-    for total, rows in zip(parts, a.split([len(part) for part in parts]), strict=True):
-        if rows.dtype == total.dtype:
-            total.addmm_(rows, b)
-        elif total.device.type == "cuda":
-            torch.addmm(total, rows, b, out_dtype=total.dtype, out=total)
-        else:  # no such product on a CPU
-            total.addmm_(rows.to(total.dtype), b.to(total.dtype))
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the product of two matrices to `total`, which is in fp32, whatever the precision of the factors."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:  # no such product on a CPU
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
