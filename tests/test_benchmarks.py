@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers import CONFIGS, ROOT, environment
 
+from accelerate_recipes.args import parse
 from accelerate_recipes.launch.preflight import launch_environment
 from accelerate_recipes.models import new_bpe_tokenizer, new_llama, new_model
 from accelerate_recipes.strategy import environment_problems, lever_problems
@@ -173,7 +174,8 @@ def test_gpu_cases(case):
     flags = ["--config_file", str(CONFIGS / f"{case.config}.yaml"), "--num_processes", "1", *case.launch.split()]
     env = launch_environment([*flags, "recipe.py"])
     assert environment_problems(env, 1) == []
-    args = gpu_measure.Args(model_name_or_path="base" if "use_peft" in case.args else "", **case.args)
+    base = {"model_name_or_path": "base"} if "use_peft" in case.args else {}
+    args = parse(gpu_measure.Args, [f"--{name}={str(value).lower()}" for name, value in (case.args | base).items()])
     assert lever_problems(args, env, 1) == [] == args.problems(1)
 
 
@@ -210,8 +212,11 @@ def test_gpu_launch_that_hangs_or_fails(tmp_path):
     """It ends with all of its processes, and its last words are the result."""
     flags = argparse.Namespace(tiny=True, out=tmp_path)
     hung = gpu.Launch([gpu_cases.CASES["0.6B"]], flags, tmp_path)
-    processes = [hung.process, *psutil.Process(hung.process.pid).children(recursive=True)]
-    assert hung.measure(0.1) == "not over within 0 s" and not any(psutil.pid_exists(p.pid) for p in processes)
+    launcher = psutil.Process(hung.process.pid)
+    while not (processes := launcher.children()):  # the launcher has yet to start it
+        assert hung.process.poll() is None
+    assert hung.measure(0.1) == "not over within 0 s"
+    assert psutil.wait_procs([launcher, *processes], timeout=10)[1] == []
     flags.out = tmp_path / "none"  # where nothing can be written
     failed = gpu.Launch([gpu_cases.CASES["attention"]], flags, tmp_path)
     assert failed.measure(100).startswith("ended with 1: FileNotFoundError: ")

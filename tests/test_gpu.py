@@ -27,12 +27,11 @@ from helpers import CHILDREN, launch_ok, read_metrics
 from safetensors.torch import load_file
 from test_adapters import make_base
 from test_attention import CONFIGS, loss_and_gradients, make, packed
-from torch import nn
+from test_losses import compare_in_bf16
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate_recipes.attention import sdpa
 from accelerate_recipes.engine import to_device
-from accelerate_recipes.losses import linear_cross_entropy, summed_cross_entropy
 from accelerate_recipes.optim import add_compensated_
 
 pytestmark = [
@@ -188,22 +187,4 @@ def test_the_optimizers_kernel_computes_the_bits_of_operators(monkeypatch):
 
 
 def test_the_loss_without_logits_in_bf16():
-    """Over several chunks its gradients are as near to fp32 as those of whole logits: their sums are in fp32."""
-    head = nn.Linear(128, 2001, bias=False, device="cuda")
-    hidden, targets = torch.randn(2, 512, 128, device="cuda"), torch.randint(2001, (1024,), device="cuda")
-    head.weight.data, hidden = head.weight.data.bfloat16().float(), hidden.bfloat16().float()
-
-    def gradients(dtype: torch.dtype, whole: bool) -> list[torch.Tensor]:
-        layer, inputs = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
-        if whole:
-            loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
-        else:
-            loss = linear_cross_entropy(layer, targets, inputs)
-        (loss / 777).backward()
-        return [loss.detach(), layer.weight.grad.float(), inputs.grad.float()]
-
-    wanted, plain, found = (
-        gradients(*way) for way in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
-    )
-    for right, other, ours in zip(wanted, plain, found, strict=True):
-        assert (ours - right).norm() < 1.2 * (other - right).norm() + 1e-6 * right.norm()
+    compare_in_bf16(torch.device("cuda"))

@@ -20,6 +20,7 @@ from accelerate_recipes.losses import (
     linear_cross_entropy,
     next_token_loss,
     next_token_loss_without_logits,
+    summed_cross_entropy,
 )
 from accelerate_recipes.models import new_llama, new_model
 from accelerate_recipes.plan.ledger import Ledger
@@ -82,6 +83,33 @@ def test_in_bf16(autocast):
     for name, gradient in gradients.items():
         allowed = 1.2 * distance(plain_gradients[name], wanted_gradients[name])
         assert distance(gradient, wanted_gradients[name]) < allowed, name
+
+
+def compare_in_bf16(device: torch.device) -> None:
+    """Over 16 chunks gradients are as near to fp32 as those of whole logits: their sums are in fp32."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 501, bias=False, device=device)
+    hidden, targets = torch.randn(2, 2048, 64, device=device), torch.randint(501, (4096,), device=device)
+    head.weight.data, hidden = head.weight.data.bfloat16().float(), hidden.bfloat16().float()
+
+    def gradients(dtype: torch.dtype, whole: bool) -> list[torch.Tensor]:
+        layer, inputs = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
+        if whole:
+            loss = summed_cross_entropy(layer(inputs).flatten(0, 1), targets)
+        else:
+            loss = linear_cross_entropy(layer, targets, inputs)
+        (loss / 777).backward()
+        return [loss.detach(), layer.weight.grad.float(), inputs.grad.float()]
+
+    wanted, plain, found = (
+        gradients(*way) for way in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
+    )
+    for right, other, ours in zip(wanted, plain, found, strict=True):
+        assert (ours - right).norm() < 1.2 * (other - right).norm() + 1e-6 * right.norm()
+
+
+def test_sums_over_chunks_in_bf16():
+    compare_in_bf16(torch.device("cpu"))
 
 
 def test_no_logits_are_made(monkeypatch):
