@@ -383,6 +383,7 @@ def test_what_the_job_will_have(monkeypatch):
 
 def test_everything_wrong_at_once(monkeypatch, tmp_path):
     """Preflight reports at once what a launch would find one after the other, partly only after the queue."""
+    recipe.load(ROOT / "recipes/chess.py")  # what it imports asks for versions too
     monkeypatch.setattr(metadata, "version", lambda name: {"accelerate": "0.34.0"}.get(name) or missing(name))
     with pytest.raises(ConfigError) as caught:
         preflight(
@@ -403,7 +404,7 @@ def test_everything_wrong_at_once(monkeypatch, tmp_path):
         "dataset 'laion/strategic_game_chess' (**/chess_game_0001.parquet) is not in ",
     ):
         assert expected in str(caught.value)
-    assert "accelerate" not in str(caught.value).partition("HF_HUB_OFFLINE")[0]  # another version is a warning
+    assert "accelerate==" not in str(caught.value)  # another version is a warning
 
 
 def missing(name: str) -> None:
