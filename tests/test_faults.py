@@ -6,7 +6,6 @@ tests/children/faults.py.
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -280,16 +279,3 @@ def test_a_loss_that_is_not_finite_names_its_rows(forks, tmp_path):
     assert [17 in entry["rows"] for entry in micro_batches] == [entry["loss_sum"] == "nan" for entry in micro_batches]
     assert any(17 in entry["rows"] for entry in micro_batches)
     assert max(losses(out), default=0) == found["last_good_step"]
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(forks, tmp_path):
-    """A checkpoint of two ranks of fsdp_full, older than `run.Run`, continues with the losses of the run that wrote it."""
-    out = tmp_path / "out"
-    shutil.unpack_archive(Path(__file__).parent / "data/checkpoint-3.tar.gz", out)
-    assert forks.run(out, *DROPOUT, "--hidden_size", 8, "--max_steps", 6) == 0, out.with_suffix(".log").read_text()[
-        -3000:
-    ]
-    found = losses(out)
-    assert [found[step] for step in (3, 4, 5, 6)] == pytest.approx(
-        [4.616772651672363, 4.606539726257324, 4.604824066162109, 4.546948432922363], rel=1e-6
-    )

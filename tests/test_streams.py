@@ -471,9 +471,6 @@ def test_state_of_other_data_is_refused(text_shards):
         make_loader(text_shards).start_at(0, [state | {"shards": [7, "0"]}])
     with pytest.raises(ConfigError, match="with other names"):
         make_loader(text_shards).start_at(0, [state | {"shards": [len(text_shards.shards), "0"]}])
-    older = {stream: values[:6] for stream, values in state["streams"].items()}
-    with pytest.raises(ConfigError, match=r"the checkpoint is of an earlier version.*--model_name_or_path"):
-        make_loader(text_shards).start_at(0, [state | {"streams": older}])
 
 
 def test_streams_divide_among_the_ranks(text_shards):
@@ -720,8 +717,7 @@ def test_held_out_documents(split_into, corpus, tokenizer, tmp_path, pretokenise
     assert loader.state()["order"]["heldout_share"] == 0.3
     with pytest.raises(ConfigError, match=r"heldout_share is 0\.3, the checkpoint has 0\.0; set it back"):
         state = loader.state()
-        del state["order"]["heldout_share"]  # of an earlier version
-        loader.start_at(1, [state])
+        loader.start_at(1, [state | {"order": state["order"] | {"heldout_share": 0.0}}])
     with pytest.raises(
         DataError, match=r"no document of .* is held out to validate on by --heldout_share 1e-09; raise it"
     ):
@@ -761,8 +757,6 @@ def test_named_files_are_looked_at_before_a_launch(tmp_path):
         for named in ({}, {"validation_files": [file]}, {"dataset_name": "a"})
     ]
     assert shares == [0.05, 0, 0] and args().share_heldout == 0
-    old = args(train_files=[file])
-    assert old.settle({"num_streams": 24}) == [] and old.share_heldout == 0, "a run of an earlier version"
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 0.5])

@@ -132,9 +132,9 @@ class TrainedRows:
 
 
 def is_of_a_run(file: Path) -> bool:
-    """Tell whether a file is one that `TrainedRows.save` writes, perhaps in an earlier version."""
+    """Tell whether a file is one that `TrainedRows.save` writes."""
     try:
-        return {"rows", "trained", "settings"} <= {*json.loads(file.read_text(encoding="utf-8"))}
+        return TrainedRows.__dataclass_fields__.keys() == {*json.loads(file.read_text(encoding="utf-8"))}
     except (ValueError, TypeError):
         return False
 
@@ -159,8 +159,6 @@ def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
     if not is_of_a_run(file):
         return f"{file} was not written by a run"
     kept = json.loads(file.read_text(encoding="utf-8"))
-    if kept.keys() != TrainedRows.__dataclass_fields__.keys():
-        return f"{file} is of another version"
     first = TrainedRows(**kept | {"trained": [Rendering(*row) for row in kept["trained"]]})
     try:
         arguments = json.loads(json.dumps(arguments_of(export), default=str))

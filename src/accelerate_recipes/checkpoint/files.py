@@ -77,8 +77,8 @@ def read_marker(checkpoint: Path) -> dict:
     marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
         raise ValueError("it does not list the files of a checkpoint")
-    found, written = checksum_of(marker), marker.pop("checksum", None)  # earlier versions wrote none
-    if written not in (None, found):
+    found, written = checksum_of(marker), marker.pop("checksum", None)
+    if written != found:
         raise ValueError(f"its checksum is {found} instead of {written}")
     return marker
 
@@ -146,13 +146,7 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
         ConfigError: if they were trained in a model with other weights, whatever its name.
     """
     before = marker.get("base_model")  # absent for a whole model, where names are compared
-    if before and "checksum" not in before:
-        warnings.warn(
-            f"{checkpoint} was saved by a version that compared only a part of the model's weights; it was not checked that "
-            f"{base['name']} is {before['name']}, in which the adapters were trained",
-            stacklevel=2,
-        )
-    elif before and before["checksum"] != base["checksum"]:
+    if before and before["checksum"] != base["checksum"]:
         was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
         raise ConfigError(
             f"{checkpoint} holds adapters of {was}; {now} has other weights now. Restore the weights that "

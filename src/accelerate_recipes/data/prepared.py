@@ -21,12 +21,9 @@ from accelerate_recipes.errors import ConfigError
 
 
 def check_content(now: str, states: list[dict]) -> None:
-    """Raise ConfigError unless a checkpoint, with these data `states`, was trained on rows with this checksum.
-
-    A checksum of an earlier version may be the beginning of one of now.
-    """
+    """Raise ConfigError unless a checkpoint, with these data `states`, was trained on rows with this checksum."""
     then = states[0].get("content") if states else None
-    if then and not now.startswith(then):
+    if then and now != then:
         raise ConfigError(
             f"the training data are others than the checkpoint's: their checksum is {now}, was {then}; put the "
             "files back as they were, or start anew in another --output_dir"

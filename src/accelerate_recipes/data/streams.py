@@ -116,7 +116,7 @@ class StreamArgs:
         found = super().settle(saved)
         if self.num_streams or not self.is_streamed:
             return found
-        self.num_streams = saved.get("num_streams", NUM_STREAMS) if saved else fewest_streams(self.num_launched)
+        self.num_streams = saved.get("num_streams") or fewest_streams(self.num_launched)
         return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
 
@@ -178,11 +178,6 @@ class TextArgs(StreamArgs):
         names = ("dataset_name", "validation_dataset_files")
         is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
         return self.heldout_share if self.train_files and not is_named else 0.0
-
-    def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        if saved and "heldout_share" not in saved:  # a run of an earlier version has nothing held out
-            self.heldout_share = 0.0
-        return super().settle(saved)
 
     def train_shards(self) -> list[str]:
         """Find the files to train on."""
@@ -734,9 +729,8 @@ class StreamLoader:
             return
         then, now = states[0], self.state()
         for name, value in now["order"].items():
-            before = then["order"].get(name, Order._field_defaults.get(name))  # an early checkpoint has fewer
-            if before != value:
-                raise ConfigError(f"{name} is {value}, the checkpoint has {before}; set it back")
+            if then["order"][name] != value:
+                raise ConfigError(f"{name} is {value}, the checkpoint has {then['order'][name]}; set it back")
         if then["shards"] != now["shards"]:
             raise ConfigError(
                 f"the data are others than the checkpoint's: {now['shards'][0]} shards now, {then['shards'][0]} then"
@@ -744,18 +738,12 @@ class StreamLoader:
                 "shards that it started with"
             )
         for kind, version in self.version.items():
-            if then.get("version", {}).get(kind, version) != version:
+            if then["version"].get(kind, version) != version:
                 raise ConfigError(
                     f"the data changed since the checkpoint: {kind} {version} now, {then['version'][kind]} then; put them "
                     "back as they were (of a dataset on the Hub: --dataset_revision), or start anew in another --output_dir"
                 )
         streams = {stream: state for part in states for stream, state in part["streams"].items()}
-        if any(len(state) not in (7, len(StreamState._fields)) for state in streams.values()):
-            raise ConfigError(
-                "the checkpoint is of an earlier version, in which streams did not wait for each other at the end of an "
-                "epoch; it cannot be continued exactly. Go on from its model: `python -m accelerate_recipes export`, then "
-                "--model_name_or_path and another --output_dir"
-            )
         self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:

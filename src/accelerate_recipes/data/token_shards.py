@@ -168,7 +168,7 @@ def pretokenize(
         "text_column": text_column,
         "tokenizer": xxhash.xxh64_hexdigest(tokenizer.backend_tokenizer.to_str().encode()),
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "heldout_share": heldout_share or None,  # folders of earlier versions do not name it
+        "heldout_share": heldout_share,
     }
     if not (folder / MANIFEST).exists():
         folder.mkdir(parents=True, exist_ok=True)
