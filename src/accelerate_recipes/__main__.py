@@ -15,11 +15,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
-    printed = check.add_mutually_exclusive_group()
-    printed.add_argument(
-        "--shell", action="store_true", help="print assignments for a job script; messages go to stderr"
-    )
-    printed.add_argument("--show-row", action="store_true", help="prepare the data too, and print the first rows")
+    check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
     check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
     ahead = commands.add_parser("plan", help="predict memory and time of a run, by simulating a step", add_help=False)
     ahead.add_argument(
@@ -78,7 +74,7 @@ def main() -> None:
     try:
         # What is imported below imports torch and transformers, which a usage message does not need.
         if args.command == "preflight":
-            from accelerate_recipes.launch.preflight import preflight, read_request
+            from accelerate_recipes.launch.preflight import preflight
 
             found, assignments = preflight(args.argv)
             if args.shell:
@@ -86,8 +82,6 @@ def main() -> None:
                 print(assignments)
             else:
                 print(found)
-            if args.show_row:
-                show_rows(read_request(args.argv).command)
         elif args.command == "plan":
             from accelerate_recipes.launch.planning import plan
 
