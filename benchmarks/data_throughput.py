@@ -29,8 +29,9 @@ from machine import machine
 from pages import read_pages, write_shards
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.shards import read_documents, text_of
-from accelerate_recipes.data.streams import StreamLoader, TextShards
+from accelerate_recipes.data.documents import read_documents, text_of
+from accelerate_recipes.data.streams import StreamLoader
+from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.models import new_bpe_tokenizer
 
 NUM_PARTS = 20

@@ -32,8 +32,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data.augmentation import Augmentation, random_box
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import Augmentation, Images, Labelled, collate_images, random_box
+from accelerate_recipes.data.images import Images, Labelled, collate_images
 from accelerate_recipes.data.rows import EpochOrder, make_train_loader
 from accelerate_recipes.vision.classifiers import new_image_processor
 

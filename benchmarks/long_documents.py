@@ -20,7 +20,7 @@ from machine import machine
 from pages import PAGES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accelerate_recipes.data.shards import all_texts
+from accelerate_recipes.data.documents import all_texts
 
 DRAWS = 10_000  # of documents for the interval, of signs for the test
 BATCH = 8  # blocks with cut context in a forward pass

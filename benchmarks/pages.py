@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from accelerate_recipes.data.shards import all_texts, find_shards
+from accelerate_recipes.data.documents import all_texts
+from accelerate_recipes.data.shards import find_shards
 
 PAGES = Path(__file__).parents[1] / "data" / "c4_pydoc"
 

@@ -23,7 +23,8 @@ from machine import machine
 from pages import read_pages, write_shards
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.streams import NUM_STREAMS, StreamLoader, TextShards
+from accelerate_recipes.data.streams import NUM_STREAMS, StreamLoader
+from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.life import parent, workers
 from accelerate_recipes.models import new_bpe_tokenizer
 

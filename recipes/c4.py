@@ -24,7 +24,8 @@ from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import collate
 from accelerate_recipes.data.rows import make_eval_loader
-from accelerate_recipes.data.streams import StreamLoader, TextArgs, validation_rows
+from accelerate_recipes.data.streams import StreamLoader
+from accelerate_recipes.data.text import TextArgs, validation_rows
 from accelerate_recipes.data.token_shards import is_pretokenized, open_text
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts

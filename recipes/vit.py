@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data.augmentation import augmentation_of
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import ImageArgs, Images, augmentation_of, collate_images, load_images
+from accelerate_recipes.data.images import ImageArgs, Images, collate_images, load_images
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import train
 from accelerate_recipes.losses import count_labels

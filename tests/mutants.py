@@ -45,6 +45,7 @@ TESTS = {
     "data/packing": ["test_data.py", "test_engine.py"],
     "data/prepared": ["test_data.py", "test_changed_data.py"],
     "data/rows": ["test_data.py", "test_engine.py"],
+    "data/stream_order": ["test_streams.py"],
     "data/streams": ["test_streams.py"],
     "engine": ["test_engine.py", "test_metrics.py", "test_faults.py::test_chain_of_resumes", "test_faults.py::test_sigterm_to_all_processes_saves"],
     "generation": ["test_causal_models.py"],

@@ -13,7 +13,7 @@ from helpers import ROOT, launch_ok, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelerate_recipes.data.files import falls_under
-from accelerate_recipes.data.streams import ValidationRows
+from accelerate_recipes.data.text import ValidationRows
 
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12

@@ -9,13 +9,15 @@ from unittest.mock import Mock
 import datasets
 import pytest
 from helpers import ROOT
+from huggingface_hub import constants
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.prepared import checksum_of_rows
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.data.shards import shards_version
-from accelerate_recipes.data.streams import StreamLoader, TextShards
+from accelerate_recipes.data.streams import StreamLoader
+from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.data.text_pairs import PairSource, source_version
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
@@ -157,7 +159,7 @@ def test_shards_of_a_checkpoint(tmp_path, monkeypatch):
         resume(pretokenize(tmp_path / "others", tokenizer, lambda: [str(file)], {}), tokens)
 
     hub_url = "https://hub.example.org"
-    monkeypatch.setattr("accelerate_recipes.data.shards.constants.ENDPOINT", hub_url)
+    monkeypatch.setattr(constants, "ENDPOINT", hub_url)
     urls = [f"{hub_url}/datasets/allenai/c4/resolve/{commit}/en/a.jsonl" for commit in ("1a", "2b")]
     assert [shards_version([url]) for url in urls] == [{"commit": "1a"}, {"commit": "2b"}]
     assert shards_version(["https://example.org/a.jsonl"]) == {}

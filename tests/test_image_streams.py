@@ -27,8 +27,9 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import resolve
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data import streams
+from accelerate_recipes.data.augmentation import Augmentation, rand_augment
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
-from accelerate_recipes.data.images import Augmentation, load_images, rand_augment
+from accelerate_recipes.data.images import load_images
 from accelerate_recipes.data.tars import stream_images
 from accelerate_recipes.errors import ConfigError, DataError
 

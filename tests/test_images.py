@@ -20,19 +20,8 @@ from helpers import ROOT
 from PIL import Image
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.images import (
-    Augmentation,
-    ImageArgs,
-    Images,
-    Labelled,
-    augmentation_of,
-    collate_images,
-    decode,
-    groups_of_alike,
-    image_size,
-    load_images,
-    random_box,
-)
+from accelerate_recipes.data.augmentation import Augmentation, augmentation_of, decode, image_size, random_box
+from accelerate_recipes.data.images import ImageArgs, Images, Labelled, collate_images, groups_of_alike, load_images
 from accelerate_recipes.data.prepared import check_content
 from accelerate_recipes.data.rows import EpochOrder, make_eval_loader, make_train_loader
 from accelerate_recipes.errors import ConfigError, DataError

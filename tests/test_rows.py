@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 
 from accelerate_recipes import ranks, recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.data.documents import Retry, read_documents, text_of
 from accelerate_recipes.data.files import read_files
-from accelerate_recipes.data.shards import Retry, read_documents, text_of
 from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_columns
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games import rules

@@ -28,7 +28,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.data.streams import TextArgs
+from accelerate_recipes.data.text import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
 from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.errors import ConfigError, DataError, error_list, printable

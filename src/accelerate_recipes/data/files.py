@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import xxhash
 from datasets.data_files import DataFilesList
 
-from accelerate_recipes.data.shards import reading
+from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.tables import write_table
 from accelerate_recipes.disk import checksum, own_suffix
 from accelerate_recipes.errors import DataError

@@ -14,9 +14,12 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.data.images import Augmentation, Preparation, decode, some_names
-from accelerate_recipes.data.shards import Retry, read_again, reading, shards_version
-from accelerate_recipes.data.streams import Row, StreamLoader
+from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
+from accelerate_recipes.data.documents import Retry, read_again, reading
+from accelerate_recipes.data.images import some_names
+from accelerate_recipes.data.shards import shards_version
+from accelerate_recipes.data.stream_order import Row
+from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.tars import TarImage, stream_images
 from accelerate_recipes.errors import DataError
 

@@ -1,19 +1,14 @@
-"""Images with labels: read from the Hub, folders, Parquet or tar shards, split, decoded, and augmented.
+"""Images with labels: read from the Hub, folders, Parquet or tar shards, split, and decoded.
 
 Here are images with places of their own, from a disk; `image_streams` reads those of shards on the network.
-
-What chance does to an image of the training data is a pure function of (seed, epoch, row). So a resumed run, and one on
-another number of processes or loader workers, trains on the same pixels.
 """
 
 import contextlib
-import io
 import math
 import os
 import tarfile
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +17,12 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 import xxhash
-from PIL import Image, ImageOps
-from torch.nn import functional as F
+from PIL import Image
 from torch.utils.data import default_collate
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data.augmentation import Augmentation, Preparation, decode
+from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import read_split
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.shards import (
@@ -37,7 +33,6 @@ from accelerate_recipes.data.shards import (
     named_shards,
     needs_of_shards,
     parts_of_hub_path,
-    reading,
 )
 from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
@@ -50,33 +45,6 @@ THUMBNAIL = 16  # pixels of a side, by which images are compared
 ALIKE = 0.99  # correlation of two thumbnails above which they show the same
 NUM_READ = 10_000  # images, evenly spread, whose bytes tell the data of a resumed run from those of the checkpoint
 MOST_COMPARED = 50_000  # images; each is compared with all others
-RATIO = 4 / 3  # of the sides of a random crop, at most
-TORCHS_GENERATOR = threading.Lock()  # threads may augment at the same time, where a stream has no workers
-
-
-@dataclass
-class Augmentation:
-    """Arguments of the random augmentation of training images."""
-
-    crop_area: float = arg(
-        0.08, "Smallest area of a random crop, as a share of the image; 1: nothing is cropped.", above=0, max=1
-    )
-    horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
-    rand_augment: int = arg(
-        0,
-        "Operations of torchvision's RandAugment on each image; 0: none. torchvision is to be installed apart.",
-        min=0,
-        max=14,
-    )
-    mixup_alpha: float = arg(
-        0.0, "Mix each image with another, in shares drawn from Beta(this, this); 0: never.", min=0, max=100
-    )
-    cutmix_alpha: float = arg(
-        0.0,
-        "Paste a part of another image into each, of a share drawn from Beta(this, this); 0: never.",
-        min=0,
-        max=100,
-    )
 
 
 @dataclass
@@ -342,16 +310,6 @@ def read_bytes(image: dict) -> bytes:
         return shard.read(size)
 
 
-def decode(content: bytes) -> Image.Image:
-    """Decode an image to RGB, upright. Raises ValueError for one of which PIL would make white or black places, silently."""
-    with Image.open(io.BytesIO(content)) as opened:
-        if opened.mode[0] in "IF":
-            raise ValueError(
-                f"it has more than 8 bits a channel (PIL's mode {opened.mode}); convert the images to 8 bits"
-            )
-        return ImageOps.exif_transpose(opened).convert("RGB")
-
-
 def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
     """Tell which images to evaluate on. Images that look alike, directly or by way of others, lie on one side.
 
@@ -411,94 +369,6 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     return root.tolist()
 
 
-class Preparation:
-    """Preparation of images as tensors: by the model's own processor, or with an `augmentation`, to train on."""
-
-    def __init__(
-        self,
-        processor: Any,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
-        skips_broken: bool = False,
-    ):
-        self.processor, self.seed, self.skips_broken = processor, seed, skips_broken
-        self.augmentation = augmentation
-        self.size = image_size(processor)
-
-    def trained(
-        self,
-        key: tuple[int, ...],
-        number: int,
-        count: int,
-        image: Callable[[int], Image.Image | None],
-        label: Callable[[int], int],
-    ) -> dict[str, torch.Tensor]:
-        """Return `pixel_values`, (3, H, W), and `labels` of image `number`, as chance changes it, which `key` decides.
-
-        A mixed image also has `other_labels`, of one of `count` images, and the first's `share`.
-
-        Raises:
-            DataError: for an image that cannot be decoded, unless such are left out.
-        """
-        settings = self.augmentation
-        assert settings is not None
-        generator = np.random.default_rng(key)
-        first = self.decoded(image, number)
-        found = {"labels": torch.tensor(IGNORE_INDEX if first is None else label(number))}
-        pixels = self.augmented(first, generator)
-        if settings.mixup_alpha or settings.cutmix_alpha:
-            other, share = int(generator.integers(count)), 1.0
-            if (second := self.decoded(image, other)) is not None:
-                pixels, share = self.mixed(pixels, self.augmented(second, generator), generator)
-            other_label = IGNORE_INDEX if first is None else label(other)
-            found |= {"other_labels": torch.tensor(other_label), "share": torch.tensor(share)}
-        return found | {"pixel_values": normalized(pixels, self.processor)}
-
-    def decoded(self, image: Callable[[int], Image.Image | None], number: int) -> Image.Image | None:
-        """Decode an image by `image`; None for a broken one that is left out. Raises DataError."""
-        try:
-            return image(number)
-        except DataError:
-            if not self.skips_broken:
-                raise
-            return None
-
-    def augmented(self, image: Image.Image | None, generator: np.random.Generator) -> torch.Tensor:
-        """Crop, resize and mirror an image by chance; (3, H, W), from 0 to 255. None is black."""
-        if image is None:
-            return torch.zeros(3, self.size, self.size)
-        settings = self.augmentation
-        assert settings is not None
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if settings.crop_area < 1:
-            top, left, height, width = random_box(image.height, image.width, settings.crop_area, generator)
-            pixels = pixels[:, top : top + height, left : left + width]
-        resized = F.interpolate(pixels[None], size=(self.size, self.size), mode="bilinear", antialias=True)[0]
-        if settings.horizontal_flip and generator.random() < 0.5:
-            resized = resized.flip(-1)
-        return rand_augment(resized, settings.rand_augment, generator) if settings.rand_augment else resized.float()
-
-    def mixed(
-        self, pixels: torch.Tensor, other: torch.Tensor, generator: np.random.Generator
-    ) -> tuple[torch.Tensor, float]:
-        """Mix two images by mixup or cutmix, each half of the time if both are on; also return the first one's share.
-
-        Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
-        """
-        settings = self.augmentation
-        assert settings is not None
-        is_cut = settings.cutmix_alpha > 0 and (settings.mixup_alpha == 0 or generator.random() < 0.5)
-        alpha = settings.cutmix_alpha if is_cut else settings.mixup_alpha
-        share = float(generator.beta(alpha, alpha))
-        if not is_cut:
-            return share * pixels + (1 - share) * other, share
-        side = round(self.size * math.sqrt(1 - share))
-        top, left = (int(generator.integers(self.size - side + 1)) for _ in range(2))
-        pasted = pixels.clone()
-        pasted[:, top : top + side, left : left + side] = other[:, top : top + side, left : left + side]
-        return pasted, 1 - (side / self.size) ** 2
-
-
 class Images(Preparation, torch.utils.data.Dataset):
     """Images of one side as tensors.
 
@@ -548,56 +418,7 @@ class Images(Preparation, torch.utils.data.Dataset):
             return decode(read_bytes(image))
 
 
-def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
-    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does it after it has resized an image."""
-    if processor.do_rescale:
-        pixels = pixels * processor.rescale_factor
-    if not processor.do_normalize:
-        return pixels
-    mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
-    return (pixels - mean) / std
-
-
-def image_size(processor: Any) -> int:
-    """Return the side of the square images that a processor makes."""
-    crop = dict(processor.crop_size or {}) if getattr(processor, "do_center_crop", False) else {}
-    sizes = crop or dict(processor.size)
-    return int(sizes.get("height") or sizes["shortest_edge"])
-
-
-def random_box(height: int, width: int, smallest: float, generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw top, left, height and width of a part of an image, with an area from the share `smallest` on.
-
-    Source: Szegedy et al., Going Deeper with Convolutions, 2015, section 6; ten tries, then the whole, as in torchvision.
-    """
-    for _ in range(10):
-        area = height * width * generator.uniform(smallest, 1)
-        ratio = math.exp(generator.uniform(-math.log(RATIO), math.log(RATIO)))
-        box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-        if 0 < box_height <= height and 0 < box_width <= width:
-            top, left = generator.integers(height - box_height + 1), generator.integers(width - box_width + 1)
-            return int(top), int(left), box_height, box_width
-    return 0, 0, height, width
-
-
-def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Generator) -> torch.Tensor:
-    """Apply `num_ops` random operations to an image, (3, H, W) of bytes, which follow from the generator alone.
-
-    Source: Cubuk et al., RandAugment, 2020; torchvision's, which draws from torch's generator.
-    """
-    from torchvision.transforms.v2 import RandAugment  # pyright: ignore[reportMissingImports]
-
-    with TORCHS_GENERATOR, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(generator.integers(2**63)))
-        return RandAugment(num_ops)(pixels).float()
-
-
 def collate_images(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Put images into a batch; if one has an error, the batch is only that."""
     broken = next((row for row in rows if "error" in row), None)
     return broken or default_collate(rows)
-
-
-def augmentation_of(args: Augmentation) -> Augmentation:
-    """Copy the arguments of augmentation alone."""
-    return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

@@ -1,69 +1,42 @@
-"""Streams: an endless order of rows from shards, of text or of images, which any number of ranks can stop and resume.
+"""Streams of rows: their arguments, and the loader of a rank's rows, which any number of ranks can stop and resume.
 
-The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
-through its own documents and cuts them into rows of `max_length` tokens without padding: what does not fit continues
-in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.) The rows of the
-run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first row of each stream,
-the second of each that has a second, until none is left; then the remainders, less than a row from each stream, as many in a
-row as fit. So each document comes once in each epoch, however unequal the shards are, and optimizer step s trains on the B
-rows from s * B on, on any number of ranks.
-
-Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
-Once some have ended, the ranks agree which rows come next, and ranks with too many rows hand some to the others.
-
-The order of an epoch depends on (seed, epoch). The shards are permuted and dealt out to the streams. Shards left over
-(all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each
-takes every k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
-
-Every row carries the state of its stream after that row, eight numbers, so a checkpoint knows what was consumed, not what
-workers have prepared. To resume, each stream decompresses at most one shard from its start.
+`stream_order` says in which order the rows come. Rank r of W reads streams r, r + W, ...
 """
 
-import copy
 import heapq
 import math
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import chain, count, islice
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import PurePath
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from datasets import Dataset
-from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.data.files import falls_under
-from accelerate_recipes.data.packing import PackedRows, collate, pack_row
-from accelerate_recipes.data.shards import (
-    TXT,
-    Retry,
-    all_texts,
-    find_shards,
-    is_named_elsewhere,
-    named_shards,
-    needs_of_shards,
-    read_documents,
-    shards_version,
-    text_of,
-)
+from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.shown import NUM_ROWS
+from accelerate_recipes.data.stream_order import (
+    SHUFFLE_BLOCK,
+    Documents,
+    Order,
+    Row,
+    StreamState,
+    join_rests,
+    rows_of_epoch,
+    stream_rows,
+)
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
-SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
 HANDED_OVER = 16  # rows of a rank in one collective: every rank gets those of all, and an image's pixels are large
-ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
 
 
 def fewest_streams(world_size: int) -> int:
@@ -118,358 +91,6 @@ class StreamArgs:
             return found
         self.num_streams = saved.get("num_streams") or fewest_streams(self.num_launched)
         return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
-
-
-@dataclass
-class TextArgs(StreamArgs):
-    """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
-
-    shares_rows = True
-
-    dataset_name: str = arg(
-        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
-    )
-    dataset_revision: str = arg(
-        "", "Branch or commit of the dataset; default: the downloaded commit, else the newest of main.", fixed=False
-    )
-    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
-    validation_dataset_files: str = arg(
-        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
-    )
-    train_files: list[str] = arg(
-        [], "Paths or URLs of files to train on, or folders, instead of a dataset.", fixed=False
-    )
-    validation_files: list[str] = arg(
-        [], "Paths or URLs of files to validate on, or folders; default: a share of --train_files.", fixed=False
-    )
-    heldout_share: float = arg(
-        0.05,
-        "Share of the documents of --train_files to validate on, chosen by a hash of the text, where nothing else is named; "
-        "0: validate on the dataset.",
-        min=0,
-        below=1,
-    )
-    text_column: str = arg("text", "Key or column that holds the text.")
-    pretokenize: str = arg(
-        "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
-    )
-    min_document_tokens: int = arg(
-        0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
-    )
-
-    def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        for name in ("validation_files",) if self.pretokenize else ("train_files", "validation_files"):
-            here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
-            try:
-                named_shards(here)
-            except ConfigError as error:
-                found.append(f"--{name} {error}")
-        return found
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(self.train_files) and not any(map(is_named_elsewhere, self.train_files))
-
-    @property
-    def share_heldout(self) -> float:
-        """Share of the documents of --train_files that are validated on; 0 if other files are."""
-        fields = TextArgs.__dataclass_fields__
-        names = ("dataset_name", "validation_dataset_files")
-        is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
-        return self.heldout_share if self.train_files and not is_named else 0.0
-
-    def train_shards(self) -> list[str]:
-        """Find the files to train on."""
-        if self.train_files:
-            return named_shards(self.train_files)
-        return find_shards(self.dataset_name, self.dataset_files, "training", self.dataset_revision)
-
-    def validation_shards(self) -> list[str]:
-        """Find the files to validate on."""
-        if self.share_heldout:
-            return self.train_shards()
-        if self.validation_files:
-            return named_shards(self.validation_files)
-        return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
-
-    def train_texts(self) -> Iterator[str]:
-        """Read the documents to train on, shard by shard."""
-        texts = all_texts(self.train_shards(), self.text_column)
-        return (text for text in texts if not falls_under(text, self.share_heldout))
-
-    def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
-        """Open the text to validate on."""
-        share = self.share_heldout
-        return TextShards(
-            self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
-        )
-
-    def text_note(self, shards: Sequence[str]) -> str:
-        """Say, for the end of a line, what is held out, and what a document is where that is not clear; else nothing."""
-        held = f"; {self.share_heldout:.1%} of the documents, by a hash of their text, are validated on"
-        is_txt = any(shard.endswith(TXT) for shard in shards)
-        return (held if self.share_heldout else "") + ("; each .txt file is one document" if is_txt else "")
-
-    def text_datasets(self, training: bool) -> list[cache.HubDataset]:
-        """List what is read from the Hub for validation and, with `training`, for training."""
-        found = []
-        validated = self.train_files if self.share_heldout else self.validation_files
-        parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
-        for files, pattern in parts if training else parts[:1]:
-            dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
-            found += needs_of_shards(files) if files else [dataset]
-        return found
-
-    @property
-    def text_source(self) -> str:
-        """Name of the text's source, for messages."""
-        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
-
-
-class Documents(Protocol):
-    """Source of a stream's tokens: shards of text or of images, or shards that were tokenised beforehand."""
-
-    shards: Sequence[str]
-
-    def version(self) -> dict[str, str]:
-        """Return what changes when the data change, by kind: only values of one kind can be compared."""
-        ...
-
-    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
-        """Yield documents `first`, `first + stride`, ... of a shard, in a form that is cheap to skip."""
-        ...
-
-    def tokens(self, shard: int, documents: Any, first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
-        """Return the tokens of `documents`, from number `first` on: (T,) integers each, which end with the end token.
-
-        A document that is held out has none. The documents are those that a stream shuffles together in an `epoch`. An
-        image is one token, an object; what chance makes of it depends on the epoch, and may need any of the others.
-        """
-        ...
-
-
-@dataclass
-class TextShards:
-    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one.
-
-    Documents of which the hash falls under `heldout_share` are not read; with `is_heldout` no others are.
-    """
-
-    shards: Sequence[str]
-    tokenizer: PreTrainedTokenizerBase
-    text_column: str = "text"
-    retry: Retry = field(default_factory=Retry)
-    heldout_share: float = 0.0
-    is_heldout: bool = False
-    bos: list[int] = field(init=False)
-    backend: Tokenizer = field(init=False)
-
-    def __post_init__(self):
-        if self.tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
-        bos = self.tokenizer.bos_token_id
-        self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
-        # Use a copy: other callers change the truncation and padding of the original.
-        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
-        self.backend.no_truncation()
-        self.backend.no_padding()
-
-    def version(self) -> dict[str, str]:
-        return shards_version(self.shards)
-
-    def read(
-        self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
-    ) -> Iterator[tuple[int, bytes | str]]:
-        return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
-
-    def tokens(
-        self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
-    ) -> Iterator[np.ndarray]:
-        texts, size = [], 0
-        for index, document in islice(documents, first, None):
-            text = text_of(self.shards[shard], index, document, self.text_column)
-            texts.append(text if self.is_read(text) else None)
-            size += len(document)
-            if size >= ENCODE_BYTES:
-                yield from self.encode(texts)
-                texts, size = [], 0
-        yield from self.encode(texts)
-
-    def is_read(self, text: str | None) -> bool:
-        """Tell whether there is a document, and on this side of what is held out."""
-        return text is not None and falls_under(text, self.heldout_share) == self.is_heldout
-
-    def lengths(self, shard: int) -> np.ndarray:
-        """Count the tokens of each document of a shard."""
-        documents = self.read(shard, 0, 1, on_retry=lambda: None)
-        return np.array([len(tokens) for tokens in self.tokens(shard, documents)], dtype=np.int64)
-
-    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text; of None none. Nothing is truncated, whatever the tokenizer did last."""
-        eos = [self.tokenizer.eos_token_id]
-        # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
-        encodings = iter(
-            self.backend.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
-        )
-        ids = ([] if text is None else self.bos + next(encodings).ids + eos for text in texts)
-        return [np.array(tokens, dtype=np.int32) for tokens in ids]
-
-
-class StreamState(NamedTuple):
-    """Place in a stream where its next row begins, and counts of what came before."""
-
-    epoch: int = 0  # completed passes over all text
-    part: int = 0  # place in the epoch's list of the stream's shards
-    document: int = 0  # place among the stream's documents of this shard, in shuffled order
-    token: int = 0  # place in this document
-    rows: int = 0  # since the start of the epoch
-    tokens: int = 0  # since the start of the run
-    documents: int = 0  # documents that ended since the start of the run
-    left_out: int = 0  # documents with too few tokens since the start of the run
-
-
-class Order(NamedTuple):
-    """Settings that, besides the text, decide which rows the streams yield."""
-
-    num_streams: int
-    max_length: int
-    seed: int
-    shuffle_block: int = SHUFFLE_BLOCK
-    min_document_tokens: int = 0
-    heldout_share: float = 0.0
-
-
-class Row(NamedTuple):
-    """Whole row of a stream, or the remainder of its epoch, with fewer tokens or none.
-
-    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its remainders.
-    """
-
-    epoch: int
-    is_rest: bool
-    place: int  # number of rows before it in the stream's epoch * number of streams + the stream
-    tokens: np.ndarray  # (T,) integers, or one object
-    lengths: list[int]  # of the pieces of documents in the row
-    state: StreamState  # of its stream, after this row
-
-    @property
-    def key(self) -> tuple[int, bool, int]:
-        return self[:3]
-
-
-def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch], spawn_key=key)))
-
-
-def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
-    """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
-
-    With 24 or more shards, a stream owns whole shards, and each is read once. Shards left over are split rather than
-    dealt out, so that streams have nearly equal lengths; a single shard is decompressed by all 24 streams, which costs less
-    than tokenising it. Neighbouring streams share a shard, so that each rank has a part of each.
-    """
-    shards = generator(order.seed, epoch).permutation(num_shards).tolist()
-    left = num_shards % order.num_streams
-    whole = num_shards - left
-    parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
-    if left:
-        place = stream * left // order.num_streams
-        first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
-        parts.append((shards[whole + place], stream - first, end - first))
-    return parts
-
-
-def stream_documents(
-    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
-) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-    """Yield the documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
-    skip, size = state.document, order.shuffle_block
-    parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
-    for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
-        first_block, skip = divmod(skip, size)
-        documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
-        for block in count(first_block):
-            members = list(islice(documents, size))
-            if not members:
-                break
-            shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
-            chosen = [members[i] for i in shuffled]
-            for place, tokens in enumerate(source.tokens(shard, chosen, skip, state.epoch), skip):
-                yield (part, block * size + place), tokens
-            skip = 0
-        skip = 0
-
-
-def stream_rows(
-    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
-) -> Iterator[Row]:
-    """Yield the rows of one stream from `state` on, without end; each epoch ends with a remainder.
-
-    Raises:
-        DataError: if there is no document at all.
-    """
-
-    def row(is_rest: bool, behind: StreamState) -> Row:
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-        place = state.rows * order.num_streams + stream
-        return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
-
-    while True:
-        pieces, space = [], order.max_length
-        start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
-        for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
-            if len(tokens) < order.min_document_tokens:
-                left_out += len(tokens) > 0  # a blank line is no document
-                continue
-            while start < len(tokens):
-                piece = tokens[start : start + space]
-                pieces.append(piece)
-                space -= len(piece)
-                start += len(piece)
-                tokens_seen += len(piece)
-                is_end = start == len(tokens)
-                ended += is_end
-                if space == 0:
-                    place = (document + 1, 0) if is_end else (document, start)
-                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
-                    yield row(False, behind)
-                    state, pieces, space = behind, [], order.max_length
-            start = 0
-        if not pieces and state.rows == 0:
-            check_not_empty(source, order, on_retry)
-        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended, left_out=left_out)
-        yield row(True, behind)
-        state = behind
-
-
-def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
-    """Raise DataError if no shard has a document that is long enough: a stream would search for one for ever."""
-
-    def has_one(shard: int) -> bool:
-        documents = source.read(shard, 0, 1, on_retry)
-        while members := list(islice(documents, order.shuffle_block)):
-            if any(len(tokens) >= max(1, order.min_document_tokens) for tokens in source.tokens(shard, members)):
-                return True
-        return False
-
-    if not any(map(has_one, range(len(source.shards)))):
-        more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
-        least = f" of --min_document_tokens {order.min_document_tokens} or more" if order.min_document_tokens else ""
-        left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
-        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}{left}")
-
-
-def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
-    """Count the rows of an epoch, of the numbers of tokens of each shard's documents."""
-    whole, rests = 0, []
-    for stream in range(order.num_streams):
-        parts = parts_of_stream(order, len(lengths), stream, epoch)
-        read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
-        rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
-        whole += rows
-        rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))
-    return whole + len(join_rests(sorted(rests), order.max_length))
 
 
 class StreamRows(IterableDataset):
@@ -776,96 +397,7 @@ def single_rows(lists: Iterator[list[Row] | str]) -> Iterator[Row]:
         yield from rows
 
 
-Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
-
-
-def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
-    """Join remainders of an epoch that follow each other, as many as fit into a row; whole rows stay single."""
-    joined: list[list[Offer]] = []
-    space = 0
-    for row in rows:
-        (epoch, is_rest, _), length, _ = row
-        if length == 0:
-            continue
-        if is_rest and joined and joined[-1][0][0][:2] == (epoch, True) and length <= space:
-            joined[-1].append(row)
-            space -= length
-        else:
-            joined.append([row])
-            space = max_length - length
-    return joined
-
-
 def fingerprint(shards: Sequence[str]) -> list:
     """Return the number of shards and a hash of their names, without folders: a run may continue with a copy of the data."""
     names = "\n".join(PurePath(shard).name for shard in shards)
     return [len(shards), xxhash.xxh64_hexdigest(names.encode())]
-
-
-class ValidationRows(NamedTuple):
-    """Fixed rows on which the model is validated, for `make_eval_loader`."""
-
-    rows: PackedRows
-    texts: list[str]  # the documents in the rows; the last may be cut
-    bytes_per_token: float  # of these documents, in UTF-8
-
-    def measures(self, loss: float) -> dict[str, float]:
-        """Return the loss in nats per token, e to its power, and bits per byte, which compares across tokenizers."""
-        # A token at the start of a row or document is no target; assume that it costs as much as the others.
-        bits_per_byte = loss / math.log(2) / self.bytes_per_token
-        perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
-        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
-
-
-def validation_rows(
-    source: TextShards,
-    num_rows: int,
-    max_length: int,
-    pad_token_id: int,
-    document_mask: bool,
-    min_document_tokens: int = 0,
-) -> ValidationRows:
-    """Read the first `num_rows` rows of the documents in their own order into memory; fewer if the shards hold fewer.
-
-    The last row may be padded then.
-
-    Raises:
-        DataError: for shards without documents.
-    """
-    texts: list[str] = []
-    pieces: list[np.ndarray] = []
-    wanted, num_tokens = num_rows * max_length, 0
-    for shard in range(len(source.shards)):
-        documents = source.read(shard, 0, 1, on_retry=lambda: None)
-        while num_tokens < wanted and (document := list(islice(documents, 1))):
-            text = text_of(source.shards[shard], *document[0], source.text_column)
-            (tokens,) = source.encode([text]) if source.is_read(text) else ([],)
-            if len(tokens) >= max(1, min_document_tokens):
-                texts.append(text)
-                pieces.append(tokens)
-                num_tokens += len(tokens)
-    if not texts:
-        least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
-        more = f" and {len(source.shards) - 3} more" if len(source.shards) > 3 else ""
-        shown = ", ".join(source.shards[:3]) + more
-        if source.is_heldout:
-            raise DataError(
-                f"no document{least} of {shown} is held out to validate on by --heldout_share {source.heldout_share}; raise "
-                "it, or give --validation_files"
-            )
-        raise DataError(f"there is no document{least} to validate on in {shown}")
-    bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
-    tokens = np.concatenate(pieces)[:wanted]
-    is_start = np.zeros(num_tokens, dtype=bool)
-    is_start[np.cumsum([0, *(len(piece) for piece in pieces[:-1])])] = True
-    is_start[::max_length] = True
-    starts = np.flatnonzero(is_start[: len(tokens)])
-    lengths = np.diff(np.append(starts, len(tokens)))
-    first = range(0, len(tokens), max_length)
-    rows = Dataset.from_dict(
-        {
-            "input_ids": [tokens[i : i + max_length] for i in first],
-            "lengths": [lengths[(starts >= i) & (starts < i + max_length)] for i in first],
-        }
-    )
-    return ValidationRows(PackedRows(rows, max_length, pad_token_id, document_mask), texts, bytes_per_token)

@@ -18,7 +18,7 @@ import pyarrow.csv
 import pyarrow.json
 from datasets.table import table_cast
 
-from accelerate_recipes.data.shards import check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.documents import check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed at once

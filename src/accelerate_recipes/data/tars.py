@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from accelerate_recipes.data.shards import CHUNK
+from accelerate_recipes.data.documents import CHUNK
 from accelerate_recipes.errors import DataError
 
 TAR = ".tar"

@@ -25,8 +25,9 @@ import xxhash
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from accelerate_recipes.data.shards import Retry, is_named_elsewhere, is_remote
-from accelerate_recipes.data.streams import TextArgs, TextShards
+from accelerate_recipes.data.documents import Retry, is_remote
+from accelerate_recipes.data.shards import is_named_elsewhere
+from accelerate_recipes.data.text import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_first_rank

@@ -12,10 +12,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
+from accelerate_recipes.data.documents import reading
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.packing import pack_documents
 from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
-from accelerate_recipes.data.shards import reading
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache

@@ -1,0 +1,327 @@
+"""Documents of a shard, read one by one from a disk or over the network, and decompressed on the fly; nothing is kept."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import tarfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import constants
+from huggingface_hub.utils import build_hf_headers
+
+from accelerate_recipes.errors import DataError, first_line
+
+TXT = ".txt"
+CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
+# A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
+# Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
+IDLE_SECONDS = 10.0
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def reading(source: object) -> Iterator[None]:
+    """Turn any error of `datasets`, pyarrow and other readers into one message.
+
+    Raises:
+        DataError: naming the source, and what is wrong with it.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        raise DataError(f"{source} cannot be read: {reason}") from error
+
+
+class Retry(NamedTuple):
+    """Settings for retries on a failing network. The defaults give up after about five minutes without a byte."""
+
+    tries: int = 10
+    wait: float = 1.0  # seconds before the second try; doubles with each, up to `longest_wait`
+    longest_wait: float = 60.0
+    timeout: float = 30.0  # seconds without a byte after which a connection counts as dead
+
+
+def is_remote(shard: str) -> bool:
+    return shard.startswith(("http://", "https://"))
+
+
+def read_documents(
+    shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
+) -> Iterator[tuple[int, bytes | str]]:
+    """Read documents `first`, `first + stride`, ... of a shard, as (index, line of JSON, or text).
+
+    Documents before `first` are decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
+    `on_retry` is called before each new try.
+
+    Raises:
+        DataError: naming the shard, what is wrong with it, and how often it was tried.
+    """
+    if shard.endswith(".parquet"):
+        return parquet_rows(shard, text_column, first, stride)
+
+    def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes | str]:
+        if shard.endswith(TXT):
+            return whole_text(shard, chunks, first)
+        return lines(gunzip(chunks) if shard.endswith(".gz") else chunks, first, stride)
+
+    return read_again(shard, first, stride, parse, retry, on_retry)
+
+
+def read_again(
+    shard: str,
+    first: int,
+    stride: int,
+    parse: Callable[[Iterator[bytes], int], Iterator[T]],
+    retry: Retry,
+    on_retry: Callable[[], None],
+) -> Iterator[tuple[int, T]]:
+    """Yield items `first`, `first + stride`, ... of a shard, as (index, item), reading it again if it came damaged.
+
+    `parse(chunks, first)` yields the items from `first` on, and raises an error of zlib or tarfile, or EOFError, for damage.
+
+    Raises:
+        DataError: naming the shard, what is wrong with it, and how often it was tried.
+    """
+    failures = 0
+    while True:
+        chunks = fetch(shard, retry, on_retry) if is_remote(shard) else read_file(shard)
+        try:
+            for item in parse(chunks, first):
+                yield first, item
+                first, failures = first + stride, 0
+            return
+        except (zlib.error, EOFError, tarfile.TarError) as error:  # damaged on the server, or in transfer
+            failures += 1
+            if not is_remote(shard):
+                raise DataError(f"{shard} {error}") from None
+            wait_or_give_up(f"{shard} {error}", failures, retry, on_retry)
+
+
+def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
+    """Yield the texts of all documents, shard after shard."""
+    for shard in shards:
+        for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
+            if (text := text_of(shard, index, document, text_column)) is not None:
+                yield text
+
+
+def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
+    """Read documents of a Parquet file; row groups before `first` are not read at all."""
+    try:
+        file = open_parquet(shard)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{shard} is not Parquet: {first_line(error)}") from None
+    if text_column not in file.schema_arrow.names:
+        raise DataError(f"{shard} has the columns {file.schema_arrow.names}, but no {text_column!r}")
+    start = 0
+    for group in range(file.num_row_groups):
+        end = start + file.metadata.row_group(group).num_rows
+        if first < end:
+            try:
+                column = file.read_row_group(group, columns=[text_column]).column(0)
+                column.validate(full=True)  # also checks that text is UTF-8
+                if len(column) != end - start:
+                    raise OSError(f"there are {len(column)}")
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(f"{shard} is damaged in rows {start} to {end - 1}: {first_line(error)}") from None
+            for index in range(first, end, stride):
+                text = column[index - start].as_py()
+                if not isinstance(text, str):
+                    raise DataError(f"{shard}, row {index}: {text_column!r} is no text, but {type(text).__name__}")
+                yield index, text
+                first = index + stride
+        start = end
+
+
+def open_parquet(file: str) -> pq.ParquetFile:
+    """Open a Parquet file, whose pages are checked if it has checksums of them."""
+    return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
+
+
+def read_file(path: str) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the bytes of a file on the network; after a failure, continue at the same byte.
+
+    Raises:
+        DataError: at once for an answer that will not change (such as 404), else after `retry.tries` failures in a row.
+    """
+    position = failures = 0
+    while True:
+        try:
+            with open_at(url, position, retry.timeout) as response:
+                # A server that ignores the range sends the file from its start.
+                skip = 0 if response.status == 206 else position
+                while chunk := response.read(CHUNK):
+                    new, skip = chunk[skip:], max(0, skip - len(chunk))
+                    if new:
+                        position, failures = position + len(new), 0
+                        handed_over = time.monotonic()
+                        yield new
+                        if time.monotonic() - handed_over > IDLE_SECONDS:
+                            break
+                else:
+                    if response.length:  # http.client accepts a short body as whole
+                        raise http.client.IncompleteRead(b"", response.length)
+                    return
+        except urllib.error.HTTPError as error:
+            if error.code == 416:  # nothing after `position`: the whole file was read
+                return
+            reason = f"HTTP {error.code} {error.reason}"
+            if error.code not in (408, 425, 429) and error.code < 500:
+                raise DataError(f"{url} cannot be read: {reason}") from None
+            failures += 1
+            wait_or_give_up(f"{url} cannot be read: {reason}", failures, retry, on_retry, error.headers["Retry-After"])
+        # These are timeouts, refused and broken connections, unknown hosts, and bodies that end early.
+        except (OSError, http.client.HTTPException) as error:
+            failures += 1
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            wait_or_give_up(f"{url} cannot be read from byte {position}: {reason}", failures, retry, on_retry)
+
+
+def open_at(url: str, position: int, timeout: float) -> http.client.HTTPResponse:
+    request = urllib.request.Request(url)
+    if url.startswith(f"{constants.ENDPOINT}/"):
+        for name, value in build_hf_headers().items():
+            # The Hub redirects to a server that must not see the token, and that refuses a request with it.
+            request.add_unredirected_header(name, value)
+    if position:
+        request.add_header("Range", f"bytes={position}-")
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
+def wait_or_give_up(
+    problem: str, failures: int, retry: Retry, on_retry: Callable[[], None], retry_after: str | None = None
+) -> None:
+    """Sleep longer after each failure in a row; raise DataError after the last."""
+    if failures >= retry.tries:
+        raise DataError(f"{problem} (tried {failures} times)") from None
+    seconds = retry.wait * 2 ** (failures - 1)
+    if retry_after and retry_after.isdecimal():
+        seconds = max(seconds, int(retry_after))
+    # Hundreds of processes meet the same failure at the same time, and should not retry at the same time. This generator is
+    # separate, because the global one is part of the checkpoint.
+    seconds = min(seconds, retry.longest_wait) * random.Random().uniform(0.75, 1)
+    on_retry()
+    time.sleep(seconds)
+
+
+def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Decompress a gzip file with one or several members.
+
+    Raises:
+        zlib.error: for damaged data. EOFError: if the data end too early.
+    """
+    inflate, ended, total = zlib.decompressobj(wbits=31), False, 0
+    for chunk in chunks:
+        total += len(chunk)
+        while chunk and not (ended and not chunk.strip(b"\0")):  # a file may be padded with zeros
+            if ended:
+                inflate = zlib.decompressobj(wbits=31)
+            try:
+                data = inflate.decompress(chunk)
+            except zlib.error as error:
+                kind = "is not gzip" if total == len(chunk) else f"is damaged before byte {total}"
+                raise zlib.error(f"{kind}: {first_line(error)}") from None
+            ended, chunk = inflate.eof, inflate.unused_data
+            if data:
+                yield data
+    if not ended:
+        raise EOFError(f"is cut off: its gzip data do not end after {total} bytes")
+
+
+def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
+    """Yield lines `first`, `first + stride`, ...; lines before `first` are counted, but not split."""
+    rest = b""  # start of a line whose end was not read yet
+    for chunk in chunks:
+        if first and first >= (ended := chunk.count(b"\n")):
+            first -= ended
+            rest = chunk[chunk.rfind(b"\n") + 1 :] if first == 0 else b""
+            continue
+        *whole, rest = (rest + chunk).split(b"\n")
+        own = whole[first::stride]
+        yield from own
+        first += len(own) * stride - len(whole)
+    if rest and first == 0:
+        yield rest
+
+
+def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
+    """Yield the text of a file, its only document, number 0, unless it is empty.
+
+    Raises:
+        DataError: if it is not UTF-8.
+    """
+    content = b"".join(chunks) if first == 0 else b""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
+    if text.strip():
+        yield text
+
+
+def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str | None:
+    """Extract the text from a line that `read_documents` yields; None from a blank one, which holds no document.
+
+    Raises:
+        DataError: naming shard and line, if it is not JSON or has no text.
+    """
+    if isinstance(document, str):
+        return document
+    if not document.strip():
+        return None
+    record = record_of(shard, index, document)
+    if text_column not in record:
+        raise DataError(f"{shard}, line {index + 1} has no {text_column!r}, but the keys {list(record)}")
+    text = record[text_column]
+    if not isinstance(text, str):
+        raise DataError(f"{shard}, line {index + 1}: {text_column!r} is no text, but {type(text).__name__}")
+    check_characters(text, f"{shard}, line {index + 1}: {text_column!r}")
+    return text
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raise DataError for half of a surrogate pair. JSON can contain one, but neither UTF-8 nor tokens can represent it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where} holds \\u{ord(text[error.start]):x}, which is no character") from None
+
+
+def record_of(file: str, index: int, line: bytes) -> dict:
+    """Parse the JSON object in a line.
+
+    Raises:
+        DataError: naming file and line (from 1), if it is not a JSON object.
+    """
+    where = f"{file}, line {index + 1}"
+    try:
+        record = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept invalid UTF-8
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {first_line(error)}") from None
+    if record is None:
+        raise DataError(f"{where} is no JSON object, but null; remove it")
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is no JSON object, but a {type(record).__name__}")
+    return record

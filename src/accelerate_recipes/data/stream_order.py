@@ -1,0 +1,226 @@
+"""Order of the rows of streams: endless, from shards of text or of images, and the same on any number of ranks.
+
+The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
+through its own documents and cuts them into rows of `max_length` tokens without padding: what does not fit continues
+in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.) The rows of the
+run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first row of each stream,
+the second of each that has a second, until none is left; then the remainders, less than a row from each stream, as many in a
+row as fit. So each document comes once in each epoch, however unequal the shards are, and optimizer step s trains on the B
+rows from s * B on, on any number of ranks.
+
+Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
+Once some have ended, the ranks agree which rows come next, and ranks with too many rows hand some to the others.
+
+The order of an epoch depends on (seed, epoch). The shards are permuted and dealt out to the streams. Shards left over
+(all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each
+takes every k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
+
+Every row carries the state of its stream after that row, eight numbers, so a checkpoint knows what was consumed, not what
+workers have prepared. To resume, each stream decompresses at most one shard from its start.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from accelerate_recipes.errors import DataError
+
+Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
+SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
+
+
+class Documents(Protocol):
+    """Source of a stream's tokens: shards of text or of images, or shards that were tokenised beforehand."""
+
+    shards: Sequence[str]
+
+    def version(self) -> dict[str, str]:
+        """Return what changes when the data change, by kind: only values of one kind can be compared."""
+        ...
+
+    def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
+        """Yield documents `first`, `first + stride`, ... of a shard, in a form that is cheap to skip."""
+        ...
+
+    def tokens(self, shard: int, documents: Any, first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
+        """Return the tokens of `documents`, from number `first` on: (T,) integers each, which end with the end token.
+
+        A document that is held out has none. The documents are those that a stream shuffles together in an `epoch`. An
+        image is one token, an object; what chance makes of it depends on the epoch, and may need any of the others.
+        """
+        ...
+
+
+class StreamState(NamedTuple):
+    """Place in a stream where its next row begins, and counts of what came before."""
+
+    epoch: int = 0  # completed passes over all text
+    part: int = 0  # place in the epoch's list of the stream's shards
+    document: int = 0  # place among the stream's documents of this shard, in shuffled order
+    token: int = 0  # place in this document
+    rows: int = 0  # since the start of the epoch
+    tokens: int = 0  # since the start of the run
+    documents: int = 0  # documents that ended since the start of the run
+    left_out: int = 0  # documents with too few tokens since the start of the run
+
+
+class Order(NamedTuple):
+    """Settings that, besides the text, decide which rows the streams yield."""
+
+    num_streams: int
+    max_length: int
+    seed: int
+    shuffle_block: int = SHUFFLE_BLOCK
+    min_document_tokens: int = 0
+    heldout_share: float = 0.0
+
+
+class Row(NamedTuple):
+    """Whole row of a stream, or the remainder of its epoch, with fewer tokens or none.
+
+    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its remainders.
+    """
+
+    epoch: int
+    is_rest: bool
+    place: int  # number of rows before it in the stream's epoch * number of streams + the stream
+    tokens: np.ndarray  # (T,) integers, or one object
+    lengths: list[int]  # of the pieces of documents in the row
+    state: StreamState  # of its stream, after this row
+
+    @property
+    def key(self) -> tuple[int, bool, int]:
+        return self[:3]
+
+
+def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch], spawn_key=key)))
+
+
+def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
+    """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
+
+    With 24 or more shards, a stream owns whole shards, and each is read once. Shards left over are split rather than
+    dealt out, so that streams have nearly equal lengths; a single shard is decompressed by all 24 streams, which costs less
+    than tokenising it. Neighbouring streams share a shard, so that each rank has a part of each.
+    """
+    shards = generator(order.seed, epoch).permutation(num_shards).tolist()
+    left = num_shards % order.num_streams
+    whole = num_shards - left
+    parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
+    if left:
+        place = stream * left // order.num_streams
+        first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
+        parts.append((shards[whole + place], stream - first, end - first))
+    return parts
+
+
+def stream_documents(
+    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
+) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Yield the documents of one stream from `state` to the end of its epoch, as ((part, document), tokens)."""
+    skip, size = state.document, order.shuffle_block
+    parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
+    for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
+        first_block, skip = divmod(skip, size)
+        documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
+        for block in count(first_block):
+            members = list(islice(documents, size))
+            if not members:
+                break
+            shuffled = generator(order.seed, state.epoch, shard, residue, block).permutation(len(members)).tolist()
+            chosen = [members[i] for i in shuffled]
+            for place, tokens in enumerate(source.tokens(shard, chosen, skip, state.epoch), skip):
+                yield (part, block * size + place), tokens
+            skip = 0
+        skip = 0
+
+
+def stream_rows(
+    source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
+) -> Iterator[Row]:
+    """Yield the rows of one stream from `state` on, without end; each epoch ends with a remainder.
+
+    Raises:
+        DataError: if there is no document at all.
+    """
+
+    def row(is_rest: bool, behind: StreamState) -> Row:
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        place = state.rows * order.num_streams + stream
+        return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
+
+    while True:
+        pieces, space = [], order.max_length
+        start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
+        for (part, document), tokens in stream_documents(source, order, stream, state, on_retry):
+            if len(tokens) < order.min_document_tokens:
+                left_out += len(tokens) > 0  # a blank line is no document
+                continue
+            while start < len(tokens):
+                piece = tokens[start : start + space]
+                pieces.append(piece)
+                space -= len(piece)
+                start += len(piece)
+                tokens_seen += len(piece)
+                is_end = start == len(tokens)
+                ended += is_end
+                if space == 0:
+                    place = (document + 1, 0) if is_end else (document, start)
+                    behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
+                    yield row(False, behind)
+                    state, pieces, space = behind, [], order.max_length
+            start = 0
+        if not pieces and state.rows == 0:
+            check_not_empty(source, order, on_retry)
+        behind = StreamState(state.epoch + 1, tokens=tokens_seen, documents=ended, left_out=left_out)
+        yield row(True, behind)
+        state = behind
+
+
+def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
+    """Raise DataError if no shard has a document that is long enough: a stream would search for one for ever."""
+
+    def has_one(shard: int) -> bool:
+        documents = source.read(shard, 0, 1, on_retry)
+        while members := list(islice(documents, order.shuffle_block)):
+            if any(len(tokens) >= max(1, order.min_document_tokens) for tokens in source.tokens(shard, members)):
+                return True
+        return False
+
+    if not any(map(has_one, range(len(source.shards)))):
+        more = f" and {len(source.shards) - 1} more" if len(source.shards) > 1 else ""
+        least = f" of --min_document_tokens {order.min_document_tokens} or more" if order.min_document_tokens else ""
+        left = f", beside the {order.heldout_share:.1%} held out" if order.heldout_share else ""
+        raise DataError(f"there is no document{least} to train on in {source.shards[0]}{more}{left}")
+
+
+def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
+    """Count the rows of an epoch, of the numbers of tokens of each shard's documents."""
+    whole, rests = 0, []
+    for stream in range(order.num_streams):
+        parts = parts_of_stream(order, len(lengths), stream, epoch)
+        read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
+        rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
+        whole += rows
+        rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))
+    return whole + len(join_rests(sorted(rests), order.max_length))
+
+
+def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
+    """Join remainders of an epoch that follow each other, as many as fit into a row; whole rows stay single."""
+    joined: list[list[Offer]] = []
+    space = 0
+    for row in rows:
+        (epoch, is_rest, _), length, _ = row
+        if length == 0:
+            continue
+        if is_rest and joined and joined[-1][0][0][:2] == (epoch, True) and length <= space:
+            joined[-1].append(row)
+            space -= length
+        else:
+            joined.append([row])
+            space = max_length - length
+    return joined

@@ -1,0 +1,274 @@
+"""Text from shards to pretrain on: which files, what is held out of them, and their tokens."""
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from datasets import Dataset
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.data.documents import TXT, Retry, all_texts, read_documents, text_of
+from accelerate_recipes.data.files import falls_under
+from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.data.shards import (
+    find_shards,
+    is_named_elsewhere,
+    named_shards,
+    needs_of_shards,
+    shards_version,
+)
+from accelerate_recipes.data.streams import StreamArgs
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.hub import cache
+
+ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
+
+
+@dataclass
+class TextArgs(StreamArgs):
+    """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
+
+    shares_rows = True
+
+    dataset_name: str = arg(
+        "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
+    )
+    dataset_revision: str = arg(
+        "", "Branch or commit of the dataset; default: the downloaded commit, else the newest of main.", fixed=False
+    )
+    dataset_files: str = arg("en/c4-train.*.json.gz", "Pattern of the dataset's files to train on.", fixed=False)
+    validation_dataset_files: str = arg(
+        "en/c4-validation.*.json.gz", "Pattern of the dataset's files to validate on.", fixed=False
+    )
+    train_files: list[str] = arg(
+        [], "Paths or URLs of files to train on, or folders, instead of a dataset.", fixed=False
+    )
+    validation_files: list[str] = arg(
+        [], "Paths or URLs of files to validate on, or folders; default: a share of --train_files.", fixed=False
+    )
+    heldout_share: float = arg(
+        0.05,
+        "Share of the documents of --train_files to validate on, chosen by a hash of the text, where nothing else is named; "
+        "0: validate on the dataset.",
+        min=0,
+        below=1,
+    )
+    text_column: str = arg("text", "Key or column that holds the text.")
+    pretokenize: str = arg(
+        "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
+    )
+    min_document_tokens: int = arg(
+        0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        for name in ("validation_files",) if self.pretokenize else ("train_files", "validation_files"):
+            here = [file for file in getattr(self, name) if not (is_named_elsewhere(file) or self.is_elsewhere(file))]
+            try:
+                named_shards(here)
+            except ConfigError as error:
+                found.append(f"--{name} {error}")
+        return found
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.train_files) and not any(map(is_named_elsewhere, self.train_files))
+
+    @property
+    def share_heldout(self) -> float:
+        """Share of the documents of --train_files that are validated on; 0 if other files are."""
+        fields = TextArgs.__dataclass_fields__
+        names = ("dataset_name", "validation_dataset_files")
+        is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
+        return self.heldout_share if self.train_files and not is_named else 0.0
+
+    def train_shards(self) -> list[str]:
+        """Find the files to train on."""
+        if self.train_files:
+            return named_shards(self.train_files)
+        return find_shards(self.dataset_name, self.dataset_files, "training", self.dataset_revision)
+
+    def validation_shards(self) -> list[str]:
+        """Find the files to validate on."""
+        if self.share_heldout:
+            return self.train_shards()
+        if self.validation_files:
+            return named_shards(self.validation_files)
+        return find_shards(self.dataset_name, self.validation_dataset_files, "validation", self.dataset_revision)
+
+    def train_texts(self) -> Iterator[str]:
+        """Read the documents to train on, shard by shard."""
+        texts = all_texts(self.train_shards(), self.text_column)
+        return (text for text in texts if not falls_under(text, self.share_heldout))
+
+    def validation_text(self, tokenizer: PreTrainedTokenizerBase) -> "TextShards":
+        """Open the text to validate on."""
+        share = self.share_heldout
+        return TextShards(
+            self.validation_shards(), tokenizer, self.text_column, heldout_share=share, is_heldout=share > 0
+        )
+
+    def text_note(self, shards: Sequence[str]) -> str:
+        """Say, for the end of a line, what is held out, and what a document is where that is not clear; else nothing."""
+        held = f"; {self.share_heldout:.1%} of the documents, by a hash of their text, are validated on"
+        is_txt = any(shard.endswith(TXT) for shard in shards)
+        return (held if self.share_heldout else "") + ("; each .txt file is one document" if is_txt else "")
+
+    def text_datasets(self, training: bool) -> list[cache.HubDataset]:
+        """List what is read from the Hub for validation and, with `training`, for training."""
+        found = []
+        validated = self.train_files if self.share_heldout else self.validation_files
+        parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
+        for files, pattern in parts if training else parts[:1]:
+            dataset = cache.HubDataset(self.dataset_name, files=pattern, revision=self.dataset_revision, streamed=True)
+            found += needs_of_shards(files) if files else [dataset]
+        return found
+
+    @property
+    def text_source(self) -> str:
+        """Name of the text's source, for messages."""
+        return ", ".join(self.train_files) or f"{self.dataset_name} ({self.dataset_files})"
+
+
+@dataclass
+class TextShards:
+    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one.
+
+    Documents of which the hash falls under `heldout_share` are not read; with `is_heldout` no others are.
+    """
+
+    shards: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase
+    text_column: str = "text"
+    retry: Retry = field(default_factory=Retry)
+    heldout_share: float = 0.0
+    is_heldout: bool = False
+    bos: list[int] = field(init=False)
+    backend: Tokenizer = field(init=False)
+
+    def __post_init__(self):
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end token, which would end each document; set its eos_token")
+        bos = self.tokenizer.bos_token_id
+        self.bos = [bos] if bos is not None and self.tokenizer("a")["input_ids"][0] == bos else []
+        # Use a copy: other callers change the truncation and padding of the original.
+        self.backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    def version(self) -> dict[str, str]:
+        return shards_version(self.shards)
+
+    def read(
+        self, shard: int, first: int, stride: int, on_retry: Callable[[], None]
+    ) -> Iterator[tuple[int, bytes | str]]:
+        return read_documents(self.shards[shard], self.text_column, first, stride, self.retry, on_retry)
+
+    def tokens(
+        self, shard: int, documents: Iterable[tuple[int, bytes | str]], first: int = 0, epoch: int = 0
+    ) -> Iterator[np.ndarray]:
+        texts, size = [], 0
+        for index, document in islice(documents, first, None):
+            text = text_of(self.shards[shard], index, document, self.text_column)
+            texts.append(text if self.is_read(text) else None)
+            size += len(document)
+            if size >= ENCODE_BYTES:
+                yield from self.encode(texts)
+                texts, size = [], 0
+        yield from self.encode(texts)
+
+    def is_read(self, text: str | None) -> bool:
+        """Tell whether there is a document, and on this side of what is held out."""
+        return text is not None and falls_under(text, self.heldout_share) == self.is_heldout
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """Count the tokens of each document of a shard."""
+        documents = self.read(shard, 0, 1, on_retry=lambda: None)
+        return np.array([len(tokens) for tokens in self.tokens(shard, documents)], dtype=np.int64)
+
+    def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
+        """Return the token ids (int32) of each text; of None none. Nothing is truncated, whatever the tokenizer did last."""
+        eos = [self.tokenizer.eos_token_id]
+        # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
+        encodings = iter(
+            self.backend.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
+        )
+        ids = ([] if text is None else self.bos + next(encodings).ids + eos for text in texts)
+        return [np.array(tokens, dtype=np.int32) for tokens in ids]
+
+
+class ValidationRows(NamedTuple):
+    """Fixed rows on which the model is validated, for `make_eval_loader`."""
+
+    rows: PackedRows
+    texts: list[str]  # the documents in the rows; the last may be cut
+    bytes_per_token: float  # of these documents, in UTF-8
+
+    def measures(self, loss: float) -> dict[str, float]:
+        """Return the loss in nats per token, e to its power, and bits per byte, which compares across tokenizers."""
+        # A token at the start of a row or document is no target; assume that it costs as much as the others.
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
+        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
+
+
+def validation_rows(
+    source: TextShards,
+    num_rows: int,
+    max_length: int,
+    pad_token_id: int,
+    document_mask: bool,
+    min_document_tokens: int = 0,
+) -> ValidationRows:
+    """Read the first `num_rows` rows of the documents in their own order into memory; fewer if the shards hold fewer.
+
+    The last row may be padded then.
+
+    Raises:
+        DataError: for shards without documents.
+    """
+    texts: list[str] = []
+    pieces: list[np.ndarray] = []
+    wanted, num_tokens = num_rows * max_length, 0
+    for shard in range(len(source.shards)):
+        documents = source.read(shard, 0, 1, on_retry=lambda: None)
+        while num_tokens < wanted and (document := list(islice(documents, 1))):
+            text = text_of(source.shards[shard], *document[0], source.text_column)
+            (tokens,) = source.encode([text]) if source.is_read(text) else ([],)
+            if len(tokens) >= max(1, min_document_tokens):
+                texts.append(text)
+                pieces.append(tokens)
+                num_tokens += len(tokens)
+    if not texts:
+        least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
+        more = f" and {len(source.shards) - 3} more" if len(source.shards) > 3 else ""
+        shown = ", ".join(source.shards[:3]) + more
+        if source.is_heldout:
+            raise DataError(
+                f"no document{least} of {shown} is held out to validate on by --heldout_share {source.heldout_share}; raise "
+                "it, or give --validation_files"
+            )
+        raise DataError(f"there is no document{least} to validate on in {shown}")
+    bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
+    tokens = np.concatenate(pieces)[:wanted]
+    is_start = np.zeros(num_tokens, dtype=bool)
+    is_start[np.cumsum([0, *(len(piece) for piece in pieces[:-1])])] = True
+    is_start[::max_length] = True
+    starts = np.flatnonzero(is_start[: len(tokens)])
+    lengths = np.diff(np.append(starts, len(tokens)))
+    first = range(0, len(tokens), max_length)
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [tokens[i : i + max_length] for i in first],
+            "lengths": [lengths[(starts >= i) & (starts < i + max_length)] for i in first],
+        }
+    )
+    return ValidationRows(PackedRows(rows, max_length, pad_token_id, document_mask), texts, bytes_per_token)
