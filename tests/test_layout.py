@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "losses": {"args", "attention", "errors", "probes", "sequence"},
     "sharing": {"attention", "errors", "losses", "probes", "ranks"},
     "games": {"args", "data", "disk", "errors", "generation", "hub", "ranks"},
-    "data": {"args", "attention", "disk", "errors", "hub", "life", "losses", "ranks"},
+    "data": {"args", "attention", "disk", "errors", "hub", "life", "losses", "picture", "ranks"},
     "distributed": {"args", "attention", "errors", "optim", "ranks", "sequence", "strategy", "weights"},
     "agenda": {"checkpoint", "data", "distributed", "errors", "life", "metrics", "ranks", "run"},
     "trial": {"adapters", "args", "data", "errors", "hub", "losses", "models", "pretrained"},

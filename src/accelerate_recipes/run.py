@@ -11,11 +11,10 @@
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +32,13 @@ from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.data import shown
+from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.errors import printable
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
-from accelerate_recipes.picture import Bars, Curves, draw_images, draw_run
+from accelerate_recipes.picture import Bars, Curves, draw_run
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_shared_masks
 
@@ -46,12 +46,6 @@ from accelerate_recipes.sharing import check_shared_masks
 # recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:
 # under DDP one run in eight hung this way (torch 2.13).
 _runs: list["Run"] = []
-
-
-class HasRows(Protocol):
-    """Source of batches that can show its first rows."""
-
-    def first_batch(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -131,28 +125,14 @@ class Run(Generic[Args]):
             ConfigError: if no row has a target.
             DataReady: if data are all that is wanted (--data_only).
         """
-
-        def show() -> str:
-            parts = [
-                (name, shown.rows_of(loader.first_batch(), tokenizer, classes)) for name, loader in loaders.items()
-            ]
-            counted, which = "", "the first"
-            if num_targets is not None:
-                counted = f"Rows to train on: {shown.count_line(num_targets, counts or {})}"
-            elif "Training" in loaders:  # a stream: nobody has counted its rows
-                first = np.array([row.num_targets for row in dict(parts)["Training"]])
-                counted, which = f"The first rows to train on: {shown.count_line(first, {})}", "they"
-            if self.writes_rows:
-                shown.write_rows(self.output_dir, parts, counted)
-            if num_targets is not None:
-                shown.check_targets(num_targets)
-            if counted:
-                self.print(counted + (f"; {which} are in {self.output_dir / 'rows.txt'}" if self.writes_rows else ""))
-            return "\n".join(shown.as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
-
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):
             return
-        text = on_first_rank(show)
+        folder = self.output_dir if self.writes_rows else None
+        counted, text = on_first_rank(
+            lambda: shown.first_rows(folder, tokenizer, loaders, num_targets, counts or {}, classes)
+        )
+        if counted:
+            self.print(counted)
         if self.args.data_only:
             print(text, flush=True)  # a process alone; the text has colours
             raise DataReady
@@ -165,21 +145,9 @@ class Run(Generic[Args]):
         Raises:
             DataReady: if data are all that is wanted (--data_only).
         """
-
-        def show() -> None:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            drawn = []
-            for part, loader in loaders.items():
-                batch = loader.first_batch()
-                mean, std = (torch.tensor(values) for values in (processor.image_mean, processor.image_std))
-                pixels = (batch["pixel_values"].movedim(1, -1) * std + mean).clamp(0, 1).numpy()
-                texts = [f"{part}\n{names[label] if label >= 0 else 'broken'}" for label in batch["labels"].tolist()]
-                drawn += [(image, text, True) for image, text in zip(pixels, texts, strict=True)]
-            draw_images(file, drawn, "Images as they are trained")
-
         file = self.output_dir / "rows.png"
         if self.writes_rows and not (self.resumed_from and on_first_rank(file.exists)):
-            on_first_rank(show)
+            on_first_rank(lambda: shown.draw_first_images(file, loaders, names, processor))
         if self.args.data_only:
             self.print(f"The first images are in {file}")
             raise DataReady

@@ -1,10 +1,11 @@
 """First rows of a run as a reader sees them: what is read, what is a target of the loss, and where documents begin."""
 
 import html
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
 from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.picture import draw_images
 
 NUM_ROWS = 3  # shown of each kind
 MAX_TOKENS = 2000  # shown of a row
@@ -24,6 +26,12 @@ h2 { font-size: 1.1em; color: #222; margin-top: 2em; } .row { white-space: pre-w
 span { border-right: 1px solid #eee; } .target { background: #d9f2dc; color: #0b4d1a; font-weight: 600; }
 .special { outline: 1px solid #c78b00; color: #8a5a00; } hr { border: 0; border-top: 1px dashed #999; }
 """
+
+
+class HasRows(Protocol):
+    """Source of batches that can show its first rows."""
+
+    def first_batch(self) -> dict[str, Any]: ...
 
 
 class Token(NamedTuple):
@@ -54,6 +62,48 @@ class ShownRow(NamedTuple):
         parts += [f"{num_documents} documents"] if num_documents > 1 else []
         parts += [f"{self.num_padding:,} of padding left out"] if self.num_padding else []
         return f"{self.title}: {', '.join(parts)}"
+
+
+def first_rows(
+    folder: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    loaders: dict[str, HasRows],
+    num_targets: np.ndarray | int | None,
+    counts: dict[str, int],
+    classes: Sequence[str],
+) -> tuple[str, str]:
+    """Write the first rows of each loader into a folder, if any; return a line of counts, and the rows for a terminal.
+
+    Raises:
+        ConfigError: if no row has a target.
+    """
+    parts = [(name, rows_of(loader.first_batch(), tokenizer, classes)) for name, loader in loaders.items()]
+    counted, which = "", "the first"
+    if num_targets is not None:
+        counted = f"Rows to train on: {count_line(num_targets, counts)}"
+    elif "Training" in loaders:  # a stream: nobody has counted its rows
+        first = np.array([row.num_targets for row in dict(parts)["Training"]])
+        counted, which = f"The first rows to train on: {count_line(first, {})}", "they"
+    if folder:
+        write_rows(folder, parts, counted)
+    if num_targets is not None:
+        check_targets(num_targets)
+    if folder and counted:
+        counted += f"; {which} are in {folder / 'rows.txt'}"
+    return counted, "\n".join(as_text(*part, in_colour=sys.stdout.isatty()) for part in parts)
+
+
+def draw_first_images(file: Path, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
+    """Draw the first images of each loader; `names` are the classes'."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    mean, std = (torch.tensor(values) for values in (processor.image_mean, processor.image_std))
+    for part, loader in loaders.items():
+        batch = loader.first_batch()
+        pixels = (batch["pixel_values"].movedim(1, -1) * std + mean).clamp(0, 1).numpy()
+        texts = [f"{part}\n{names[label] if label >= 0 else 'broken'}" for label in batch["labels"].tolist()]
+        drawn += [(image, text, True) for image, text in zip(pixels, texts, strict=True)]
+    draw_images(file, drawn, "Images as they are trained")
 
 
 def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: Sequence[str] = ()) -> list[ShownRow]:
