@@ -1,35 +1,35 @@
-"""Legal-move rate and next-move accuracy, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""Legal-move rate and next-move accuracy, as an `evaluate` metric. `evaluate.load` takes this file's path.
+
+Shares of the moves predicted in chess positions that are legal, and that are the played move; over all positions, by phase
+of the game, and over positions that occur in no training game.
+"""
 
 import datasets
 import evaluate
 
 from accelerate_recipes.games.rules import PHASES, is_legal
 
-DESCRIPTION = """
-Shares of the moves predicted in chess positions that are legal, and that are the played move; over all positions, by phase
-of the game, and over positions that occur in no training game.
-"""
-
-INPUTS = """
-Args:
-    predictions: moves in UCI; anything else counts as illegal.
-    references: the moves that were played.
-    prefixes: the moves before each prediction, separated by spaces.
-    phases: `opening`, `middlegame` or `endgame` for each prediction.
-    seen: for each prediction, whether a training game begins with the same moves.
-Returns:
-    legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs, and as
-    <name>_unseen if there are unseen positions.
-"""
-
 
 class ChessMoves(evaluate.Metric):
+    """Metric of predicted moves.
+
+    Args:
+        predictions: moves in UCI; anything else counts as illegal.
+        references: the moves that were played.
+        prefixes: the moves before each prediction, separated by spaces.
+        phases: `opening`, `middlegame` or `endgame` for each prediction.
+        seen: for each prediction, whether a training game begins with the same moves.
+    Returns:
+        legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs, and as
+        <name>_unseen if there are unseen positions.
+    """
+
     def _info(self):
         features = dict.fromkeys(("predictions", "references", "prefixes", "phases"), datasets.Value("string"))
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
+            description=__doc__,
             citation="",
-            inputs_description=INPUTS,
+            inputs_description=self.__doc__,
             features=datasets.Features(features | {"seen": datasets.Value("bool")}),
         )
 

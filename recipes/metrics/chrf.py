@@ -1,4 +1,8 @@
-"""chrF from the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""chrF from the package sacrebleu, as an `evaluate` metric. `evaluate.load` takes this file's path.
+
+F-score of the 1- to 6-grams of characters, where recall counts twice; papers call it chrF2. It says more than BLEU for short
+texts, and for languages with many forms of a word.
+"""
 
 from itertools import zip_longest
 
@@ -6,27 +10,23 @@ import datasets
 import evaluate
 from sacrebleu.metrics import CHRF
 
-DESCRIPTION = """
-F-score of the 1- to 6-grams of characters, where recall counts twice; papers call it chrF2. It says more than BLEU for short
-texts, and for languages with many forms of a word.
-"""
-
-INPUTS = """
-Args:
-    predictions: texts.
-    references: a list of texts for each prediction; the lists may differ in length.
-Returns:
-    chrf, from 0 to 100.
-"""
-
 
 class Chrf(evaluate.Metric):
+    """Metric chrF.
+
+    Args:
+        predictions: texts.
+        references: a list of texts for each prediction; the lists may differ in length.
+    Returns:
+        chrf, from 0 to 100.
+    """
+
     def _info(self):
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
+            description=__doc__,
             citation="Popovic 2015, chrF: character n-gram F-score for automatic MT evaluation",
-            inputs_description=INPUTS,
+            inputs_description=self.__doc__,
             features=datasets.Features({"predictions": text, "references": datasets.List(text)}),
         )
 

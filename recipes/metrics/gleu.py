@@ -1,13 +1,5 @@
-"""GLEU for grammatical error correction, as an `evaluate` metric. `evaluate.load` takes this file's path."""
+"""GLEU for grammatical error correction, as an `evaluate` metric. `evaluate.load` takes this file's path.
 
-import math
-import random
-from collections import Counter
-
-import datasets
-import evaluate
-
-DESCRIPTION = """
 BLEU of the correction, except that an n-gram of the source counts against the correction if the correction keeps it and the
 reference does not. Over the whole corpus, n = 1 to 4, without smoothing; words are separated by white space. To compare with
 published numbers, give text with separated punctuation, such as JFLEG. With several references, the result is the mean over
@@ -16,14 +8,12 @@ published numbers, give text with separated punctuation, such as JFLEG. With sev
 This is not the GLEU of translation (google_bleu), which does not see the source.
 """
 
-INPUTS = """
-Args:
-    predictions: corrected texts.
-    references: a list of right corrections for each prediction.
-    sources: the texts to correct.
-Returns:
-    gleu, from 0 to 100.
-"""
+import math
+import random
+from collections import Counter
+
+import datasets
+import evaluate
 
 CITATION = """
 Napoles et al. 2015, Ground Truth for Grammatical Error Correction Metrics, section 3, as corrected in
@@ -35,12 +25,22 @@ NUM_DRAWS = 500
 
 
 class Gleu(evaluate.Metric):
+    """Metric GLEU.
+
+    Args:
+        predictions: corrected texts.
+        references: a list of right corrections for each prediction.
+        sources: the texts to correct.
+    Returns:
+        gleu, from 0 to 100.
+    """
+
     def _info(self):
         text = datasets.Value("string")
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
+            description=__doc__,
             citation=CITATION,
-            inputs_description=INPUTS,
+            inputs_description=self.__doc__,
             features=datasets.Features({"predictions": text, "references": datasets.List(text), "sources": text}),
         )
 

@@ -1,5 +1,10 @@
 """Top-1 and top-5 accuracy and calibration of a classifier of images, as an `evaluate` metric. `evaluate.load` takes this
-file's path."""
+file's path.
+
+Shares of the images whose label is the most probable class, and is among the five most probable ones; over all images, and
+the first also by class. The calibration error is the mean distance between a prediction's probability and the share of
+right predictions, over 15 bins of equal width, weighted by the number of predictions in each.
+"""
 
 import datasets
 import evaluate
@@ -7,23 +12,18 @@ import numpy as np
 
 NUM_BINS = 15
 
-DESCRIPTION = """
-Shares of the images whose label is the most probable class, and is among the five most probable ones; over all images, and
-the first also by class. The calibration error is the mean distance between a prediction's probability and the share of
-right predictions, over 15 bins of equal width, weighted by the number of predictions in each.
-"""
-
-INPUTS = """
-Args:
-    predictions: the most probable classes of each image, the first five or all, from the most probable one on.
-    references: the label of each image.
-    probabilities: that of the first prediction.
-Returns:
-    accuracy, top5_accuracy, calibration_error (shares of 1), and by_class: for each label that occurs, the accuracy.
-"""
-
 
 class ImageClasses(evaluate.Metric):
+    """Metric of predicted classes.
+
+    Args:
+        predictions: the most probable classes of each image, the first five or all, from the most probable one on.
+        references: the label of each image.
+        probabilities: that of the first prediction.
+    Returns:
+        accuracy, top5_accuracy, calibration_error (shares of 1), and by_class: for each label that occurs, the accuracy.
+    """
+
     def _info(self):
         number = datasets.Value("int64")
         features = {
@@ -32,9 +32,9 @@ class ImageClasses(evaluate.Metric):
             "probabilities": datasets.Value("float64"),
         }
         return evaluate.MetricInfo(
-            description=DESCRIPTION,
+            description=__doc__,
             citation="Guo et al. 2017, On Calibration of Modern Neural Networks",
-            inputs_description=INPUTS,
+            inputs_description=self.__doc__,
             features=datasets.Features(features),
         )
 
