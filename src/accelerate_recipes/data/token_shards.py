@@ -1,14 +1,12 @@
 """Text shards tokenised once, which streams then read instead of text: the same rows in the same order.
 
-A folder holds, for text shard i,
+A folder holds `manifest.json`, what the tokens are made from, and for text shard i,
 
     shard-<i>.tokens     the tokens of its documents, one after another, little-endian uint16, or uint32 for more than
-                         65,536 different tokens; read through a memory map
-    shard-<i>.ends       where each document ends in the tokens, uint64
-    shard-<i>.json       size and checksum of the two files, and of the text, if that is a file; written last, so a shard
+                         65,536 different tokens; behind them, where each document ends in them, uint64. It is read
+                         through a memory map
+    shard-<i>.json       size and checksum of that file, and of the text, if that is a file; written last, so a shard
                          with this file is finished
-
-and `manifest.json`, written when all shards are finished: what they were made from, and their entries.
 """
 
 import contextlib
@@ -44,43 +42,44 @@ class TokenShards:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest = read_token_manifest(self.folder)
-        self.shards = [entry["shard"] for entry in self.manifest["shards"]]
-        for i, entry in enumerate(self.manifest["shards"]):
-            for suffix, described in entry["files"].items():
-                file = shard_file(self.folder, i, suffix)
-                if not file.is_file() or file.stat().st_size != described["size"]:
-                    raise ConfigError(
-                        f"{file} is missing, or has not the {described['size']} bytes it was written with; remove "
-                        f"{file.with_suffix('.json')} and {self.folder / MANIFEST}, and --pretokenize makes it again"
-                    )
+        if not is_pretokenized(self.folder):
+            raise ConfigError(f"{folder} is not whole: --pretokenize has not finished there")
+        self.manifest = read_json(self.folder / MANIFEST)
+        self.shards = self.manifest["shards"]
+        self.entries = [read_json(shard_file(self.folder, i, "json")) for i in range(len(self.shards))]
+        for i, entry in enumerate(self.entries):
+            file = shard_file(self.folder, i, "tokens")
+            if not file.is_file() or file.stat().st_size != entry["size"]:
+                raise ConfigError(
+                    f"{file} is missing, or has not the {entry['size']} bytes it was written with; remove "
+                    f"{file.with_suffix('.json')}, and --pretokenize makes it again"
+                )
 
     def version(self) -> dict[str, str]:
-        entries = [sorted(entry["files"].items()) for entry in self.manifest["shards"]]
+        entries = [[entry["size"], entry["checksum"]] for entry in self.entries]
         return {"tokens": xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())}
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[int]:
-        self._check(shard)
-        return iter(range(first, self.manifest["shards"][shard]["documents"], stride))
+        file, wanted = shard_file(self.folder, shard, "tokens"), self.entries[shard]["checksum"]
+        if (found := checksum_once(file)) != wanted:
+            raise DataError(
+                f"{file} is damaged: its checksum is {found} instead of {wanted}; remove {file.with_suffix('.json')}, and "
+                "--pretokenize makes it again"
+            )
+        return iter(range(first, self.entries[shard]["documents"], stride))
 
     def tokens(self, shard: int, documents: Sequence[int], first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
-        ends = opened(shard_file(self.folder, shard, "ends"), "<u8")
-        tokens = opened(shard_file(self.folder, shard, "tokens"), self.manifest["dtype"])
+        tokens, ends = self._opened(shard)
         for document in documents[first:]:
             yield tokens[int(ends[document - 1]) if document else 0 : int(ends[document])]
 
     def lengths(self, shard: int) -> np.ndarray:
         """Count the tokens of each document of a shard."""
-        return np.diff(np.array(opened(shard_file(self.folder, shard, "ends"), "<u8"), dtype=np.int64), prepend=0)
+        return np.diff(self._opened(shard)[1].astype(np.int64), prepend=0)
 
-    def _check(self, shard: int) -> None:
-        for suffix, described in self.manifest["shards"][shard]["files"].items():
-            file = shard_file(self.folder, shard, suffix)
-            if (found := checksum_once(file)) != described["checksum"]:
-                raise DataError(
-                    f"{file} is damaged: its checksum is {found} instead of {described['checksum']}; remove "
-                    f"{file.with_suffix('.json')} and {self.folder / MANIFEST}, and --pretokenize makes it again"
-                )
+    def _opened(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        file = shard_file(self.folder, shard, "tokens")
+        return opened(file, self.manifest["dtype"], self.entries[shard]["tokens"])
 
 
 @cache
@@ -90,25 +89,27 @@ def checksum_once(file: Path) -> str:
 
 
 @lru_cache(maxsize=64)
-def opened(file: Path, dtype: str) -> np.ndarray:
+def opened(file: Path, dtype: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Map the tokens of a shard into memory, and the places where its documents end in them."""
     # An empty file cannot be mapped.
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+    content = np.memmap(file, np.uint8, mode="r") if file.stat().st_size else np.empty(0, np.uint8)
+    size = num_tokens * np.dtype(dtype).itemsize
+    return content[:size].view(dtype), content[size:].view("<u8")
 
 
 def shard_file(folder: Path, shard: int, suffix: str) -> Path:
     return folder / f"shard-{shard:05d}.{suffix}"
 
 
-def is_pretokenized(folder: str) -> bool:
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def is_pretokenized(folder: str | Path) -> bool:
     """Tell whether `pretokenize` has finished in a folder; "" means no folder."""
-    return bool(folder) and (Path(folder) / MANIFEST).is_file()
-
-
-def read_token_manifest(folder: Path) -> dict:
-    try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {MANIFEST}: --pretokenize has not finished there") from None
+    if not folder or not (manifest := Path(folder) / MANIFEST).is_file():
+        return False
+    return all(shard_file(Path(folder), i, "json").is_file() for i in range(len(read_json(manifest)["shards"])))
 
 
 def open_text(
@@ -171,42 +172,44 @@ def pretokenize(
         "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
         "heldout_share": heldout_share,
     }
-    if not (folder / MANIFEST).exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if not is_pretokenized(folder):
         source = TextShards(here or find(), tokenizer, text_column, retry or Retry(), heldout_share)
         dtype = "<u2" if len(tokenizer) <= 2**16 else "<u4"
-        made_from = asked | key | {"shards": [Path(shard).name for shard in source.shards]}
-        check_key(folder, made_from, "key.json", write=rank == 0)
+        made_from = asked | key | {"dtype": dtype, "shards": [Path(shard).name for shard in source.shards]}
+        if rank == 0 and not (folder / MANIFEST).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / MANIFEST, json.dumps(made_from, indent=1))
+        wait_for(folder / MANIFEST)
+        check_key(folder, made_from)
         check_text(folder, source.shards)
         tokenize_missing(folder, source, dtype, rank, world_size)
-        if rank == 0:
-            write_token_manifest(folder, asked | key | {"dtype": dtype}, len(source.shards))
-        else:
-            while not (folder / MANIFEST).exists():
-                time.sleep(0.2)
-    entries = read_token_manifest(folder)["shards"]
-    is_known = bool(here) and all(entry.get("text") for entry in entries)
-    check_key(folder, key if is_known else asked | key, MANIFEST)
+        for shard in range(len(source.shards)):  # by whichever rank
+            wait_for(shard_file(folder, shard, "json"))
+        for leftover in folder.glob("*.partial-*") if rank == 0 else ():  # of killed attempts
+            leftover.unlink()
+    found = TokenShards(folder)
+    is_known = bool(here) and all(entry["text"] for entry in found.entries)
+    check_key(folder, key if is_known else asked | key)
     if is_known:
-        if len(here) != len(entries):
+        if len(here) != len(found.shards):
             raise ConfigError(
-                f"{folder} was tokenised from {len(entries)} files, now there are {len(here)}; give --pretokenize another "
-                "folder"
+                f"{folder} was tokenised from {len(found.shards)} files, now there are {len(here)}; give --pretokenize "
+                "another folder"
             )
         check_text(folder, here)
-    return TokenShards(folder)
+    return found
 
 
-def text_of_shard(shard: str) -> dict | None:
-    """Describe the file of a text shard: where it is unchanged since, its content need not be read. None for a URL."""
-    return None if is_remote(shard) else {"seen": size_and_times(shard), "checksum": checksum(Path(shard))}
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.2)
 
 
 def check_text(folder: Path, shards: Sequence[str]) -> None:
     """Raise ConfigError for a text shard that was tokenised, and has another content now."""
     for i, shard in enumerate(shards):
         entry = shard_file(folder, i, "json")
-        then = json.loads(entry.read_text(encoding="utf-8")).get("text") if entry.exists() else None
+        then = read_json(entry)["text"] if entry.exists() else None
         if not then or is_remote(shard) or size_and_times(shard) == then["seen"]:
             continue
         if checksum(Path(shard)) != then["checksum"]:
@@ -216,14 +219,9 @@ def check_text(folder: Path, shards: Sequence[str]) -> None:
             )
 
 
-def check_key(folder: Path, key: dict, file: str, write: bool = False) -> None:
-    """Raise ConfigError unless the file agrees with everything in `key`; if there is no file, `write` it."""
-    path = folder / file
-    if write and not path.exists():
-        write_atomically(path, json.dumps(key, indent=1))
-    while not path.exists():
-        time.sleep(0.2)
-    written = json.loads(path.read_text(encoding="utf-8"))
+def check_key(folder: Path, key: dict) -> None:
+    """Raise ConfigError unless the manifest agrees with everything in `key`."""
+    written = read_json(folder / MANIFEST)
     differing = [
         f"{name} was {written.get(name)}, is {value}" for name, value in key.items() if written.get(name) != value
     ]
@@ -256,7 +254,7 @@ def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, wo
 
 def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, progress: tqdm) -> dict:
     """Write the files of one shard, which get their names only when they are whole; returns the content of its .json."""
-    partial = {suffix: shard_file(folder, shard, suffix + own_suffix()) for suffix in ("tokens", "ends")}
+    text_file, partial = source.shards[shard], shard_file(folder, shard, "tokens" + own_suffix())
     retries = 0
 
     def on_retry() -> None:
@@ -264,37 +262,23 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
         retries += 1
         progress.set_postfix(retries=retries)
 
-    num_tokens, ends, text = 0, [], text_of_shard(source.shards[shard])
+    num_tokens, ends = 0, []
+    # Where the file is unchanged since, its content need not be read again.
+    seen = None if is_remote(text_file) else {"seen": size_and_times(text_file), "checksum": checksum(Path(text_file))}
     try:
-        with naming(folder), partial["tokens"].open("wb") as file:
+        with naming(folder), partial.open("wb") as file:
             for tokens in source.tokens(shard, source.read(shard, 0, 1, on_retry)):
                 file.write(tokens.astype(dtype).tobytes())
                 num_tokens += len(tokens)
                 ends.append(num_tokens)
                 if len(ends) % 1000 == 0:
                     progress.set_postfix(documents=f"{len(ends):,}", tokens=f"{num_tokens:,}", retries=retries)
-        with naming(folder):
-            partial["ends"].write_bytes(np.array(ends, dtype="<u8").tobytes())
-        files = {}
-        for suffix, path in partial.items():
-            fsync(path)
-            files[suffix] = {"size": path.stat().st_size, "checksum": checksum(path)}
-            path.rename(shard_file(folder, shard, suffix))
+            file.write(np.array(ends, dtype="<u8").tobytes())
+        fsync(partial)
+        described = {"size": partial.stat().st_size, "checksum": checksum(partial)}
+        partial.rename(shard_file(folder, shard, "tokens"))
     finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
-    name = Path(source.shards[shard]).name
-    entry = {"shard": name, "documents": len(ends), "tokens": num_tokens, "files": files, "text": text}
+        partial.unlink(missing_ok=True)
+    entry = {"documents": len(ends), "tokens": num_tokens, **described, "text": seen}
     write_atomically(shard_file(folder, shard, "json"), json.dumps(entry, indent=1), own_suffix())
     return entry
-
-
-def write_token_manifest(folder: Path, key: dict, num_shards: int) -> None:
-    """Wait until all shards are finished, by whichever rank; then write the manifest."""
-    entries = [shard_file(folder, shard, "json") for shard in range(num_shards)]
-    while not all(entry.exists() for entry in entries):
-        time.sleep(0.2)
-    shards = [json.loads(entry.read_text(encoding="utf-8")) for entry in entries]
-    write_atomically(folder / MANIFEST, json.dumps(key | {"shards": shards}, indent=1), own_suffix())
-    for leftover in folder.glob("*.partial-*"):  # left by killed attempts
-        leftover.unlink()
