@@ -57,8 +57,6 @@ def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.nd
             yield from leaf_arrays(f"{name}.{field.name}", values)
     elif isinstance(array.type, pa.JsonType):
         yield from leaf_arrays(name, array.storage)
-    elif pa.types.is_boolean(array.type):
-        yield from leaf_arrays(name, array.cast(pa.uint8()))
     elif pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
         yield name, np.ascontiguousarray(array.fill_null(0))
     else:

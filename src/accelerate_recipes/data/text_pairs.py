@@ -226,7 +226,8 @@ def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
 
 def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
     """Read `source` (text), `references` (texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
-    types = dict(leaf_fields(rows.data.schema))
+    rows = rows.flatten()
+    types = {field.name: field.type for field in rows.data.schema}
     source_column, target_column = where.source_column, where.target_column
     for column in (source_column, target_column):
         if column not in types:
@@ -249,8 +250,8 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
     )
 
     def read(batch: dict[str, list]) -> dict[str, list]:
-        sources = values(batch, source_column)
-        references = [target if several else [target] for target in values(batch, target_column)]
+        sources = batch[source_column]
+        references = [target if several else [target] for target in batch[target_column]]
         defects = [defect_of_pair(*pair) for pair in zip(sources, references, strict=True)]
         return {
             "source": [None if defect else source for source, defect in zip(sources, defects, strict=True)],
@@ -259,36 +260,15 @@ def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float
             "heldout": [not d and falls_under(s, heldout_share) for s, d in zip(sources, defects, strict=True)],
         }
 
-    top = sorted({column if column in rows.column_names else column.split(".")[0] for column in wanted})
-    return rows.select_columns(top).map(
+    return rows.select_columns([*wanted]).map(
         read,
         batched=True,
-        remove_columns=top,
+        remove_columns=[*wanted],
         features=features,
         num_proc=num_proc(len(rows), 20_000),
         cache_file_name=str(cache_file),
         desc="Reading",
     )
-
-
-def leaf_fields(fields: pa.Schema | pa.StructType, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
-    """Return path and type of every column, also of columns inside others: `translation.en`."""
-    for field in fields:
-        if pa.types.is_struct(field.type):
-            yield from leaf_fields(field.type, f"{above}{field.name}.")
-        else:
-            yield f"{above}{field.name}", field.type
-
-
-def values(batch: dict[str, list], column: str) -> list:
-    """Return the values of a column, given its path; None where an outer column is None."""
-    if column in batch:  # this also finds a column with a dot in its name
-        return batch[column]
-    first, *rest = column.split(".")
-    found = batch[first]
-    for name in rest:
-        found = [value.get(name) if isinstance(value, dict) else None for value in found]
-    return found
 
 
 def defect_of_pair(source: str | None, references: list[str | None] | None) -> str:
