@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import math
 import shutil
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from datasets import Dataset
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.data import prepared
 from accelerate_recipes.data.packing import PackedRows, pack, pack_documents
 from accelerate_recipes.data.prepared import cached
 from accelerate_recipes.data.rows import (
@@ -265,38 +267,45 @@ def test_loaders_leave_the_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path):
+def test_cache_is_built_once_and_failure_leaves_nothing(tmp_path, monkeypatch):
     built = []
 
-    def build(folder):
+    def build(folder, tmp):
         built.append(folder)
+        (tmp / "y").write_text("not kept")
         (folder / "x").write_text("1")
+        return {"n": 1}
 
-    first = cached(tmp_path / "c", {"a": 1}, build, is_builder=True)
-    assert cached(tmp_path / "c", {"a": 1}, build, is_builder=True) == first
-    assert cached(tmp_path / "c", {"a": 1}, build, is_builder=False) == first
-    assert cached(tmp_path / "c", {"a": 2}, build, is_builder=True) != first
+    first = cached(tmp_path / "c", {"a": 1}, build)
+    assert {file.name for file in first.iterdir()} == {"x", "facts.json", "key.json"}
+    assert json.loads((first / "facts.json").read_text()) == {"n": 1}
+    assert cached(tmp_path / "c", {"a": 1}, build) == first
+    with monkeypatch.context() as other:
+        other.setattr(prepared, "is_first_of_machine", lambda: False)
+        assert cached(tmp_path / "c", {"a": 1}, build) == first
+    assert cached(tmp_path / "c", {"a": 2}, build) != first
     assert len(built) == 2 and len(first.name) == 16
 
-    def fail(folder):
+    def fail(folder, tmp):
         (folder / "x").write_text("1")
         raise ValueError("no")
 
     with pytest.raises(ValueError):
-        cached(tmp_path / "d", {}, fail, is_builder=True)
+        cached(tmp_path / "d", {}, fail)
     assert not (tmp_path / "d").exists()
 
-    def fill_the_disk(folder):
+    def fill_the_disk(folder, tmp):
         raise OSError(errno.ENOSPC, "Error writing bytes to file")  # as by pyarrow, without a name
 
     with pytest.raises(OSError, match=f"to file: '{tmp_path}/f/"):
-        cached(tmp_path / "f", {}, fill_the_disk, is_builder=True)
+        cached(tmp_path / "f", {}, fill_the_disk)
 
-    def build_when_another_node_has(folder):
+    def build_when_another_node_has(folder, tmp):
         shutil.copytree(first, folder.with_name(folder.name.split(".")[0]))
         (folder / "x").write_text("2")
+        return {}
 
-    theirs = cached(tmp_path / "e", {}, build_when_another_node_has, is_builder=True)
+    theirs = cached(tmp_path / "e", {}, build_when_another_node_has)
     assert (theirs / "x").read_text() == "1" and list((tmp_path / "e").iterdir()) == [theirs]
 
 

@@ -17,7 +17,8 @@ import xxhash
 from datasets import Dataset
 
 from accelerate_recipes.disk import naming, own_suffix
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.ranks import is_first_of_machine
 
 
 def check_content(now: str, states: list[dict]) -> None:
@@ -63,15 +64,22 @@ def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.nd
         yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
 
 
-def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: bool) -> Path:
-    """Return the folder that `build(folder)` filled for this `key`, built once by the process that `is_builder`.
+def check_no_bad(title: str, bad: Sequence[str]) -> None:
+    """Raise ConfigError with the first of the rows that cannot be used, if there are any."""
+    if bad:
+        more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+        raise ConfigError(error_list(f"{title}{more}", bad[:5]))
 
-    The others wait for it, without a collective that could time out; when the builder fails, the launcher ends
-    them. The folder gets its name only when it is whole. On a shared filesystem two nodes may build at
-    once; then the second one uses the folder of the first.
+
+def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
+    """Return the folder that `build(folder, tmp)` filled for this `key`, once, in the first process of each machine.
+
+    What `build` returns is kept as `facts.json`; `tmp` is a folder for what is not needed afterwards. The other processes
+    wait, without a collective that could time out; when the builder fails, the launcher ends them. The folder gets its name
+    only when it is whole. On a shared filesystem two nodes may build at once; the second then uses the folder of the first.
     """
     final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    if not is_builder:
+    if not is_first_of_machine():
         while not final.exists():
             time.sleep(0.2)
     elif not final.exists():
@@ -79,8 +87,11 @@ def cached(root: Path, key: dict, build: Callable[[Path], None], is_builder: boo
         print(f"Preparing the data, once; it is kept in {final}", flush=True)
         try:
             with naming(final):
-                partial.mkdir(parents=True)
-                build(partial)
+                tmp = partial / "tmp"
+                tmp.mkdir(parents=True)
+                facts = build(partial, tmp)
+                shutil.rmtree(tmp)
+                (partial / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
                 (partial / "key.json").write_text(json.dumps(key, indent=1), encoding="utf-8")
             try:
                 partial.rename(final)

@@ -1,7 +1,5 @@
 """Pairs of source and target texts for an encoder-decoder, from files or the Hub to padded batches."""
 
-import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -17,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, read_files, read_split
-from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
-from accelerate_recipes.ranks import is_first_of_machine
 
 VERSION = 2  # of the data in the cache
 PAD_MULTIPLE = 8  # good for tensor cores, and fewer shapes are compiled
@@ -155,8 +152,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
         "version": VERSION,
     }
 
-    def build(folder: Path) -> None:
-        tmp = folder / "tmp"
+    def build(folder: Path, tmp: Path) -> dict:
         parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
         bad: list[str] = []
         for i, (source, is_heldout) in enumerate(sources):
@@ -167,11 +163,8 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             bad += [f"{source}, row {row}: {texts[row]['defect']}" for row in np.flatnonzero(~good).tolist()]
             parts["train"].append(texts.select(np.flatnonzero(good & ~heldout)))
             parts["heldout"].append(texts.select(np.flatnonzero(good & heldout)))
-        if bad and not args.skip_bad_pairs:
-            more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
-            raise ConfigError(
-                error_list(f"These pairs cannot be used; --skip_bad_pairs leaves them out{more}", bad[:5])
-            )
+        if not args.skip_bad_pairs:
+            check_no_bad("These pairs cannot be used; --skip_bad_pairs leaves them out", bad)
         facts: dict = {"skipped": len(bad)}
         num_pairs = sum(len(part) for some in parts.values() for part in some)
         for name, some in parts.items():
@@ -187,10 +180,9 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
             pairs.remove_columns(["source_is_cut", "target_is_cut"]).save_to_disk(folder / name)
             if name == "train":
                 facts["content"] = checksum_of_rows(pairs, ["source_ids", "target_ids"])
-        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(tmp)
+        return facts
 
-    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+    return cached(Path(args.data_cache_dir), settings, build)
 
 
 def source_version(source: PairSource) -> list:

@@ -1,7 +1,5 @@
 """Preparation of games from files or the Hub as packed rows or positions: checked, split by hash, tokenised, cached."""
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.data.files import read_files
+from accelerate_recipes.data.files import falls_under, read_files
 from accelerate_recipes.data.packing import pack_documents
-from accelerate_recipes.data.prepared import cached, checksum_of_rows, num_proc
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
-from accelerate_recipes.ranks import is_first_of_machine
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
@@ -105,8 +102,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
         "version": VERSION,
     }
 
-    def build(folder: Path) -> None:
-        tmp = folder / "tmp"
+    def build(folder: Path, tmp: Path) -> dict:
         parts = []
         for i, file in enumerate(args.game_files):
             games = load_games(file, tmp / f"source-{i}", args.piece_letters)
@@ -131,10 +127,9 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
             else:
                 facts["positions"] = rules.sample_positions(part["Moves"], args.num_positions, seed)
                 rules.mark_seen(facts["positions"], train_games)
-        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(tmp)
+        return facts
 
-    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+    return cached(Path(args.data_cache_dir), settings, build)
 
 
 def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -> Path:
@@ -155,14 +150,11 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         "version": VERSION,
     }
 
-    def build(folder: Path) -> None:
-        parts = [
-            load_games(file, folder / "tmp" / f"source-{i}", args.piece_letters)
-            for i, file in enumerate(args.game_files)
-        ]
+    def build(folder: Path, tmp: Path) -> dict:
+        parts = [load_games(file, tmp / f"source-{i}", args.piece_letters) for i, file in enumerate(args.game_files)]
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
-        heldout = np.array([is_heldout(" ".join(moves), args.heldout_share) for moves in games])
+        heldout = np.array([falls_under(" ".join(moves), args.heldout_share) for moves in games])
         found = {}
         for name, chosen, number in (
             ("train", good & ~heldout, num_train_positions),
@@ -185,12 +177,9 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         train_games = np.flatnonzero(good & ~heldout)
         baseline = rules.most_frequent_followers(games[i] for i in train_games)
         rules.mark_seen(found["heldout"], (games[i] for i in train_games))
-        (folder / "facts.json").write_text(
-            json.dumps({"positions": found["heldout"], "baseline": baseline}), encoding="utf-8"
-        )
-        shutil.rmtree(folder / "tmp")
+        return {"positions": found["heldout"], "baseline": baseline}
 
-    return cached(Path(args.data_cache_dir), settings, build, is_builder=is_first_of_machine())
+    return cached(Path(args.data_cache_dir), settings, build)
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -200,11 +189,6 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
     token is its end token.
     """
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id  # pyright: ignore[reportReturnType]
-
-
-def is_heldout(text: str, heldout_share: float) -> bool:
-    """Tell whether a game is held out, by the hash of its moves."""
-    return xxhash.xxh64_intdigest(text.encode()) < int(heldout_share * 2**64)
 
 
 def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> datasets.Dataset:
@@ -255,9 +239,8 @@ def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray
         for row, defect in enumerate(part)
         if defect
     ]
-    if bad and not args.skip_bad_games:
-        more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
-        raise ConfigError(error_list(f"These games cannot be used; --skip_bad_games leaves them out{more}", bad[:5]))
+    if not args.skip_bad_games:
+        check_no_bad("These games cannot be used; --skip_bad_games leaves them out", bad)
     return np.array([not defect for part in defects for defect in part])
 
 
@@ -276,7 +259,7 @@ def tokenize_games(
         return {
             "input_ids": [[begin_token(tokenizer), *ids, tokenizer.eos_token_id] for ids in tokens],
             "defect": [defect or rules.defect_of_game(moves) for moves, defect in zip(batch, defects, strict=True)],
-            "heldout": [is_heldout(text, heldout_share) for text in texts],
+            "heldout": [falls_under(text, heldout_share) for text in texts],
         }
 
     return games.map(
