@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
-from accelerate_recipes.data.tables import has_nulls_inside
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
@@ -73,6 +73,15 @@ def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
     message = getattr(rows.features[name], "feature", None)
     is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and bool(CALLS & message.keys()))
     return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
+
+
+def has_nulls_inside(array: pa.Array) -> bool:
+    """Tell whether a structure in an array, at any depth, has a field that is null."""
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        return has_nulls_inside(array.flatten())
+    if pa.types.is_struct(array.type):
+        return any(field.null_count or has_nulls_inside(field) for field in array.flatten())
+    return False
 
 
 def target(feature: Any) -> Any:

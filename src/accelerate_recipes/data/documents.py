@@ -22,6 +22,7 @@ from huggingface_hub.utils import build_hf_headers
 from accelerate_recipes.errors import DataError, first_line
 
 TXT = ".txt"
+BOM = b"\xef\xbb\xbf"
 CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
@@ -317,7 +318,7 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     """
     where = f"{file}, line {index + 1}"
     try:
-        record = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept invalid UTF-8
+        record = json.loads(line.removeprefix(BOM).decode())  # json.loads(bytes) would accept invalid UTF-8
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {first_line(error)}") from None
     if record is None:

@@ -4,7 +4,6 @@ Texts stay as they are written, also in CSV. Values whose types differ from row 
 """
 
 import csv
-import io
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,29 +14,25 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.json
 from datasets.table import table_cast
 
-from accelerate_recipes.data.documents import check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.documents import BOM, check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed at once
 BATCH = 1000  # rows
 DEEPEST = 16  # lists and objects in each other; what is deeper is JSON: the time of `datasets` doubles with each level
-BOM = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
 VOID = datasets.Value("null")
-# A line that is null: pyarrow 26.0 dies of it if it is the first of a block, and makes a row of it elsewhere.
-ENDS_WITH_NULL = re.compile(rb"null[ \t\r]*(?:\n|\Z)")
 
 
 class Block(NamedTuple):
-    """Part of a JSON file: whole lines, or rows that were parsed; `first` is the number of its first line or row, from 0."""
+    """Rows of a part of a JSON file by number: that of their `unit`, a line (from 1) or a row (from 0)."""
 
     file: str
-    first: int
-    content: bytes | list[dict]
+    unit: str
+    rows: dict[int, dict]
 
 
 class OtherSchema(Exception):
@@ -59,11 +54,11 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
         write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
     # In most files every block has what the first one has.
-    _, schema = parse_block(next(blocks_of(files[0])), None)
+    schema = schema_of(next(blocks_of(files[0])))
     try:
         write_stream(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
     except OtherSchema:
-        schema = reduce(common_schema, (parse_block(block, None)[1] for file in files for block in blocks_of(file)))
+        schema = reduce(common_schema, (schema_of(block) for file in files for block in blocks_of(file)))
         write_stream(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
 
 
@@ -179,28 +174,34 @@ def json_tables(files: Sequence[str], schema: pa.Schema) -> Iterator[tuple[str, 
         OtherSchema: for a block that needs another schema.
     """
     for block in (block for file in files for block in blocks_of(file)):
-        rows, own = parse_block(block, schema)
-        if common_schema(schema, own) != schema:
+        if common_schema(schema, schema_of(block)) != schema:
             raise OtherSchema
-        yield block.file, rows if isinstance(rows, pa.Table) else table_of(rows, schema, block)
+        with reading(block.file):
+            table = table_of(block, schema)
+        yield block.file, table
 
 
 def blocks_of(file: str) -> Iterator[Block]:
-    """Divide a file into blocks of whole lines that are not all blank. A file may also hold JSON on many lines."""
+    """Divide a file into blocks of lines with an object each. A file may also hold JSON on many lines.
+
+    Raises:
+        DataError: naming the first line that is no JSON object.
+    """
     with reading(file), open(file, "rb") as lines:
         begin = next((line for line in lines if line.strip()), None)
         if begin is None:
             raise ValueError("it has 0 rows")
         if (rows := rows_on_many_lines(file, begin)) is not None:
-            yield from (Block(file, i, rows[i : i + BATCH]) for i in range(0, len(rows), BATCH))
+            for first in range(0, len(rows), BATCH):
+                yield Block(file, "row", dict(enumerate(rows[first : first + BATCH], first)))
             return
         lines.seek(0)
-        first = 0
-        while content := lines.read(BLOCK):
-            content += lines.readline()
-            if content.strip():
-                yield Block(file, first, content if first else content.removeprefix(BOM))
-            first += content.count(b"\n")
+        first = 1
+        while part := lines.readlines(BLOCK):
+            numbered = ((n, line) for n, line in enumerate(part, first) if line.removeprefix(BOM).strip())
+            if rows := {number: record_of(file, number - 1, line) for number, line in numbered}:
+                yield Block(file, "line", rows)
+            first += len(part)
 
 
 def rows_on_many_lines(file: str, begin: bytes) -> list[dict] | None:
@@ -234,85 +235,17 @@ def rows_on_many_lines(file: str, begin: bytes) -> list[dict] | None:
     return rows
 
 
-def parse_block(block: Block, known: pa.Schema | None) -> tuple[pa.Table | list[dict], pa.Schema]:
-    """Parse a block, as a table if pyarrow knows its types for certain; else as rows. Returns also its own schema.
-
-    Raises:
-        DataError: naming the first line that is no JSON object.
-    """
-    if isinstance(block.content, bytes) and (table := table_by_arrow(block.content, known)):
-        return table, table.schema
-    rows = [row for _, row in places_and_rows(block)]
+def schema_of(block: Block) -> pa.Schema:
+    """Return the schema that fits all rows of a block."""
+    rows = block.rows.values()
     names = dict.fromkeys(name for row in rows for name in row)
-    return rows, pa.schema([(name, kind_of([row.get(name) for row in rows])) for name in names])
-
-
-def places_and_rows(block: Block) -> Iterator[tuple[str, dict]]:
-    """Yield each row of a block, and where it stands in its file."""
-    if isinstance(block.content, list):
-        yield from ((f"row {number}", row) for number, row in enumerate(block.content, block.first))
-        return
-    for number, line in enumerate(block.content.split(b"\n"), block.first):
-        if line.strip():
-            yield f"line {number + 1}", record_of(block.file, number, line)
-
-
-def table_by_arrow(lines: bytes, known: pa.Schema | None) -> pa.Table | None:
-    """Parse lines by pyarrow, which is fast; None where it would lose something.
-
-    It makes dates of texts, and adds nulls to objects that lack a field.
-    """
-    if ENDS_WITH_NULL.search(lines) or (known and any(has_json(field.type) for field in known)):
-        return None
-    whole = pa.json.ReadOptions(use_threads=False, block_size=len(lines) + 1)
-    schema = pa.schema([field for field in known or () if not pa.types.is_null(field.type)])
-    try:
-        for _ in range(2):
-            options = pa.json.ParseOptions(explicit_schema=schema)
-            table = pa.json.read_json(io.BytesIO(lines), whole, options)
-            schema = pa.schema([(field.name, with_texts(field.type)) for field in table.schema])
-            if schema == table.schema:
-                break
-        table.validate(full=True)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return None
-    if any(is_deep(field.type) for field in schema):
-        return None
-    return None if any(has_nulls_inside(chunk) for column in table.columns for chunk in column.chunks) else table
-
-
-def with_texts(kind: pa.DataType) -> pa.DataType:
-    """Replace dates by texts."""
-    if pa.types.is_timestamp(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(with_texts(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, with_texts(field.type)) for field in kind])
-    return kind
-
-
-def has_json(kind: pa.DataType) -> bool:
-    return kind == JSON or any(has_json(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def is_deep(kind: pa.DataType, levels: int = DEEPEST) -> bool:
-    return any(not levels or is_deep(kind.field(i).type, levels - 1) for i in range(kind.num_fields))
-
-
-def has_nulls_inside(array: pa.Array) -> bool:
-    """Tell whether a structure in an array, at any depth, has a field that is null."""
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        return has_nulls_inside(array.flatten())
-    if pa.types.is_struct(array.type):
-        return any(field.null_count or has_nulls_inside(field) for field in array.flatten())
-    return False
+    return pa.schema([(name, kind_of([row.get(name) for row in rows])) for name in names])
 
 
 def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
     """Return the type of some values of JSON, which is JSON if they differ in type, or as objects in their fields."""
     values = [value for value in values if value is not None]
-    kinds = {type(value) for value in values}
+    kinds = {*map(type, values)}
     if not kinds:
         return pa.null()
     if kinds == {str}:
@@ -320,9 +253,8 @@ def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
     if kinds == {bool}:
         return pa.bool_()
     if kinds <= {int, float}:
-        if float in kinds:
-            return pa.float64()
-        return pa.int64() if all(-(2**63) <= value < 2**63 for value in values) else JSON
+        is_whole = float not in kinds and min(values) >= -(2**63) and max(values) < 2**63
+        return pa.int64() if is_whole else pa.float64()
     if not levels:
         return JSON
     if kinds == {list}:
@@ -352,16 +284,27 @@ def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
     return pa.schema((kinds | {f.name: common_type(kinds.get(f.name, pa.null()), f.type) for f in other}).items())
 
 
-def table_of(rows: list[dict], schema: pa.Schema, block: Block) -> pa.Table:
-    """Make a table of rows, in which JSON is written as text."""
+def table_of(block: Block, schema: pa.Schema) -> pa.Table:
+    """Make a table of the rows of a block, in which JSON is written as text."""
     try:
-        columns = [[stored(row.get(field.name), field.type) for row in rows] for field in schema]
-        arrays = [pa.array(column, storage(field.type)) for column, field in zip(columns, schema, strict=True)]
+        columns = ([row.get(field.name) for row in block.rows.values()] for field in schema)
+        arrays = [array_of(values, field.type) for values, field in zip(columns, schema, strict=True)]
     except UnicodeEncodeError:
-        for place, row in places_and_rows(block):
-            check_characters(json.dumps(row, ensure_ascii=False), f"{block.file}, {place}")
+        for number, row in block.rows.items():
+            check_characters(json.dumps(row, ensure_ascii=False), f"{block.file}, {block.unit} {number}")
         raise
     return pa.table(arrays, names=schema.names)
+
+
+def array_of(values: list, kind: pa.DataType) -> pa.Array:
+    """Make an array of values, as what it is stored as."""
+    return pa.array([stored(value, kind) for value in values] if is_converted(kind) else values, storage(kind))
+
+
+def is_converted(kind: pa.DataType) -> bool:
+    """Tell whether values of a type are stored as others: JSON as text, whole numbers among others as these."""
+    is_other = kind == JSON or pa.types.is_floating(kind)
+    return is_other or any(is_converted(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def storage(kind: pa.DataType) -> pa.DataType:
