@@ -224,7 +224,7 @@ def test_kinds_of_tars(format):
         members += [(f"{stem}.JPEG", png(i)), (f"{stem}.txt", b"no image"), (f"{stem}.cls", f" {i} \n".encode())]
     content = tar_of(members, format=format)
     for first, stride, chunk in ((0, 1, 1), (4, 1, 511), (2, 3, 10_000), (9, 1, 10**6)):
-        found = list(stream_images(cut(content, chunk), "a.tar", first, stride))
+        found = list(stream_images(cut(content, chunk), first, shard="a.tar", stride=stride))
         assert [(one.name, one.content, one.label) for one in found] == [
             (f"{stems[i]}.JPEG", png(i), str(i)) for i in range(first, 9, stride)
         ]
@@ -241,7 +241,7 @@ def test_a_tar_by_tar_itself(tmp_path):
     subprocess.run(["tar", "--sparse", "--sort=name", "-cf", "a.tar", "in"], cwd=tmp_path, check=True)
     content = (tmp_path / "a.tar").read_bytes()
     assert len(content) < 2**20
-    found = [one.content for one in stream_images(cut(content), "a.tar", 0, 1)]
+    found = [one.content for one in stream_images(cut(content), 0, shard="a.tar", stride=1)]
     assert found == [png(0), png(1).ljust(2**20, b"\0"), png(2)]
 
 

@@ -87,9 +87,11 @@ def main() -> None:
 
             print(plan(args.argv).text)
         elif args.command == "prepare":
+            from accelerate_recipes.recipe import prepare_data
+
             if not args.argv:
                 parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")
-            show_rows(args.argv)
+            prepare_data(args.argv)
         elif args.command == "k8s":
             from accelerate_recipes.launch.kubernetes import render_manifest
 
@@ -121,19 +123,13 @@ def main() -> None:
             verify_checkpoint(args.directory)
         else:
             list_checkpoints(args.directory)
-    except (ConfigError, OSError) as error:  # a path that is too long, a file that may not be read, a full disk
+    except (
+        ConfigError,
+        DataError,
+        OSError,
+    ) as error:  # a path that is too long, a file that may not be read, a full disk
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
-
-
-def show_rows(command: list[str]) -> None:
-    """Prepare the data of a recipe with its arguments, and print the first rows."""
-    from accelerate_recipes.recipe import prepare_data
-
-    try:
-        prepare_data(command)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
 
 
 def add_export_commands(commands: Any) -> None:

@@ -1,6 +1,6 @@
 """Conversations and texts to train on: which columns are read, and how many targets they have."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import datasets
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
+from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
 from accelerate_recipes.errors import ConfigError, DataError, printable
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -141,18 +142,6 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
                     )
                 found |= 0 in weights
     return found
-
-
-def chunks_of(rows: datasets.Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the lengths and the joined numbers of a column of lists, part by part."""
-    for table in rows.select_columns(column).with_format("arrow").iter(batch_size=1000):
-        for chunk in table.column(column).chunks:  # pyright: ignore[reportAttributeAccessIssue]
-            yield np.asarray(chunk.value_lengths()), np.asarray(chunk.flatten())
-
-
-def lengths_of(rows: datasets.Dataset, column: str = "input_ids") -> np.ndarray:
-    """Count the tokens of each row."""
-    return np.concatenate([lengths for lengths, _ in chunks_of(rows, column)])
 
 
 def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:

@@ -111,10 +111,10 @@ def read_again(
             wait_or_give_up(f"{shard} {error}", failures, retry, on_retry)
 
 
-def all_texts(shards: Sequence[str], text_column: str) -> Iterator[str]:
+def all_texts(shards: Sequence[str], text_column: str, retry: Retry | None = None) -> Iterator[str]:
     """Yield the texts of all documents, shard after shard."""
     for shard in shards:
-        for index, document in read_documents(shard, text_column, 0, 1, Retry(), on_retry=lambda: None):
+        for index, document in read_documents(shard, text_column, 0, 1, retry or Retry(), on_retry=lambda: None):
             if (text := text_of(shard, index, document, text_column)) is not None:
                 yield text
 

@@ -6,6 +6,7 @@ stream shuffles together with it: they are in memory, also after a resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,8 @@ class ImageShards(Preparation):
         return shards_version(self.shards) | {"classes": xxhash.xxh3_128_hexdigest(repr(list(self.names)).encode())}
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[tuple[int, TarImage]]:
-        name = self.shards[shard]
-
-        def parse(chunks: Iterator[bytes], first: int) -> Iterator[TarImage]:
-            return stream_images(chunks, name, first, stride)
-
-        return read_again(name, first, stride, parse, self.retry, on_retry)
+        parse = partial(stream_images, shard=self.shards[shard], stride=stride)
+        return read_again(self.shards[shard], first, stride, parse, self.retry, on_retry)
 
     def tokens(
         self, shard: int, documents: Sequence[tuple[int, TarImage]], first: int = 0, epoch: int = 0

@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch.utils.data import default_collate
 
 from accelerate_recipes.attention import boundaries
+from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.losses import IGNORE_INDEX
 
 
@@ -54,8 +55,7 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
 
     `documents` must have no pending selection (`flatten_indices`). The rows are written to `cache_file`.
     """
-    chunks = documents.data.column("input_ids").chunks
-    rows = pack(np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks]).tolist(), max_length)
+    rows = pack(lengths_of(documents).tolist(), max_length)
 
     def gather(pieces_of_rows: list[list[list[int]]]) -> dict[str, list]:
         wanted = pa.array([document for pieces in pieces_of_rows for document, _, _ in pieces])
@@ -137,21 +137,17 @@ class PackedRows(torch.utils.data.Dataset):
     @property
     def padding_share(self) -> float:
         """Return the share of all positions that hold no token."""
-        return 1 - self._token_counts().sum() / (len(self) * self.max_length)
+        return 1 - lengths_of(self.rows).sum() / (len(self) * self.max_length)
 
     @property
     def num_targets(self) -> np.ndarray:
         """Count the targets of each row: all its tokens but the first of each piece."""
-        pieces = np.concatenate([np.asarray(c.value_lengths()) for c in self.rows.data.column("lengths").chunks])
-        return self._token_counts() - pieces
+        return lengths_of(self.rows) - lengths_of(self.rows, "lengths")
 
     @property
     def attended_length(self) -> float:
         """Return the mean, over all tokens, of the length of a token's document: T in the FLOPs of attention."""
         if not self.document_mask:
             return float(self.max_length)
-        lengths = np.concatenate([np.asarray(c.values) for c in self.rows.data.column("lengths").chunks]).astype(float)
+        lengths = np.concatenate([found for _, found in chunks_of(self.rows, "lengths")]).astype(float)
         return float((lengths**2).sum() / lengths.sum())
-
-    def _token_counts(self) -> np.ndarray:
-        return np.concatenate([np.asarray(c.value_lengths()) for c in self.rows.data.column("input_ids").chunks])

@@ -64,6 +64,18 @@ def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.nd
         yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
 
 
+def chunks_of(rows: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the lengths and the joined numbers of a column of lists, part by part."""
+    for table in rows.select_columns(column).with_format("arrow").iter(batch_size=1000):
+        for chunk in table.column(column).chunks:  # pyright: ignore[reportAttributeAccessIssue]
+            yield np.asarray(chunk.value_lengths()), np.asarray(chunk.flatten())
+
+
+def lengths_of(rows: Dataset, column: str = "input_ids") -> np.ndarray:
+    """Count the tokens of each row."""
+    return np.concatenate([lengths for lengths, _ in chunks_of(rows, column)])
+
+
 def check_no_bad(title: str, bad: Sequence[str]) -> None:
     """Raise ConfigError with the first of the rows that cannot be used, if there are any."""
     if bad:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import xxhash
 from huggingface_hub import HfApi, constants
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError
 
 from accelerate_recipes.data.documents import TXT, is_remote
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
+from accelerate_recipes.hub.download import tree
 
 SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", TXT, ".parquet")
 HUB = "hf://"
@@ -157,14 +157,10 @@ def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) ->
 
 def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
     """Return URLs at one commit, so that a dataset that changes during a run does not change the run."""
-    folder, recursive = cache.place_of(pattern)
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
-        entries = api.list_repo_tree(
-            dataset_name, folder or None, recursive=recursive, revision=commit, repo_type="dataset"
-        )
-        found = [entry.path for entry in entries if isinstance(entry, RepoFile)]
+        found = tree(api, "dataset", dataset_name, commit, *cache.place_of(pattern))
         names = sorted(path for path in found if cache.matches(path, pattern))
     except EntryNotFoundError:
         return []

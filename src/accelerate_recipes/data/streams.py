@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import PurePath
 from typing import Any
@@ -93,17 +94,20 @@ class StreamArgs:
         return found + stream_problems(self.num_streams, self.num_launched, self.row_size)
 
 
+@dataclass
 class StreamRows(IterableDataset):
     """Dataset of the rows of some streams in their order, without end, as lists of `Row`. An error is yielded as text."""
 
-    def __init__(self, source: Documents, order: Order, states: dict[int, StreamState], retries: torch.Tensor):
-        self.source = source
-        self.order = order
-        self.states = states
-        self.retries = retries  # (number of streams,) in shared memory
+    source: Documents
+    order: Order
+    states: dict[int, StreamState]
+    retries: torch.Tensor  # (number of streams,) in shared memory
 
     def __iter__(self) -> Iterator[list[Row] | str]:
-        rows = [self._rows_of(stream) for stream in self.states]
+        rows = [
+            stream_rows(self.source, self.order, stream, state, partial(self.retries[stream].add_, 1))
+            for stream, state in self.states.items()
+        ]
         try:
             # Use all cores: what a resume skips is decompressed outside of the interpreter's lock.
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -113,12 +117,6 @@ class StreamRows(IterableDataset):
                 yield list(islice(merged, len(rows)))
         except DataError as error:  # an exception would be wrapped in the worker's traceback
             yield str(error)
-
-    def _rows_of(self, stream: int) -> Iterator[Row]:
-        def on_retry() -> None:
-            self.retries[stream] += 1
-
-        return stream_rows(self.source, self.order, stream, self.states[stream], on_retry)
 
 
 class Lookahead:

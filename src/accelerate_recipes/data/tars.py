@@ -72,7 +72,7 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
             raise tarfile.ReadError("more follows its end; tars cannot be joined by `cat`")
 
 
-def stream_images(chunks: Iterable[bytes], shard: str, first: int, stride: int) -> Iterator[TarImage]:
+def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: int) -> Iterator[TarImage]:
     """Yield images `first`, `first + stride`, ... of a shard that is read once; of the others only the names are looked at.
 
     The two members of an image must follow each other. Those of other kinds are ignored.

@@ -238,15 +238,14 @@ def validation_rows(
     texts: list[str] = []
     pieces: list[np.ndarray] = []
     wanted, num_tokens = num_rows * max_length, 0
-    for shard in range(len(source.shards)):
-        documents = source.read(shard, 0, 1, on_retry=lambda: None)
-        while num_tokens < wanted and (document := list(islice(documents, 1))):
-            text = text_of(source.shards[shard], *document[0], source.text_column)
-            (tokens,) = source.encode([text]) if source.is_read(text) else ([],)
-            if len(tokens) >= max(1, min_document_tokens):
-                texts.append(text)
-                pieces.append(tokens)
-                num_tokens += len(tokens)
+    for text in filter(source.is_read, all_texts(source.shards, source.text_column, source.retry)):
+        (tokens,) = source.encode([text])
+        if len(tokens) >= max(1, min_document_tokens):
+            texts.append(text)
+            pieces.append(tokens)
+            num_tokens += len(tokens)
+        if num_tokens >= wanted:
+            break
     if not texts:
         least = f" of --min_document_tokens {min_document_tokens} or more" if min_document_tokens else ""
         more = f" and {len(source.shards) - 3} more" if len(source.shards) > 3 else ""
@@ -258,17 +257,12 @@ def validation_rows(
             )
         raise DataError(f"there is no document{least} to validate on in {shown}")
     bytes_per_token = sum(len(text.encode()) for text in texts) / num_tokens
-    tokens = np.concatenate(pieces)[:wanted]
-    is_start = np.zeros(num_tokens, dtype=bool)
-    is_start[np.cumsum([0, *(len(piece) for piece in pieces[:-1])])] = True
-    is_start[::max_length] = True
-    starts = np.flatnonzero(is_start[: len(tokens)])
-    lengths = np.diff(np.append(starts, len(tokens)))
-    first = range(0, len(tokens), max_length)
-    rows = Dataset.from_dict(
-        {
-            "input_ids": [tokens[i : i + max_length] for i in first],
-            "lengths": [lengths[(starts >= i) & (starts < i + max_length)] for i in first],
-        }
-    )
-    return ValidationRows(PackedRows(rows, max_length, pad_token_id, document_mask), texts, bytes_per_token)
+    tokens, ends = np.concatenate(pieces)[:wanted], np.cumsum([len(piece) for piece in pieces])
+    rows: dict[str, list] = {"input_ids": [], "lengths": []}
+    for start in range(0, len(tokens), max_length):
+        row = tokens[start : start + max_length]
+        inside = ends[(ends > start) & (ends < start + len(row))]
+        rows["input_ids"].append(row)
+        rows["lengths"].append(np.diff([start, *inside, start + len(row)]))
+    packed = PackedRows(Dataset.from_dict(rows), max_length, pad_token_id, document_mask)
+    return ValidationRows(packed, texts, bytes_per_token)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import falls_under, read_files, read_split
-from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, num_proc
+from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
@@ -364,10 +364,7 @@ class Pairs(torch.utils.data.Dataset):
 
     def num_tokens(self, side: str) -> np.ndarray:
         """Count the tokens of each `source` or `target`."""
-        chunks = self.rows.data.column(f"{side}_ids").chunks
-        found = np.concatenate([np.asarray(chunk.value_lengths()) for chunk in chunks])
-        assert len(found) == len(self), "rows with a pending selection: flatten_indices first"
-        return found
+        return lengths_of(self.rows, f"{side}_ids")
 
 
 def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:

@@ -55,6 +55,10 @@ class Wanted:
     configs: dict[str, dict] = field(default_factory=dict)
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        return self.repo_type, self.name, self.revision
+
+    @property
     def to_fetch(self) -> dict[str, dict]:
         """Files whose contents the cache does not hold, at any commit."""
         blobs = cache.repository(self.repo_type, self.name) / "blobs"  # named by checksums
@@ -120,9 +124,9 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
         if need.branch != plan.branch:
             raise Unavailable(f"{need} is wanted at {plan.branch} and at {need.branch}; the cache keeps one of them")
         if isinstance(need, HubModel):
-            chosen = files_of_model(plan, tree(api, plan), need.weights)
+            chosen = files_of_model(plan, tree(api, *plan.place), need.weights)
         elif need.files:
-            listed = tree(api, plan, *cache.place_of(need.files))
+            listed = tree(api, *plan.place, *cache.place_of(need.files))
             chosen = {file: listed[file] for file in sorted(listed) if cache.matches(file, need.files)}
             if not chosen:
                 raise Unavailable(f"{need} has no file that matches; there are {some(listed)}")
@@ -148,17 +152,19 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
     plans[key] = plan
 
 
-def tree(api: HfApi, plan: Wanted, inside: str = "", recursive: bool = True) -> dict[str, dict]:
+def tree(
+    api: HfApi, repo_type: str, name: str, revision: str | None, inside: str = "", recursive: bool = True
+) -> dict[str, dict]:
     """Return size and checksum of each file of a repository, or of a folder in it."""
-    entries = api.list_repo_tree(
-        plan.name, inside or None, recursive=recursive, revision=plan.revision, repo_type=plan.repo_type
-    )
-    return {entry.path: described(entry) for entry in entries if isinstance(entry, RepoFile)}
-
-
-def described(entry: RepoFile) -> dict:
-    checksum = f"sha256:{entry.lfs.sha256}" if entry.lfs else f"git-sha1:{entry.blob_id}"
-    return {"size": entry.size, "checksum": checksum}
+    entries = api.list_repo_tree(name, inside or None, recursive=recursive, revision=revision, repo_type=repo_type)
+    files = [entry for entry in entries if isinstance(entry, RepoFile)]
+    return {
+        file.path: {
+            "size": file.size,
+            "checksum": f"sha256:{file.lfs.sha256}" if file.lfs else f"git-sha1:{file.blob_id}",
+        }
+        for file in files
+    }
 
 
 def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict[str, dict]:
@@ -188,7 +194,7 @@ def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dic
         raise Unavailable(f"{need} has no split {', '.join(unknown)}; it has {', '.join(splits)}")
     kind = type(builder).__module__.rpartition(".")[2]
     plan.configs[need.config] = {"builder": kind, "options": cache.options_of(builder.config), "splits": splits}
-    listed = tree(api, plan)
+    listed = tree(api, *plan.place)
     names = [file for name in need.split_names or splits for file in splits[name]]
     return {name: listed[name] for name in names}
 

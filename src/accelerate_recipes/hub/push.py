@@ -16,12 +16,11 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
 from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.hub import cache
-from accelerate_recipes.hub.download import described, hub_checksum, readable
+from accelerate_recipes.hub.download import hub_checksum, readable, tree
 
 # Files that `from_pretrained` reads where they lie, though no other file names them.
 READ_BESIDE = {
@@ -114,7 +113,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         info = api.model_info(repo)
     if not info.private and not public:
         raise ConfigError(f"everybody can read {repo}; add --public to push there, or give another repository")
-    there = remote_files(api, repo, info.sha)
+    there = tree(api, "model", repo, info.sha)
     earlier = pushed_files(api, repo, info.sha) if cache.MANIFEST in there else set()
     foreign = set(there) - earlier - {ATTRIBUTES}
     unlike = [
@@ -137,7 +136,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         commit_message="Push an export of accelerate-recipes",
         parent_commit=info.sha,  # if somebody else has pushed since, nothing is pushed
     )
-    now = remote_files(api, repo, made.oid)
+    now = tree(api, "model", repo, made.oid)
     if lost := [name for name in files if name not in now or now[name]["size"] != (export / name).stat().st_size]:
         raise ConfigError(f"{', '.join(lost)} did not arrive; a .gitignore there may name them")
     who = "everybody can read it" if public and not info.private else "it is private"
@@ -145,12 +144,6 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
         return f"{constants.ENDPOINT}/{repo} holds this export already, at commit {made.oid[:12]}; {who}"
     replaced = f", without {len(stale)} files of the earlier one" if stale else ""
     return f"{constants.ENDPOINT}/{repo} holds the export at commit {made.oid[:12]}{replaced}; {who}"
-
-
-def remote_files(api: HfApi, repo: str, revision: str | None) -> dict[str, dict]:
-    """Return size and checksum of each file of a repository."""
-    entries = api.list_repo_tree(repo, recursive=True, revision=revision)
-    return {entry.path: described(entry) for entry in entries if isinstance(entry, RepoFile)}
 
 
 def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:

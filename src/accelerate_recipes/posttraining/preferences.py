@@ -32,11 +32,11 @@ from accelerate_recipes.data.conversations import (
     NUM_COMPARED,
     NUM_LAST,
     cut_at,
-    lengths_of,
     select,
     without_added_nulls,
 )
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.errors import ConfigError, DataError

@@ -21,10 +21,10 @@ from accelerate_recipes.data.conversations import (
     count_targets_of,
     cut_at,
     has_unweighted,
-    lengths_of,
     select,
 )
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.losses import IGNORE_INDEX

@@ -41,14 +41,7 @@ CONFIGS = {
     "convnext": ConvNextConfig,
 }
 # The layers that FSDP gathers one by one. transformers also names embeddings, or whole stages of a Swin or a ConvNeXt.
-LAYERS = {
-    "deepvit": "DeepViTLayer",
-    "vit": "ViTLayer",
-    "deit": "DeiTLayer",
-    "dinov2": "Dinov2Layer",
-    "swin": "SwinLayer",
-    "convnext": "ConvNextLayer",
-}
+LAYERS = {name: config.__name__.removesuffix("Config") + "Layer" for name, config in CONFIGS.items()}
 STAGED = [name for name, new in CONFIGS.items() if is_staged(new())]
 CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
 NUM_CLASSES = 1000  # of a trial, as ImageNet's: those of the data are not known before they are read
