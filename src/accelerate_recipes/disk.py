@@ -68,6 +68,10 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file of one JSON value a line, without a last line that is not whole.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, error_list, suggestion
 from accelerate_recipes.hub import cache
 
@@ -84,13 +84,11 @@ def model_args(export: Path) -> dict[str, Any]:
         ConfigError: for a model that is no language model, and for adapters whose model is not here.
     """
     if not (export / "adapter_config.json").is_file():
-        architectures = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or [
-            "none"
-        ]
+        architectures = read_json(export / "config.json").get("architectures") or ["none"]
         if not architectures[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             raise ConfigError(f"{export} is a {architectures[0]}; lm-evaluation-harness evaluates language models")
         return {"pretrained": str(export)}
-    settings = json.loads((export / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_json(export / "adapter_config.json")
     name, revision = settings["base_model_name_or_path"], settings.get("revision")
     if os.path.isdir(name):
         return {"pretrained": name, "peft": str(export), "tokenizer": str(export)}
@@ -120,7 +118,7 @@ def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any
 
 def read_results(export: Path) -> dict[str, Any]:
     try:
-        return json.loads((export / RESULTS).read_text(encoding="utf-8"))
+        return read_json(export / RESULTS)
     except (FileNotFoundError, ValueError):
         return {}
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from datasets import Dataset
 
 from accelerate_recipes.checkpoint.export import arguments_of
+from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import GamesArgs, begin_token, is_heldout, load_games, prepare_games
+from accelerate_recipes.games.games import GamesArgs, begin_token, load_games, prepare_games
 from accelerate_recipes.models import load_tokenizer
 
 
@@ -53,7 +54,7 @@ def games(export: str, **_: object) -> dict[str, Dataset]:
             read = load_games(file, Path(folder) / str(i), args.piece_letters)
             for moves, defect in zip(read["Moves"], read["defect"], strict=True):
                 text = "" if defect else " ".join(moves)
-                if text and is_heldout(text, args.heldout_share) and not rules.defect_of_game(moves):
+                if text and falls_under(text, args.heldout_share) and not rules.defect_of_game(moves):
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     game = text + str(tokenizer.eos_token)
                     together = tokenizer(begin + game, add_special_tokens=False)["input_ids"]

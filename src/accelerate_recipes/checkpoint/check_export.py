@@ -31,7 +31,7 @@ from accelerate_recipes.data.rendering import (
     shown_ends,
     without_nulls,
 )
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.models import max_positions
 
@@ -134,7 +134,7 @@ class TrainedRows:
 def is_of_a_run(file: Path) -> bool:
     """Tell whether a file is one that `TrainedRows.save` writes."""
     try:
-        return TrainedRows.__dataclass_fields__.keys() == {*json.loads(file.read_text(encoding="utf-8"))}
+        return TrainedRows.__dataclass_fields__.keys() == {*read_json(file)}
     except (ValueError, TypeError):
         return False
 
@@ -158,7 +158,7 @@ def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
         return f"there is no {ROWS} in {folder}"
     if not is_of_a_run(file):
         return f"{file} was not written by a run"
-    kept = json.loads(file.read_text(encoding="utf-8"))
+    kept = read_json(file)
     first = TrainedRows(**kept | {"trained": [Rendering(*row) for row in kept["trained"]]})
     try:
         arguments = json.loads(json.dumps(arguments_of(export), default=str))
@@ -276,10 +276,10 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-        task = json.loads((export / "adapter_config.json").read_text(encoding="utf-8")).get("task_type")
+        task = read_json(export / "adapter_config.json").get("task_type")
         adapted = AutoPeftModelForSeq2SeqLM if task == "SEQ_2_SEQ_LM" else AutoPeftModelForCausalLM
         return adapted.from_pretrained(export)  # pyright: ignore[reportReturnType]
-    names = json.loads((export / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    names = read_json(export / "config.json").get("architectures") or []
     if len(names) != 1 or not hasattr(transformers, names[0]):
         raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
     model, info = getattr(transformers, names[0]).from_pretrained(export, output_loading_info=True)

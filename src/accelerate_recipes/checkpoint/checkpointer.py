@@ -49,7 +49,7 @@ from accelerate_recipes.checkpoint.files import (
     write_marker,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.disk import fsync, read_json_lines
+from accelerate_recipes.disk import fsync, read_json, read_json_lines
 from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
@@ -303,7 +303,7 @@ class Checkpointer:
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
-        self.data_states = json.loads((checkpoint / "data.json").read_text(encoding="utf-8"))
+        self.data_states = read_json(checkpoint / "data.json")
         self.restore_rng()
         self.accelerator.on_main_process(print)(
             f"Resumed {checkpoint} (step {marker['step']}, saved by {marker['world_size']} x {marker['strategy']})",

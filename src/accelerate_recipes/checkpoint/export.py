@@ -27,7 +27,7 @@ from accelerate_recipes.checkpoint.files import (
     unfinished_export,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.disk import read_json_lines, write_atomically
+from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import model_class, tied_names
@@ -128,7 +128,7 @@ def write_export(
             )
         write = write_merged if merge_adapter else write_safetensors
         write(checkpoint, out, dtype, max_shard_size)
-        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+        config = read_json(out / "config.json")
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers 4 reads the latter
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
@@ -155,7 +155,7 @@ def list_files(export: Path) -> None:
 def listed_files(folder: Path) -> set[str]:
     """List the files that an export has written into a folder; empty if none has."""
     try:
-        return set(json.loads((folder / EXPORT).read_text(encoding="utf-8"))["files"])
+        return set(read_json(folder / EXPORT)["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 

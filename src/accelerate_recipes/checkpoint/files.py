@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 from safetensors import SafetensorError
 
-from accelerate_recipes.disk import checksum, fsync
+from accelerate_recipes.disk import checksum, fsync, read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.ranks import is_first
 
@@ -74,7 +74,7 @@ def read_marker(checkpoint: Path) -> dict:
         FileNotFoundError: if there is none.
         ValueError: if it was changed.
     """
-    marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    marker = read_json(checkpoint / MARKER)
     if not isinstance(marker, dict) or "args.yaml" not in marker.get("files", ()):
         raise ValueError("it does not list the files of a checkpoint")
     found, written = checksum_of(marker), marker.pop("checksum", None)

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.hub import cache
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -69,10 +70,6 @@ def config_of_base(name: str) -> tuple[dict, dict]:
 
 def whole_content(config: PreTrainedConfig) -> dict:
     return json.loads(config.to_json_string(use_diff=False))
-
-
-def read_json(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def write_json(file: Path, content: dict) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.data.documents import Retry, is_remote
 from accelerate_recipes.data.shards import is_named_elsewhere
 from accelerate_recipes.data.text import TextArgs, TextShards
-from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, size_and_times, write_atomically
+from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_first_rank
 
@@ -44,9 +44,9 @@ class TokenShards:
         self.folder = Path(folder)
         if not is_pretokenized(self.folder):
             raise ConfigError(f"{folder} is not whole: --pretokenize has not finished there")
-        self.manifest = read_described(self.folder / MANIFEST)
+        self.manifest = read_json(self.folder / MANIFEST)
         self.shards = self.manifest["shards"]
-        self.entries = [read_described(shard_file(self.folder, i, "json")) for i in range(len(self.shards))]
+        self.entries = [read_json(shard_file(self.folder, i, "json")) for i in range(len(self.shards))]
         for i, entry in enumerate(self.entries):
             file = shard_file(self.folder, i, "tokens")
             if not file.is_file() or file.stat().st_size != entry["size"]:
@@ -101,15 +101,11 @@ def shard_file(folder: Path, shard: int, suffix: str) -> Path:
     return folder / f"shard-{shard:05d}.{suffix}"
 
 
-def read_described(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
 def is_pretokenized(folder: str | Path) -> bool:
     """Tell whether `pretokenize` has finished in a folder; "" means no folder."""
     if not folder or not (manifest := Path(folder) / MANIFEST).is_file():
         return False
-    return all(shard_file(Path(folder), i, "json").is_file() for i in range(len(read_described(manifest)["shards"])))
+    return all(shard_file(Path(folder), i, "json").is_file() for i in range(len(read_json(manifest)["shards"])))
 
 
 def open_text(
@@ -209,7 +205,7 @@ def check_text(folder: Path, shards: Sequence[str]) -> None:
     """Raise ConfigError for a text shard that was tokenised, and has another content now."""
     for i, shard in enumerate(shards):
         entry = shard_file(folder, i, "json")
-        then = read_described(entry)["text"] if entry.exists() else None
+        then = read_json(entry)["text"] if entry.exists() else None
         if not then or is_remote(shard) or size_and_times(shard) == then["seen"]:
             continue
         if checksum(Path(shard)) != then["checksum"]:
@@ -221,7 +217,7 @@ def check_text(folder: Path, shards: Sequence[str]) -> None:
 
 def check_key(folder: Path, key: dict) -> None:
     """Raise ConfigError unless the manifest agrees with everything in `key`."""
-    written = read_described(folder / MANIFEST)
+    written = read_json(folder / MANIFEST)
     differing = [
         f"{name} was {written.get(name)}, is {value}" for name, value in key.items() if written.get(name) != value
     ]

@@ -22,7 +22,7 @@ from typing import Any
 from fsspec.utils import glob_translate
 from huggingface_hub import constants
 
-from accelerate_recipes.disk import checksum, size_and_times
+from accelerate_recipes.disk import checksum, read_json, size_and_times
 from accelerate_recipes.errors import ConfigError
 
 MANIFEST = "accelerate_recipes.json"
@@ -277,7 +277,7 @@ def shards_of(index: Path) -> list[str]:
         ConfigError: if it is none.
     """
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted(set(read_json(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} is no index of weights ({error!r}); copy or download it again") from error
 
@@ -344,10 +344,10 @@ def options_of(config: Any) -> dict[str, Any]:
 def saved_splits(name: str) -> dict[str, list[str]]:
     """List the Arrow files of each split of a folder that `save_to_disk` wrote; nothing for others."""
     if (index := Path(name) / "dataset_dict.json").is_file():
-        folders = {split: Path(name) / split for split in json.loads(index.read_text(encoding="utf-8"))["splits"]}
+        folders = {split: Path(name) / split for split in read_json(index)["splits"]}
     else:
         folders = {"train": Path(name)} if (Path(name) / "state.json").is_file() else {}
-    states = {split: json.loads((place / "state.json").read_text(encoding="utf-8")) for split, place in folders.items()}
+    states = {split: read_json(place / "state.json") for split, place in folders.items()}
     return {
         split: [str(folders[split] / file["filename"]) for file in state["_data_files"]]
         for split, state in states.items()

@@ -7,7 +7,6 @@ sends a file (with hf_xet, a part of a file). It reads HF_ENDPOINT and the token
 made here is private.
 """
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.errors import ConfigError, error_list, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import hub_checksum, readable, tree
@@ -151,7 +151,7 @@ def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:
     with TemporaryDirectory() as folder:
         file = api.hf_hub_download(repo, cache.MANIFEST, revision=revision, cache_dir=folder)
         try:
-            return set(json.loads(Path(file).read_text(encoding="utf-8"))["files"])
+            return set(read_json(Path(file))["files"])
         except (ValueError, KeyError, TypeError):
             return set()
 
