@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -323,13 +324,14 @@ def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer each line of standard input, a list of jobs, with a line of outcomes; jobs run in forks, one for each core."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Answer each list of jobs on standard input with a list of outcomes; jobs run in forks, one for each core."""
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # recipes print
-    for line in sys.stdin:
-        jobs = [Job(**values) for values in json.loads(line)]
-        import_for(jobs[0])
-        print(json.dumps(list(in_forks(jobs, len(os.sched_getaffinity(0))))), file=out, flush=True)
+    with contextlib.suppress(EOFError):
+        while jobs := pickle.load(sys.stdin.buffer):
+            import_for(jobs[0])
+            pickle.dump(list(in_forks(jobs, len(os.sched_getaffinity(0)))), out)
+            out.flush()
 
 
 def import_for(job: Job) -> None:
@@ -340,7 +342,7 @@ def import_for(job: Job) -> None:
             importlib.import_module("peft")
 
 
-def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
+def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[Outcome | Refusal]:
     """Simulate each job in a fork of this process; yields results in order."""
     started: list[tuple[int, Any]] = []
     for i, _ in enumerate(jobs):
@@ -350,9 +352,8 @@ def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
         with pipe:
             found = pipe.read()
         os.waitpid(pid, 0)
-        yield (
-            json.loads(found) if found else {"error": "the simulation died without a word, perhaps for want of memory"}
-        )
+        died = "the simulation failed: it died without a word, perhaps for want of memory"
+        yield pickle.loads(found) if found else SimulationError(died)
 
 
 def fork(job: Job) -> tuple[int, Any]:
@@ -361,17 +362,16 @@ def fork(job: Job) -> tuple[int, Any]:
     pid = os.fork()
     if pid:
         os.close(write)
-        return pid, os.fdopen(read, encoding="utf-8")
+        return pid, os.fdopen(read, "rb")
     try:
-        result = asdict(simulate_here(job))
-    except NotSimulatedError as error:
-        result = {"not_simulated": str(error)}
-    except ConfigError as error:
-        result = {"refused": str(error)}
+        result = simulate_here(job)
+    except (NotSimulatedError, ConfigError) as error:
+        result = error
     except BaseException as error:
-        result = {"error": f"{type(error).__name__}: {str(error)[:500]}", "traceback": traceback.format_exc()}
-    with contextlib.suppress(OSError), os.fdopen(write, "w", encoding="utf-8") as pipe:
-        json.dump(result, pipe)
+        said = f"the simulation failed: {type(error).__name__}: {str(error)[:500]}"
+        result = SimulationError(f"{said}\n{traceback.format_exc()}".strip())
+    with contextlib.suppress(OSError), os.fdopen(write, "wb") as pipe:
+        pickle.dump(result, pipe)
     os._exit(0)
 
 
@@ -383,8 +383,8 @@ class Simulator:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.number, self.cache = 0, {}
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "accelerate_recipes.plan.simulate"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env,
         )  # fmt: skip
         return self
 
@@ -401,28 +401,15 @@ class Simulator:
         new = {key: job for key, job in zip(keys, jobs, strict=True) if key not in self.cache}
         if new:
             with contextlib.suppress(BrokenPipeError):
-                print(json.dumps([asdict(job) for job in new.values()]), file=self.child.stdin, flush=True)
-            answer = self.child.stdout.readline()
-            if not answer:
+                pickle.dump([*new.values()], self.child.stdin)
+                self.child.stdin.flush()
+            try:
+                found = pickle.load(self.child.stdout)
+            except (EOFError, pickle.UnpicklingError):
                 raise ConfigError(
                     f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
                     "is more, or leave it out (preflight --no_plan)"
-                )
+                ) from None
             self.number += len(new)
-            self.cache |= dict(zip(new, map(read_result, json.loads(answer)), strict=True))
+            self.cache |= dict(zip(new, found, strict=True))
         return [self.cache[key] for key in keys]
-
-
-def read_result(result: dict[str, Any]) -> Outcome | Refusal:
-    """Turn a fork's answer into an outcome, or into an error."""
-    if "not_simulated" in result:
-        return NotSimulatedError(result["not_simulated"])
-    if "refused" in result:
-        return ConfigError(result["refused"])
-    if "error" in result:
-        return SimulationError(f"the simulation failed: {result['error']}\n{result.get('traceback', '')}".strip())
-    return Outcome(**result)
-
-
-if __name__ == "__main__":
-    serve()
