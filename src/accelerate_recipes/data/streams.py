@@ -96,14 +96,14 @@ class StreamArgs:
 
 @dataclass
 class StreamRows(IterableDataset):
-    """Dataset of the rows of some streams in their order, without end, as lists of `Row`. An error is yielded as text."""
+    """Dataset of the rows of some streams in their order, without end, as lists of `Row`; a text in one is an error."""
 
     source: Documents
     order: Order
     states: dict[int, StreamState]
     retries: torch.Tensor  # (number of streams,) in shared memory
 
-    def __iter__(self) -> Iterator[list[Row] | str]:
+    def __iter__(self) -> Iterator[list[Row | str]]:
         rows = [
             stream_rows(self.source, self.order, stream, state, partial(self.retries[stream].add_, 1))
             for stream, state in self.states.items()
@@ -116,7 +116,7 @@ class StreamRows(IterableDataset):
             while True:
                 yield list(islice(merged, len(rows)))
         except DataError as error:  # an exception would be wrapped in the worker's traceback
-            yield str(error)
+            yield [str(error)]
 
 
 class Lookahead:
@@ -250,7 +250,7 @@ class StreamLoader:
             loader = DataLoader(
                 rows,
                 batch_size=None,
-                collate_fn=as_it_is,
+                collate_fn=list,
                 num_workers=1 if num_workers else 0,
                 prefetch_factor=lists_of_two_steps if num_workers else None,
                 # Without this, iter() draws from the global generator, which changes a resumed run's dropout.
@@ -383,16 +383,12 @@ class StreamLoader:
         }
 
 
-def as_it_is(rows: list[Row] | str) -> list[Row] | str:
-    return rows
-
-
-def single_rows(lists: Iterator[list[Row] | str]) -> Iterator[Row]:
+def single_rows(lists: Iterator[list[Row | str]]) -> Iterator[Row]:
     """Raise DataError for an error that a worker found."""
-    for rows in lists:
-        if isinstance(rows, str):
-            raise DataError(rows)
-        yield from rows
+    for row in chain.from_iterable(lists):
+        if isinstance(row, str):
+            raise DataError(row)
+        yield row
 
 
 def fingerprint(shards: Sequence[str]) -> list:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,8 +80,15 @@ class TextArgs(StreamArgs):
         return found
 
     @property
+    def is_here(self) -> bool:
+        """Tell whether the text to train on lies on a disk."""
+        if not self.train_files:
+            return os.path.isdir(self.dataset_name)
+        return not any(map(is_named_elsewhere, self.train_files))
+
+    @property
     def is_finite(self) -> bool:
-        return bool(self.train_files) and not any(map(is_named_elsewhere, self.train_files))
+        return bool(self.train_files) and self.is_here
 
     @property
     def share_heldout(self) -> float:

@@ -11,7 +11,6 @@ A folder holds `manifest.json`, what the tokens are made from, and for text shar
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.documents import Retry, is_remote
-from accelerate_recipes.data.shards import is_named_elsewhere
 from accelerate_recipes.data.text import TextArgs, TextShards
 from accelerate_recipes.disk import checksum, fsync, naming, own_suffix, read_json, size_and_times, write_atomically
 from accelerate_recipes.errors import ConfigError, DataError
@@ -115,17 +113,13 @@ def open_text(
     if not args.pretokenize:
         shards = on_first_rank(args.train_shards)
         return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
-    settings = {"dataset": [args.dataset_name, args.dataset_files], "files": args.train_files}
-    settings |= {"revision": args.dataset_revision} if args.dataset_revision else {}
-    elsewhere = (
-        any(map(is_named_elsewhere, args.train_files)) if args.train_files else not os.path.isdir(args.dataset_name)
-    )
+    dataset = {"dataset": [args.dataset_name, args.dataset_files], "revision": args.dataset_revision}
     return pretokenize(
         args.pretokenize,
         tokenizer,
         args.train_shards,
-        settings,
-        is_here=not elsewhere,
+        dataset | {"files": args.train_files},
+        is_here=args.is_here,
         text_column=args.text_column,
         heldout_share=args.share_heldout,
         rank=rank,
