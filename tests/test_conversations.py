@@ -985,7 +985,7 @@ def test_commands_of_the_page(base, games_file, tmp_path, monkeypatch, capsys):
             cli.main()
             printed.append(capsys.readouterr().out)
     assert "Rows to train on: " in printed[0] and "target |" in printed[0]
-    assert printed[1].startswith("Ready: ") and "target |" in printed[1]
+    assert "Rows to train on: " in printed[1] and "target |" in printed[1]
     assert "2 tokens, ended by" in printed[2]
 
 
