@@ -15,7 +15,8 @@ from accelerate_recipes import __main__, recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import kubernetes, preflight
-from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render_manifest
+from accelerate_recipes.launch.job_args import INSTANCES, num_bytes
+from accelerate_recipes.launch.kubernetes import render_manifest
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.plan import gpus
 
@@ -285,12 +286,12 @@ def test_the_instance_names_the_gpu(monkeypatch):
     with pytest.raises(ConfigError, match="it does not fit"):
         documents("pytorchjob", *GPUS, "--instance-type", "g6.48xlarge", *run)
     assert asked == [("a100_40", False), ("h100", False), ("l4", False)]
-    assert all(kubernetes.GPU_OF[instance.partition(".")[0]] in gpus.GPUS for instance in INSTANCES)
+    assert all(instance["gpu"] in gpus.GPUS for instance in INSTANCES.values())
 
 
 @pytest.mark.parametrize("instance", INSTANCES)
 def test_instance_types(instance):
-    gpus, efa = INSTANCES[instance]
+    gpus, efa = INSTANCES[instance]["gpus"], INSTANCES[instance]["efa"]
     job = [*JOB, "--nodes", "2", "--gpus-per-node", str(gpus), "--instance-type", instance]
     run = [FULL, "--no_plan", *LAPTOP, "--total_batch_size", "64"]
     spec = the_pod(found := documents("pytorchjob", *job, *run))
@@ -299,7 +300,8 @@ def test_instance_types(instance):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": str(gpus), "vpc.amazonaws.com/efa": str(efa)}
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": instance}
     names = {variable["name"] for variable in container["env"] if variable["name"].startswith("FI_")}
-    assert names == set(EFA | FABRIC.get(instance, {}))
+    direct = {"FI_EFA_USE_DEVICE_RDMA"} if instance == "p4d.24xlarge" else set()
+    assert names == {"FI_PROVIDER", "FI_EFA_USE_HUGE_PAGE"} | direct
     on_hyperpod = the_pod(documents("pytorchjob", *job, "--instance-type", f"ml.{instance}", *run))
     assert on_hyperpod["nodeSelector"] == {"node.kubernetes.io/instance-type": f"ml.{instance}"}
     assert on_hyperpod["containers"] == spec["containers"]

@@ -21,7 +21,8 @@ from kubernetes_schemas import problems
 
 from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.launch.kubernetes import JobArgs, flag, render_manifest
+from accelerate_recipes.launch.job_args import JobArgs, flag
+from accelerate_recipes.launch.kubernetes import render_manifest
 from accelerate_recipes.launch.preflight import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
