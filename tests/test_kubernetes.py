@@ -272,12 +272,11 @@ def test_the_instance_names_the_gpu(monkeypatch):
     """A run is checked for the GPU of its instance, and not rendered if it does not fit; not without one, or with --no_plan."""
     asked = []
 
-    def check_memory(request, env, report, *, is_here):
+    def memory_problems(request, env, *, is_here):
         asked.append((request.gpu, is_here))
-        report.problems += ["it does not fit"] * (request.gpu == "l4")
-        return ""
+        return "", ["it does not fit"] * (request.gpu == "l4"), []
 
-    monkeypatch.setattr(preflight, "check_memory", check_memory)
+    monkeypatch.setattr(preflight, "memory_problems", memory_problems)
     run = [FULL, *LAPTOP, *FLAGS["laptop"]]
     for instance in ("p4d.24xlarge", "ml.p5.48xlarge"):
         documents("pytorchjob", *GPUS, "--instance-type", instance, *run)

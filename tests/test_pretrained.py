@@ -85,7 +85,7 @@ def said(models, monkeypatch):
         parsed = parse(module.Args, command[1:], world_size=1)
         for check in (
             lambda: preflight([str(CONFIGS / "single.yaml"), *command]),
-            lambda: recipe.provide(module.requirements(parsed), command),
+            lambda: recipe.provide(parsed, module.requirements(parsed), command),
         ):
             try:
                 check()

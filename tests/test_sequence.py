@@ -36,7 +36,8 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import launch_environment, launch_flags, preflight
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.launcher import launch_environment, launch_flags
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows

@@ -42,22 +42,22 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, TrainArgs, computes_in_bf16
 from accelerate_recipes.attention import keep_cudnn_from_masks
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
-from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_problems, launch_warnings, num_accelerators
+from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_warnings, num_accelerators
 from accelerate_recipes.weights import initialize
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
     """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
+    `strategy.launch_problems` has found nothing wrong with it.
+
     Raises:
-        ConfigError: for a strategy that cannot run here, or that would run as independent copies.
+        ConfigError: for a strategy that would run as independent copies.
     """
-    if problems := launch_problems(args):
-        raise ConfigError(error_list("This launch cannot work", problems))
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if is_first_of_machine():
         for warning in launch_warnings(args, num_cores):
