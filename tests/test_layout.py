@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "metrics": {"attention", "disk"},
     "sequence": {"attention", "errors"},
     "launcher": {"args", "errors", "strategy"},
+    "upstream": {"strategy"},
     "life": {"disk", "errors", "ranks"},
     "pretrained": {"disk", "errors", "hub"},
     "probes": {"attention", "errors", "sequence"},
@@ -39,8 +40,8 @@ MAY_IMPORT = {
     "sharing": {"args", "attention", "errors", "losses", "probes", "ranks"},
     "games": {"args", "data", "disk", "errors", "generation", "hub", "ranks"},
     "data": {"args", "attention", "disk", "errors", "hub", "life", "losses", "ranks"},
-    "distributed": {"args", "attention", "errors", "optim", "ranks", "sequence", "strategy", "weights"},
-    "agenda": {"checkpoint", "data", "distributed", "errors", "life", "metrics", "ranks", "run"},
+    "distributed": {"args", "attention", "errors", "optim", "ranks", "sequence", "strategy", "upstream", "weights"},
+    "agenda": {"checkpoint", "data", "errors", "life", "metrics", "ranks", "run", "upstream"},
     "trial": {"adapters", "args", "data", "errors", "hub", "losses", "models", "pretrained"},
     "engine": {"agenda", "checkpoint", "data", "distributed", "errors", "life", "metrics", "ranks", "run", "sequence"},
     "plan": {

@@ -104,7 +104,7 @@ def test_attention_that_does_not_get_the_group_is_an_error(mode):
 
 
 def test_accelerate_still_drops_masks():
-    """As long as its hooks do, distributed.keep_masks must keep them away; if this fails, they may stay."""
+    """As long as its hooks do, upstream.keep_masks must keep them away; if this fails, they may stay."""
 
     class Layer(torch.nn.Module):
         def __init__(self):
