@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from trl import SFTConfig
 
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import load_tokenizer

@@ -36,13 +36,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from accelerate_recipes.args import DTYPES, TrainArgs, computes_in_bf16
+from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
+from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
-from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_warnings, num_accelerators
+from accelerate_recipes.strategy import fp8_layers, launch_warnings, num_accelerators
 from accelerate_recipes.upstream import (
     choose_interface,
     compile_inside_recompute,
@@ -72,7 +73,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for warning in launch_warnings(args, num_cores):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    if is_compiled(os.environ):
+    if is_compiled():
         # Ranks compile the same code at the same time: each gets its own folder, so that none waits for locks.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, TrainArgs
+from accelerate_recipes.environment import is_compiled, is_on, is_one_of
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.weights import linear_layers_and_experts
@@ -23,18 +24,6 @@ def num_accelerators() -> int:
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
         return 0
     return torch.accelerator.device_count()
-
-
-def is_on(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "false").lower() in ("true", "1")
-
-
-def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
-    return env.get(name, "").upper() in values
-
-
-def is_compiled(env: Mapping[str, str]) -> bool:
-    return env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:

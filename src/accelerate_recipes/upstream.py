@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from transformers import PreTrainedModel
 
-from accelerate_recipes.strategy import is_compiled
+from accelerate_recipes.environment import is_compiled
 
 
 def let_torch_choose_dynamic_shapes() -> None:
@@ -58,7 +58,7 @@ def forget_evaluated_shapes() -> None:
     torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer: after an evaluation with
     another batch size, training would get slower kernels. What was compiled for the evaluation stays.
     """
-    if is_compiled(os.environ):
+    if is_compiled():
         from torch._dynamo import pgo  # loads the compiler
 
         pgo.reset_code_state()

@@ -6,7 +6,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import ClassVar
 
-from accelerate_recipes.args import Range, arg, read_yaml
+from accelerate_recipes.args import arg
+from accelerate_recipes.flags import Range, read_yaml
 
 CHECKPOINTS, CACHE = "/checkpoints", "/cache"  # where pods mount the volumes
 INSTANCES = read_yaml(Path(__file__).parent / "instances.yaml")

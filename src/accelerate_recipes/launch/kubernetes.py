@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from accelerate_recipes.args import read_yaml, resolve
+from accelerate_recipes.args import resolve
 from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.flags import read_yaml
 from accelerate_recipes.launch.job_args import (
     CACHE,
     CHECKPOINTS,

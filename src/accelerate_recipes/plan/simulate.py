@@ -25,8 +25,9 @@ from transformers import PreTrainedConfig
 
 from accelerate_recipes import distributed, recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import TrainArgs, computes_in_bf16, resolve
+from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
+from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.gpus import GPUS

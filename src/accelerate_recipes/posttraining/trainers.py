@@ -46,7 +46,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.args import OWNED_ELSEWHERE, Range, TrainArgs, arg, computes_in_bf16
+from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
@@ -61,7 +61,9 @@ from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.engine import NonFiniteError
+from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.losses import IGNORE_INDEX
