@@ -11,14 +11,13 @@ import yaml
 from helpers import CHILDREN, ROOT
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import __main__, recipe
+from accelerate_recipes import __main__, gpus, recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import kubernetes, preflight
 from accelerate_recipes.launch.job_args import INSTANCES, num_bytes
 from accelerate_recipes.launch.kubernetes import render_manifest
 from accelerate_recipes.life.status import update_status
-from accelerate_recipes.plan import gpus
 
 KINDS = ("pytorchjob", "trainjob")
 IMAGE = "registry.example/accelerate-recipes:1.0"

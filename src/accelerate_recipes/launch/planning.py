@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.launcher import launch_environment, yaml_problems
-from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of, reason_of
@@ -223,7 +223,7 @@ def draw(events: Sequence[Sequence[Any]], path: Path) -> None:
     """Draw the bytes of each kind over the operators of a step."""
     import matplotlib.pyplot as plt
 
-    from accelerate_recipes.plan.gpus import GIB
+    from accelerate_recipes.gpus import GIB
     from accelerate_recipes.plan.ledger import HOST, Event
 
     live: dict[int, tuple[int, str]] = {}

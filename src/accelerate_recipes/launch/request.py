@@ -9,8 +9,8 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.gpus import GPUS, known_as
 from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
-from accelerate_recipes.plan.gpus import GPUS, known_as
 from accelerate_recipes.strategy import num_accelerators
 
 

@@ -29,8 +29,8 @@ from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
 from accelerate_recipes.probes import packing_of
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
