@@ -63,7 +63,7 @@ MORE_PEAKS = {
 }  # fmt: skip
 
 
-def peak_of(name: str) -> float | None:
+def bf16_peak(name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of what the driver calls `name`; None where it is not known."""
     if "MIG" in name:  # a slice of the named device
         return None

@@ -17,12 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import of_layers, width_of_heads
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
-from accelerate_recipes.gpus import peak_of
+from accelerate_recipes.gpus import bf16_peak
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of this device in FLOP/s, or None where it is not known."""
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 class Flops(NamedTuple):
