@@ -126,6 +126,15 @@ def test_whole_models(said, copy, name, by):
     assert said(folder, by) == ""
 
 
+def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy, monkeypatch):
+    """Adapters, attention and the layers to wrap are checked on the meta device, all at once, by a launch too."""
+    monkeypatch.setattr("accelerate_recipes.attention.find_spec", lambda name: None)
+    adapters = ["--use_peft", "--lora_target_modules", "q_prj"]
+    found = said(copy("llama"), "c4", *adapters, "--attn_implementation", "flash_attention_2")
+    assert "--lora_target_modules q_prj: no linear layer inside LlamaForCausalLM has that name" in found
+    assert "--attn_implementation flash_attention_2: its package flash_attn is not installed" in found
+
+
 def without(*ends: str):
     return lambda weights: {name: weight for name, weight in weights.items() if not name.endswith(ends)}
 

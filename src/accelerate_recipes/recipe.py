@@ -32,8 +32,7 @@ from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.streams import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
-from accelerate_recipes.engine import NonFiniteError
-from accelerate_recipes.errors import ConfigError, DataError, error_list, printable
+from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, error_list, printable
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launcher import launcher_problems

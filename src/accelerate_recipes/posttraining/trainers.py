@@ -60,9 +60,8 @@ from accelerate_recipes.data.conversations import TEXT, without_begin
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.shown import NUM_ROWS
-from accelerate_recipes.engine import NonFiniteError
 from accelerate_recipes.environment import computes_in_bf16
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
