@@ -271,7 +271,7 @@ def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, en
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(distributed, "num_accelerators", lambda: num_devices)
-    monkeypatch.setattr(distributed, "start_on_cpu", lambda *_: None)
+    monkeypatch.setattr(upstream, "start_on_cpu", lambda *_: None)
     monkeypatch.setattr(distributed, "make_fsdp_plugin", lambda *_, **__: None)
 
     def start(**_):
@@ -478,7 +478,7 @@ def test_copies_are_an_error(run_python):
         from accelerate_recipes import distributed, upstream
         from accelerate_recipes.args import TrainArgs
         from accelerate_recipes.errors import ConfigError
-        distributed.start_on_cpu = lambda *args: None
+        upstream.start_on_cpu = lambda *args: None
         torch.distributed.init_process_group = lambda **kwargs: None  # the second process is not there
         try:
             distributed.make_accelerator(TrainArgs())

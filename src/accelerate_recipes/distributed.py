@@ -36,6 +36,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
+from accelerate_recipes import upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
@@ -44,19 +45,6 @@ from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import fp8_layers, launch_warnings, num_accelerators
-from accelerate_recipes.upstream import (
-    choose_interface,
-    compile_inside_recompute,
-    computes_on,
-    hidden_buffers,
-    keep_masks,
-    leave_embedding_to_accelerate,
-    let_torch_choose_dynamic_shapes,
-    reads_once,
-    resolve_vector_math,
-    restore_rng_in_recompute,
-    start_on_cpu,
-)
 from accelerate_recipes.weights import initialize
 
 
@@ -78,20 +66,20 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
-    let_torch_choose_dynamic_shapes()
-    resolve_vector_math()
+    upstream.let_torch_choose_dynamic_shapes()
+    upstream.resolve_vector_math()
     keep_memory_in_one_piece()
     keep_cudnn_from_masks()
     if ranks_a_row() > 1:
         share_attention()
     if args.full_determinism:
         make_deterministic()
-    choose_interface()
+    upstream.choose_interface()
     timeout = timedelta(seconds=args.ddp_timeout)
     is_fp8 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
-        start_on_cpu(use_fsdp, timeout)
+        upstream.start_on_cpu(use_fsdp, timeout)
     if not num_devices or (use_fsdp and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"):
         use_cores(num_cores)
     accelerator = Accelerator(
@@ -107,7 +95,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             f"{accelerator.num_processes} ({accelerator.distributed_type.value}): each would train a copy of its own. "
             "Launch with `accelerate launch --config_file accelerate_configs/...`"
         )
-    keep_masks(accelerator)
+    upstream.keep_masks(accelerator)
     set_seed(args.seed)
     return accelerator
 
@@ -202,21 +190,25 @@ def prepare(
     if accelerator.is_fsdp2:
         if is_new:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        leave_embedding_to_accelerate(model)
+        upstream.leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
-        with hidden_buffers(model, accelerator.device) if reads_once(accelerator, model) else contextlib.nullcontext():
+        with (
+            upstream.hidden_buffers(model, accelerator.device)
+            if upstream.reads_once(accelerator, model)
+            else contextlib.nullcontext()
+        ):
             model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
-        restore_rng_in_recompute(model)
-        compile_inside_recompute(model, accelerator.state.dynamo_plugin)
+        upstream.restore_rng_in_recompute(model)
+        upstream.compile_inside_recompute(model, accelerator.state.dynamo_plugin)
         # `generate` may call an encoder by itself; embedding and last norms must be gathered then too.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
             register_fsdp_forward_method(inner, "generate")
             if parameter_device(accelerator) != accelerator.device:
-                computes_on(inner, accelerator.device)
+                upstream.computes_on(inner, accelerator.device)
     else:
         model = accelerator.prepare(model)
     recompute_every(model, args.checkpoint_every_n_layers)
