@@ -68,7 +68,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "models", "the same, before the weights are read", None),
     (PreTrainedConfig, "_attn_implementation", "run", "whether rows that ranks share need a mask", None),
-    (PreTrainedConfig, "_attn_implementation", "sharing", "the same, with all other checks of a model", None),
+    (PreTrainedConfig, "_attn_implementation", "recipe", "the same, with all other checks of a model", None),
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
     (torch.nn.Module, "_non_persistent_buffers_set", "upstream", "buffers that Accelerate must not see", None),
     (torch.nn.Module, "_parameters", "weights", "first values of sharded parameters", None),

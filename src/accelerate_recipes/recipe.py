@@ -29,6 +29,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import Args, TrainArgs, parse
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.streams import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
@@ -39,11 +40,13 @@ from accelerate_recipes.launcher import launcher_problems
 from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
+from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL, load_tokenizer
 from accelerate_recipes.pretrained import Kind, check_model
-from accelerate_recipes.ranks import is_first, is_first_of_machine
+from accelerate_recipes.probes import check_packing
+from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 from accelerate_recipes.run import DataReady
-from accelerate_recipes.sharing import attention_problems
+from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import fp8_layers, launch_problems, num_accelerators, wrap_problems
 
 # Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
@@ -188,6 +191,28 @@ def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Ma
     except ConfigError as error:
         found.append(str(error))
     return found
+
+
+def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
+    name = getattr(args, "attn_implementation", "")
+    if not name or model.config.is_encoder_decoder:
+        return []
+    size = ranks_a_row(env)
+    if size > 1 and (problems := model_sharing_problems(model.config, size)):
+        return problems
+    try:
+        attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
+        model.config._attn_implementation = attention
+        if size > 1:
+            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
+        if getattr(args, "document_mask", False):
+            check_packing(model.config)
+        if not getattr(args, "whole_logits", True):
+            check_head(model.config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def needs_of(command: Sequence[str]) -> list[cache.Need]:

@@ -1,12 +1,10 @@
 """Models whose rows several ranks can share (see `sequence`), and why they cannot share those of others."""
 
 import math
-from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.attention import (
     CHUNKS,
     DOCUMENTS,
@@ -14,13 +12,12 @@ from accelerate_recipes.attention import (
     SINKS,
     SOFTCAP,
     beyond_documents,
-    choose,
     of_layers,
 )
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.losses import balance_of_rows, check_head
-from accelerate_recipes.probes import check_packing, shares_in_small, tiny_model
+from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.sequence import balance_of_rows
 
 LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 
@@ -103,25 +100,3 @@ def balances_as_known(config: PreTrainedConfig) -> bool:
             return bool((found - output.aux_loss).abs() <= 1e-4 * output.aux_loss)
         except (AttributeError, TypeError, ValueError, RuntimeError, KeyError):
             return False
-
-
-def attention_problems(args: TrainArgs, model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
-    name = getattr(args, "attn_implementation", "")
-    if not name or model.config.is_encoder_decoder:
-        return []
-    size = ranks_a_row(env)
-    if size > 1 and (problems := model_sharing_problems(model.config, size)):
-        return problems
-    try:
-        attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
-        model.config._attn_implementation = attention
-        if size > 1:
-            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
-        if getattr(args, "document_mask", False):
-            check_packing(model.config)
-        if not getattr(args, "whole_logits", True):
-            check_head(model.config)
-    except ConfigError as error:
-        return [str(error)]
-    return []

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch.utils.data import default_collate
 
 from accelerate_recipes.attention import boundaries
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:

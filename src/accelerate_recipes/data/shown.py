@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.page import write_page
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 NUM_ROWS = 3  # shown of each kind
 MAX_TOKENS = 2000  # shown of a row

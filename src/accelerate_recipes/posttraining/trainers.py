@@ -65,13 +65,13 @@ from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize, seed_of
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
