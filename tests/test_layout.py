@@ -114,6 +114,7 @@ MAY_IMPORT = {
         "trial",
     },
     "launch": {
+        "adapters",
         "args",
         "checkpoint",
         "data",

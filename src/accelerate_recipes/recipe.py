@@ -27,7 +27,7 @@ import transformers
 import yaml
 from huggingface_hub import constants
 
-from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
@@ -153,7 +153,7 @@ def check_models(
     The environment is that of the launch. Of a new model `makes_new` says whether its arguments are good enough to make it.
 
     Returns:
-        The models on the meta device, with the adapters that will be trained in them, and why others cannot be trained.
+        The models on the meta device, and why some cannot be trained so.
     """
     models, problems = [], []
     for name in needed.models:
@@ -181,11 +181,14 @@ def check_models(
 
 
 def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Put the adapters into a model on the meta device; list why it cannot be trained as `args` and the launch say."""
+    """List why a model on the meta device cannot be trained as `args` and the launch that `env` describes say.
+
+    PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before a process has chosen its own.
+    """
     found = wrap_problems(model, env) + attention_problems(args, model, env)
     try:
-        # The numbers of the new tokens' rows, which the tokenizer decides, do not matter here.
-        add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
+        if args.use_peft:
+            targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
             fp8_layers(model)
     except ConfigError as error:

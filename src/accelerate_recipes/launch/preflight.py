@@ -20,8 +20,10 @@ from pathlib import Path
 from unittest import mock
 
 from packaging.requirements import Requirement
+from transformers import PreTrainedModel
 
 from accelerate_recipes import recipe
+from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.checkpoint.resume import resume_problems
 from accelerate_recipes.checkpoint.space import space_problems
@@ -97,6 +99,17 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
     return plan.said, plan.assignments
 
 
+def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[str]:
+    """Put the adapters of --use_peft into models on the meta device, whose parameters are counted; list why that fails."""
+    try:
+        for model in models:
+            # The numbers of the new tokens' rows, which the tokenizer decides, do not matter here.
+            add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
     """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
 
@@ -145,7 +158,7 @@ def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | No
     warnings += warmup_warnings(args, args.max_steps) if args.max_steps > 0 else []
     with mock.patch.dict(os.environ, env):
         models, found = recipe.check_models(args, needed, makes_new=not problems)
-    problems += found
+        problems += found or with_adapters(models, args)
     lines = [
         f"Ready: {request.config.name} with {world_size} processes; {args.total_batch_size} sequences a step = "
         f"{readers(shares, size)} x {args.per_device_train_batch_size} x {args.accumulation_steps(shares)} micro-batches"
