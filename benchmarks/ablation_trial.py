@@ -219,7 +219,11 @@ def main() -> None:
     code = 1
     try:
         module = recipe.load(flags.recipe)
-        args = parse(module.Args, flags.arguments, other_problems=launch_problems)
+        args = parse(
+            module.Args,
+            flags.arguments,
+            other_problems=lambda args: launch_problems(args, os.environ, num_accelerators()),
+        )
         args.max_steps = 10**6  # rows repeat as often as large batches need
         Run.prepare, module.train = trial.prepare(Run.prepare), trial.measure
         if int(os.environ.get("RANK", 0)) == 0:  # it looks at the first device, which no other rank should open

@@ -17,7 +17,7 @@ from gpu_cases import CASES, Batch, Case, config_of, packed_batch
 from machine import machine
 
 from accelerate_recipes.args import TrainArgs, arg
-from accelerate_recipes.launch.preflight import launch_environment
+from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
 from accelerate_recipes.models import new_model
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator

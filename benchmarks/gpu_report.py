@@ -13,7 +13,7 @@ from typing import Any
 
 from gpu_cases import CASES, flops_of
 
-from accelerate_recipes.metrics import PEAK_TFLOPS
+from accelerate_recipes.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
@@ -117,7 +117,7 @@ def speeds(results: dict[tuple[str, str], Record], card: str) -> list[list[str]]
             low_high = "({:,.0f} to {:,.0f})".format(*record["range"]) if ours else ""
             predicted = f"{batch.predicted:,.0f}" if batch.predicted else ""
             if predicted and not case.args.get("use_peft"):
-                predicted += f" ({batch.predicted * flops_of(case, batch) / PEAK_TFLOPS['H100'] / 1e12:.0%})"
+                predicted += f" ({batch.predicted * flops_of(case, batch) / GPUS['h100'].bf16:.0%})"
             measured = (
                 [f"{ours:,.0f} {low_high}", share(record["mfu"]), gib(record)] if ours else ["not measured", "", ""]
             )

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.attention import DOCUMENTS, boundaries
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.launch.preflight import launch_environment
+from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.losses import next_token_loss_without_logits
 from accelerate_recipes.models import new_model
 from accelerate_recipes.sequence import part_of_rows, row_group, share_attention, whole_rows

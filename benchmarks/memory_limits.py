@@ -22,8 +22,8 @@ from machine import machine
 from real_steps import ALLOWANCE, MIB, ROOT, limited, on_cpu, on_ranks, request_of
 from transformers import T5Config
 
-from accelerate_recipes.launch.preflight import Request
-from accelerate_recipes.plan.gpus import GPUS, OUTSIDE
+from accelerate_recipes.gpus import GPUS, OUTSIDE
+from accelerate_recipes.launch.request import Request
 from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 

@@ -25,8 +25,9 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import job_of, read_request
-from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
+from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
+from accelerate_recipes.launch.planning import job_of
+from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import in_gib
 from accelerate_recipes.plan.search import prediction_of

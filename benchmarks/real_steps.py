@@ -21,7 +21,8 @@ import torch
 from accelerate_recipes import distributed
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.errors import first_line
-from accelerate_recipes.launch.preflight import Request, job_of, read_request
+from accelerate_recipes.launch.planning import job_of
+from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.plan.search import Change
 from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_steps

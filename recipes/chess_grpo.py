@@ -16,8 +16,9 @@ from pathlib import Path
 import datasets
 from trl import GRPOConfig, GRPOTrainer
 
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward

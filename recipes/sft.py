@@ -16,19 +16,20 @@ from pathlib import Path
 import torch
 from trl import SFTConfig
 
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.posttraining.supervised import SupervisedTrainer, load_sides, supervised_trial
 from accelerate_recipes.posttraining.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial
 
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models

@@ -82,7 +82,7 @@ gpu_name() { # GPUS_PER_NODE GRES
         [[ ,$2 =~ [,:/]gpu:([^:,]+)(:|,|$) ]] || return
         name=${BASH_REMATCH[1]}
     fi
-    [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.plan.gpus "$name"
+    [[ $name =~ ^[0-9]*$ ]] || python -m accelerate_recipes.gpus "$name"
 }
 
 submit() {

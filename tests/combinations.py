@@ -16,11 +16,9 @@ from helpers import REPOSITORY
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from accelerate_recipes import recipe
-from accelerate_recipes.adapters import add_adapters
 from accelerate_recipes.args import Args, resolve
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import attention_problems, launch_environment
-from accelerate_recipes.strategy import environment_problems, fp8_layers, lever_problems
+from accelerate_recipes.launcher import launch_environment
+from accelerate_recipes.strategy import environment_problems, lever_problems
 
 STRATEGIES = sorted(path.stem for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
@@ -180,14 +178,7 @@ def model_problems(model: PreTrainedModel, flags: tuple[str, ...], env: dict[str
     args, _ = arguments("chess", tuple(flag for flag in flags if flag != "--merge_adapter"), 8)  # merging reads files
     with mock.patch.dict(os.environ, env), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = attention_problems(args, model, env)
-        try:
-            add_adapters(model, args)
-            if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
-                fp8_layers(model)
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+        return recipe.model_problems(args, model, env)
 
 
 def generic(problem: str) -> str:

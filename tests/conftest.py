@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def exact_vector_math():
     """Resolve vector math for tests that compute in this process, as `make_accelerator` does for runs."""
-    from accelerate_recipes.distributed import resolve_vector_math
+    from accelerate_recipes.upstream import resolve_vector_math
 
     resolve_vector_math()
 

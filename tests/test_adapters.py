@@ -34,9 +34,10 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export, saved_tensors
+from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import preflight, space_needed
+from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
 from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
@@ -223,7 +224,7 @@ def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     """4 bits are refused where they do not work, before anything is loaded; all reasons come at once."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
-    monkeypatch.setattr("accelerate_recipes.launch.preflight.num_accelerators", lambda: 0)
+    monkeypatch.setattr("accelerate_recipes.launch.request.num_accelerators", lambda: 0)
     chess = (*CHESS, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(ConfigError) as caught:
         preflight(

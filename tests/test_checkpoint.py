@@ -32,14 +32,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from accelerate_recipes import __main__ as cli
 from accelerate_recipes import disk, recipe
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint import checkpointer, files
+from accelerate_recipes.checkpoint import checkpointer, files, resume
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, defect
 from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
 from accelerate_recipes.distributed import prepare
-from accelerate_recipes.engine import NonFiniteError, dump_non_finite
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.engine import dump_non_finite
+from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
 from accelerate_recipes.models import new_llama
@@ -739,6 +739,22 @@ def test_an_export_that_could_not_be_written_is_known_before_training(make_run):
     (folder / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"export holds notes\.txt, which no export wrote"):
         agree_on_resume(run.accelerator, run.args)
+
+
+def test_a_refused_run_leaves_the_directory_as_it_was(make_run, monkeypatch):
+    """The checkpoint is looked for once, by the owner of the directory; who may not continue it owns and removes nothing."""
+    run = make_run()
+    saved, output_dir = save(run, 10), Path(run.args.output_dir)
+    lock.release()
+    looked = []
+    monkeypatch.setattr(resume, "find_resume", lambda args: looked.append(lock.is_taken()) or find_resume(args))
+    (output_dir / "checkpoint-20.partial").mkdir()
+    with pytest.raises(ConfigError, match="--seed was 42 and is now 43"):
+        agree_on_resume(run.accelerator, dataclasses.replace(run.args, seed=43))
+    assert not lock.is_taken() and contents(output_dir) == {"checkpoint-10", "checkpoint-20.partial"}
+    assert agree_on_resume(run.accelerator, run.args) == saved
+    assert lock.is_taken() and contents(output_dir) == {"checkpoint-10"}
+    assert looked == [True, True]
 
 
 def test_the_model_that_a_run_began_with_stays(make_run, tmp_path, monkeypatch):

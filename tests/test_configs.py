@@ -16,12 +16,11 @@ from accelerate.commands.config.config_args import ClusterConfig
 from helpers import CHILDREN, CONFIGS, ROOT, without_runs
 from huggingface_hub import constants
 
+from accelerate_recipes import disk, recipe
 from accelerate_recipes import launcher as launcher_module
-from accelerate_recipes import recipe
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch import preflight as preflight_module
-from accelerate_recipes.launch.preflight import launch_environment, preflight
-from accelerate_recipes.launcher import launcher_problems, yaml_problems
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.launcher import launch_environment, launcher_problems, yaml_problems
 
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
 LAPTOP = [str(ROOT / "recipes/chess.py"), "--config", str(ROOT / "recipes/configs/chess/laptop.yaml")]
@@ -415,9 +414,9 @@ def test_output_directory(monkeypatch, tmp_path):
     """Preflight reports the filesystem, the space for checkpoints to come, and the checkpoint to resume, with its damage."""
     config, out = str(CONFIGS / "fsdp_full.yaml"), ["--output_dir", str(tmp_path / "new/out")]
     two_nodes = [config, "--nodes", "2", "--gpus-per-node", "1", *LAPTOP, *out]
-    monkeypatch.setattr(preflight_module, "filesystem", lambda path: "nfs4")
+    monkeypatch.setattr(disk, "filesystem", lambda path: "nfs4")
     assert "must all see it there" not in preflight(two_nodes)[0]
-    monkeypatch.setattr(preflight_module, "filesystem", lambda path: "ext4")
+    monkeypatch.setattr(disk, "filesystem", lambda path: "ext4")
     assert (
         f"warning: --output_dir {tmp_path}/new/out lies on ext4; 2 machines must all see it" in preflight(two_nodes)[0]
     )
@@ -469,7 +468,7 @@ def started(monkeypatch):
 
     watched = SimpleNamespace(tell_first_rank=lambda reason: False)
     monkeypatch.setattr(recipe, "fail", fail)
-    monkeypatch.setattr(recipe, "launch_problems", lambda args: [])
+    monkeypatch.setattr(recipe, "launch_problems", lambda *_: [])
     monkeypatch.setattr(recipe.parent, "follow_launcher", lambda: None)
     monkeypatch.setattr(recipe.watch, "start_watch", lambda *_: watched)
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -10,14 +10,17 @@ import textwrap
 
 import pytest
 import torch
-from helpers import environment
+from accelerate import Accelerator
+from helpers import CONFIGS, environment
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from accelerate_recipes import distributed
+from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.distributed import choose_interface, make_accelerator
+from accelerate_recipes.distributed import make_accelerator
+from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.strategy import environment_problems, environment_warnings, lever_problems, lever_warnings
+from accelerate_recipes.upstream import choose_interface
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -226,7 +229,7 @@ def run_python(fork_server, tmp_path):
 
 
 def test_upstream_still_needs_the_bridge(run_python):
-    """When this fails, Accelerate shards on a CPU by itself: remove distributed.start_on_cpu's detour."""
+    """When this fails, Accelerate shards on a CPU by itself: remove upstream.start_on_cpu's detour."""
     plain = """
         from accelerate import Accelerator
         print(Accelerator().distributed_type.value)
@@ -268,7 +271,7 @@ def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, en
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(distributed, "num_accelerators", lambda: num_devices)
-    monkeypatch.setattr(distributed, "start_on_cpu", lambda *_: None)
+    monkeypatch.setattr(upstream, "start_on_cpu", lambda *_: None)
     monkeypatch.setattr(distributed, "make_fsdp_plugin", lambda *_, **__: None)
 
     def start(**_):
@@ -281,12 +284,26 @@ def test_what_computes_on_the_cpu_has_all_its_cores(monkeypatch, num_devices, en
 
 
 def test_upstream_still_drops_the_rng_in_recomputation():
-    """When this fails, distributed.restore_rng_in_recompute can go."""
+    """When this fails, upstream.restore_rng_in_recompute can go."""
     from inspect import getsource
 
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
     assert "preserve_rng_state=False" in getsource(fsdp2_apply_ac)
+
+
+def test_upstream_still_takes_all_sizes_for_constants():
+    """When this fails, upstream.let_torch_choose_dynamic_shapes can go."""
+    launch = ["--config_file", str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "2", "--dynamo_backend", "inductor"]
+    assert launch_environment([*launch, "recipe.py"])["ACCELERATE_DYNAMO_USE_DYNAMIC"] == "False"
+
+
+def test_upstream_still_compiles_before_it_shards():
+    """When this fails, upstream.compile_inside_recompute can go."""
+    source = inspect.getsource(Accelerator._prepare_fsdp2)
+    calls = ["fsdp2_apply_ac(", "compile_regions_fsdp2(", "torch.compile(", "fsdp2_prepare_model("]
+    places = [source.rindex(call) for call in calls]
+    assert places == sorted(places)
 
 
 def test_dropout_by_a_function_is_the_same_in_the_recomputation():
@@ -299,7 +316,7 @@ def test_dropout_by_a_function_is_the_same_in_the_recomputation():
         if is_recomputed:
             layers = model.model.decoder.layers
             layers[0] = checkpoint_wrapper(layers[0], preserve_rng_state=False)  # as Accelerate does
-            distributed.restore_rng_in_recompute(model)
+            upstream.restore_rng_in_recompute(model)
         torch.manual_seed(1)
         model(input_ids=torch.arange(16)[None]).logits.logsumexp(-1).sum().backward()
         return model.get_input_embeddings().weight.grad
@@ -375,7 +392,7 @@ def test_upstream_still_generates_where_the_first_parameter_lies():
 
 @pytest.mark.slow
 def test_upstream_still_wraps_an_embedding_twice(run_python):
-    """When this fails, Accelerate wraps an embedding once: remove distributed.leave_embedding_to_accelerate."""
+    """When this fails, Accelerate wraps an embedding once: remove upstream.leave_embedding_to_accelerate."""
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
     layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     assert run_python(BERT_UNDER_FSDP2.replace("PREPARE", alone), **layers) != "fine"
@@ -403,7 +420,7 @@ SAVED_BUFFER_UNDER_FSDP2 = """
 
 @pytest.mark.slow
 def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
-    """When this fails, Accelerate sends buffers to all ranks: remove distributed.hide_buffers."""
+    """When this fails, Accelerate sends buffers to all ranks: remove upstream.hidden_buffers."""
     settings = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     alone = "model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
     said = run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", alone), **settings)
@@ -449,18 +466,19 @@ def test_buffers_that_are_saved_are_the_first_ranks(monkeypatch):
     module = torch.nn.Module()
     module.register_buffer("saved", torch.empty(2, device="meta"))
     module.register_buffer("unsaved", torch.zeros(2), persistent=False)
-    assert distributed.hide_buffers(module, torch.device("cpu")) == [(module, "saved")]
-    assert module.saved.tolist() == [7, 7] and module.unsaved.tolist() == [0, 0] and not module.state_dict()
+    with upstream.hidden_buffers(module, torch.device("cpu")):
+        assert module.saved.tolist() == [7, 7] and module.unsaved.tolist() == [0, 0] and not module.state_dict()
+    assert list(module.state_dict()) == ["saved"]
 
 
 def test_copies_are_an_error(run_python):
     """Copies on every rank, as Accelerate alone would make them for an FSDP launch on a CPU, are an error."""
     code = """
         import torch.distributed
-        from accelerate_recipes import distributed
+        from accelerate_recipes import distributed, upstream
         from accelerate_recipes.args import TrainArgs
         from accelerate_recipes.errors import ConfigError
-        distributed.start_on_cpu = lambda *args: None
+        upstream.start_on_cpu = lambda *args: None
         torch.distributed.init_process_group = lambda **kwargs: None  # the second process is not there
         try:
             distributed.make_accelerator(TrainArgs())
@@ -475,7 +493,7 @@ def test_copies_are_an_error(run_python):
 def test_vector_math_is_resolved_before_anything_computes(monkeypatch):
     """Each function is called in fp32 and fp64 on one number; several threads would share more numbers."""
     called = []
-    for name in distributed.VECTOR_MATH:
+    for name in upstream.VECTOR_MATH:
         monkeypatch.setattr(torch, name, lambda tensor, name=name: called.append((name, tensor.dtype, tensor.numel())))
 
     def the_next_thing() -> None:
@@ -484,8 +502,8 @@ def test_vector_math_is_resolved_before_anything_computes(monkeypatch):
     monkeypatch.setattr(distributed, "keep_cudnn_from_masks", the_next_thing)
     with pytest.raises(InterruptedError):
         distributed.make_accelerator(TrainArgs())
-    assert {"cos", "sin", "exp"} < set(distributed.VECTOR_MATH)
-    assert called == [(name, d, 1) for name in distributed.VECTOR_MATH for d in (torch.float32, torch.float64)]
+    assert {"cos", "sin", "exp"} < set(upstream.VECTOR_MATH)
+    assert called == [(name, d, 1) for name in upstream.VECTOR_MATH for d in (torch.float32, torch.float64)]
 
 
 def test_upstream_still_chooses_kernels_of_vector_math_in_the_first_call():

@@ -453,16 +453,16 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     here, fetched = [], []
     monkeypatch.setattr("accelerate_recipes.hub.cache.lacking", lambda need: [] if need in here else ["all of it"])
     monkeypatch.setattr(recipe, "download", lambda needs, command: here.extend(needs) or fetched.extend(needs))
-    monkeypatch.setattr(recipe, "check_models", lambda needed: ([], []))
+    monkeypatch.setattr(recipe, "check_models", lambda args, needed: ([], []))
     needed = recipe.Requirements(models=["a/b"], datasets=[HubDataset("c/d", files="*", streamed=True)])
-    recipe.provide(needed, ["recipes/some.py"])
+    recipe.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
     assert fetched == [HubModel("a/b")]
     monkeypatch.setenv("LOCAL_RANK", "1")
     here.clear()
     needed.datasets.append(HubDataset(str(tmp_path), files="*.gz", streamed=True))
     monkeypatch.setattr(time, "sleep", lambda seconds: here.append(HubModel("a/b")))
     with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # because `lacking` is replaced here
-        recipe.provide(needed, ["recipes/some.py"])
+        recipe.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
     assert here == fetched == [HubModel("a/b")]
 
 

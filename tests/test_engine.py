@@ -19,8 +19,8 @@ from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import StepLoader, StepOrder, make_train_loader
-from accelerate_recipes.engine import NonFiniteError, evaluate_loss, to_device, train, train_step
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.engine import evaluate_loss, to_device, train, train_step
+from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama

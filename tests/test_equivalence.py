@@ -143,7 +143,7 @@ def test_generation(run_steps, name):
 def test_dropout(run_steps):
     """At one world size dropout is bit-equal, also through a resume and where activations are recomputed.
 
-    Fails without distributed.restore_rng_in_recompute, or with a loader that draws from the global generator.
+    Fails without upstream.restore_rng_in_recompute, or with a loader that draws from the global generator.
     """
     plain = run_steps("fsdp2", "--dropout", 0.2)
     recomputed = run_steps("activation checkpointing", "--dropout", 0.2)

@@ -438,7 +438,7 @@ def test_shards_on_the_hub(hub, monkeypatch):
     assert problems == []
     needs = vit.requirements(args).needs
     assert [(need.files, need.streamed) for need in needs] == [("train-*.tar", True), ("val-*.tar", False)]
-    recipe.provide(vit.requirements(args), ["recipes/vit.py", *command])
+    recipe.provide(args, vit.requirements(args), ["recipes/vit.py", *command])
     assert hub.sent == ["datasets/tiny/images/val-0.tar"]
     train, heldout, names = load_images(args)
     assert train is None and names == NAMES and len(heldout.labels) == 9
@@ -456,4 +456,5 @@ def test_shards_on_the_hub(hub, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"(?s)'tiny/images' \(train-\*\.tar\) is .*python -m accelerate_recipes download"
     ):
-        recipe.provide(vit.requirements(resolve(vit.Args, command, 1)[0]), ["recipes/vit.py", *command])
+        args, _ = resolve(vit.Args, command, 1)
+        recipe.provide(args, vit.requirements(args), ["recipes/vit.py", *command])

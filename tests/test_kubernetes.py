@@ -11,13 +11,13 @@ import yaml
 from helpers import CHILDREN, ROOT
 from kubernetes_schemas import pod_specs, problems
 
-from accelerate_recipes import __main__, recipe
+from accelerate_recipes import __main__, gpus, recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch import kubernetes, preflight
-from accelerate_recipes.launch.kubernetes import EFA, FABRIC, INSTANCES, num_bytes, render_manifest
+from accelerate_recipes.launch.job_args import INSTANCES, num_bytes
+from accelerate_recipes.launch.kubernetes import render_manifest
 from accelerate_recipes.life.status import update_status
-from accelerate_recipes.plan import gpus
 
 KINDS = ("pytorchjob", "trainjob")
 IMAGE = "registry.example/accelerate-recipes:1.0"
@@ -271,12 +271,11 @@ def test_the_instance_names_the_gpu(monkeypatch):
     """A run is checked for the GPU of its instance, and not rendered if it does not fit; not without one, or with --no_plan."""
     asked = []
 
-    def check_memory(request, env, report, *, is_here):
+    def memory_problems(request, env, *, is_here):
         asked.append((request.gpu, is_here))
-        report.problems += ["it does not fit"] * (request.gpu == "l4")
-        return ""
+        return "", ["it does not fit"] * (request.gpu == "l4"), []
 
-    monkeypatch.setattr(preflight, "check_memory", check_memory)
+    monkeypatch.setattr(preflight, "memory_problems", memory_problems)
     run = [FULL, *LAPTOP, *FLAGS["laptop"]]
     for instance in ("p4d.24xlarge", "ml.p5.48xlarge"):
         documents("pytorchjob", *GPUS, "--instance-type", instance, *run)
@@ -285,12 +284,12 @@ def test_the_instance_names_the_gpu(monkeypatch):
     with pytest.raises(ConfigError, match="it does not fit"):
         documents("pytorchjob", *GPUS, "--instance-type", "g6.48xlarge", *run)
     assert asked == [("a100_40", False), ("h100", False), ("l4", False)]
-    assert all(kubernetes.GPU_OF[instance.partition(".")[0]] in gpus.GPUS for instance in INSTANCES)
+    assert all(instance["gpu"] in gpus.GPUS for instance in INSTANCES.values())
 
 
 @pytest.mark.parametrize("instance", INSTANCES)
 def test_instance_types(instance):
-    gpus, efa = INSTANCES[instance]
+    gpus, efa = INSTANCES[instance]["gpus"], INSTANCES[instance]["efa"]
     job = [*JOB, "--nodes", "2", "--gpus-per-node", str(gpus), "--instance-type", instance]
     run = [FULL, "--no_plan", *LAPTOP, "--total_batch_size", "64"]
     spec = the_pod(found := documents("pytorchjob", *job, *run))
@@ -299,7 +298,8 @@ def test_instance_types(instance):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": str(gpus), "vpc.amazonaws.com/efa": str(efa)}
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": instance}
     names = {variable["name"] for variable in container["env"] if variable["name"].startswith("FI_")}
-    assert names == set(EFA | FABRIC.get(instance, {}))
+    direct = {"FI_EFA_USE_DEVICE_RDMA"} if instance == "p4d.24xlarge" else set()
+    assert names == {"FI_PROVIDER", "FI_EFA_USE_HUGE_PAGE"} | direct
     on_hyperpod = the_pod(documents("pytorchjob", *job, "--instance-type", f"ml.{instance}", *run))
     assert on_hyperpod["nodeSelector"] == {"node.kubernetes.io/instance-type": f"ml.{instance}"}
     assert on_hyperpod["containers"] == spec["containers"]

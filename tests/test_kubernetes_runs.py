@@ -8,7 +8,7 @@ import pytest
 from helpers import CHILDREN, ROOT, SMALL_CHESS, losses, read_metrics
 from pods import Pods
 
-from accelerate_recipes.launch.kubernetes import CHECKPOINTS
+from accelerate_recipes.launch.job_args import CHECKPOINTS
 
 SCRIPT = CHILDREN / "toy.py"
 JOB = ["--image", "registry.example/accelerate-recipes:1.0", "--checkpoints-pvc", "claim", "--nodes", "2"]

@@ -34,11 +34,12 @@ from torch.optim.adamw import adamw
 
 from accelerate_recipes.__main__ import main
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.launch import planning
-from accelerate_recipes.launch.planning import plan, plan_with
-from accelerate_recipes.launch.preflight import job_of, preflight, read_request
+from accelerate_recipes.launch.planning import job_of, plan, plan_with
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
 from accelerate_recipes.plan.predict import Prediction

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import datasets
@@ -85,7 +86,7 @@ def said(models, monkeypatch):
         parsed = parse(module.Args, command[1:], world_size=1)
         for check in (
             lambda: preflight([str(CONFIGS / "single.yaml"), *command]),
-            lambda: recipe.provide(module.requirements(parsed), command),
+            lambda: recipe.provide(parsed, module.requirements(parsed), command),
         ):
             try:
                 check()
@@ -124,6 +125,26 @@ def test_whole_models(said, copy, name, by):
     folder = copy(name)
     set_config(folder, architectures=None)
     assert said(folder, by) == ""
+
+
+def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy, monkeypatch):
+    """Adapters, attention and the layers to wrap are checked on the meta device, all at once, by a launch too."""
+    monkeypatch.setattr("accelerate_recipes.attention.find_spec", lambda name: None)
+    adapters = ["--use_peft", "--lora_target_modules", "q_prj"]
+    found = said(copy("llama"), "c4", *adapters, "--attn_implementation", "flash_attention_2")
+    assert "--lora_target_modules q_prj: no linear layer inside LlamaForCausalLM has that name" in found
+    assert "--attn_implementation flash_attention_2: its package flash_attn is not installed" in found
+
+
+def test_a_launch_checks_adapters_without_peft(models, monkeypatch):
+    """PEFT imports bitsandbytes, if it is installed, which would make a context on the first GPU in each process."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    c4 = recipe.load(ROOT / "recipes/c4.py")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for layers, number in (("all-linear", 0), ("q_prj", 1)):
+        args = c4.Args(model_name_or_path="a", use_peft=True, lora_target_modules=[layers])
+        assert len(recipe.model_problems(args, model, {})) == number
 
 
 def without(*ends: str):

@@ -21,8 +21,9 @@ from kubernetes_schemas import problems
 
 from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
-from accelerate_recipes.launch.kubernetes import JobArgs, flag, render_manifest
-from accelerate_recipes.launch.preflight import launch_environment, launch_flags
+from accelerate_recipes.launch.job_args import JobArgs, flag
+from accelerate_recipes.launch.kubernetes import render_manifest
+from accelerate_recipes.launcher import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
 
 README = (ROOT / "README.md").read_text()
@@ -135,7 +136,7 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     if words[:4] == ["python", "-m", "accelerate_recipes", "k8s"]:
         assert words[-5:] == ["|", "kubectl", "apply", "-f", "-"]
         monkeypatch.setattr(
-            "accelerate_recipes.launch.preflight.check_memory", lambda *args, **settings: ""
+            "accelerate_recipes.launch.preflight.memory_problems", lambda *args, **settings: ("", [], [])
         )  # takes minutes
         assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
         return

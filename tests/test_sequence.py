@@ -36,7 +36,8 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.launch.preflight import launch_environment, launch_flags, preflight
+from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.launcher import launch_environment, launch_flags
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows
@@ -103,7 +104,7 @@ def test_attention_that_does_not_get_the_group_is_an_error(mode):
 
 
 def test_accelerate_still_drops_masks():
-    """As long as its hooks do, distributed.keep_masks must keep them away; if this fails, they may stay."""
+    """As long as its hooks do, upstream.keep_masks must keep them away; if this fails, they may stay."""
 
     class Layer(torch.nn.Module):
         def __init__(self):

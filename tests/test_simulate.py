@@ -21,7 +21,7 @@ from transformers import (
     T5Config,
 )
 
-from accelerate_recipes.launch.preflight import launch_environment
+from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.plan.simulate import Job, Simulator
 
 SCRIPT = CHILDREN / "ledger_of_run.py"

@@ -31,7 +31,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from accelerate_recipes.args import ALL_LINEAR, TrainArgs, computes_in_bf16
+from accelerate_recipes.args import ALL_LINEAR, TrainArgs
+from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import load_config, mapped_weights
@@ -114,9 +115,8 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     found = {"target_modules": [end for end in ends if ending_with([end], layers)]}
     if of_experts := [end for end in ends if ending_with([end], experts)]:
         found["target_parameters"] = of_experts
-        compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
         settings = {"--lora_dropout above 0": args.lora_dropout, "--use_dora": args.use_dora}
-        settings |= {"--load_in_4bit": args.load_in_4bit, "dynamo_backend in the accelerate YAML": compiles}
+        settings |= {"--load_in_4bit": args.load_in_4bit, "dynamo_backend in the accelerate YAML": is_compiled()}
         if refused := [setting for setting, is_on in settings.items() if is_on]:
             raise ConfigError(
                 f"--use_peft: {type(model).__name__} keeps the experts of a layer in one weight ({', '.join(of_experts)}), "

@@ -9,7 +9,6 @@ from pathlib import Path
 from accelerate.utils import set_seed
 
 from accelerate_recipes.checkpoint.resume import check_not_beyond
-from accelerate_recipes.distributed import forget_evaluated_shapes
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
@@ -17,6 +16,7 @@ from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import max_over_ranks
 from accelerate_recipes.run import Run
+from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step

@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_masks_for_generate
 
-from accelerate_recipes.args import computes_in_bf16
+from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 
 DOCUMENTS = "documents"

@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import xxhash
+
+LOCAL_FILESYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
 def checksum(file: Path) -> str:
@@ -39,6 +42,21 @@ def fsync(path: Path) -> None:
 def existing(path: Path) -> Path:
     """Return the path, or the deepest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def filesystem(path: Path) -> str:
+    """Return the type of a path's filesystem, such as ext4 or nfs4."""
+    place = existing(path).resolve()
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((mounts[parent] for parent in (place, *place.parents) if parent in mounts), "")
+
+
+def shared_disk_warnings(folder: Path, machines: int) -> list[str]:
+    """Say that an output directory which several machines must see lies on a disk of this one."""
+    kind = filesystem(folder)
+    if machines < 2 or kind not in LOCAL_FILESYSTEMS:
+        return []
+    return [f"--output_dir {folder} lies on {kind}; {machines} machines must all see it there"]
 
 
 def is_full(error: OSError) -> bool:

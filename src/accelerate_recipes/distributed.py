@@ -2,29 +2,26 @@
 
 `accelerate launch` puts the YAML into the environment; this module reads only that. On a machine with
 accelerators it takes Accelerate's normal path. Without accelerators, FSDP is still real: sharded over gloo.
-Only this module corrects what Accelerate 1.15 gets wrong, each time with the upstream reason.
+What libraries get wrong is corrected in `upstream`.
 """
 
 import contextlib
 import math
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch._functorch.config as functorch_config
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import (
     AORecipeKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
-    TorchDynamoPlugin,
     set_seed,
 )
 from torch import nn
@@ -38,53 +35,51 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from accelerate_recipes.args import DTYPES, TrainArgs, computes_in_bf16
+from accelerate_recipes import upstream
+from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.environment import computes_in_bf16, is_compiled
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
-from accelerate_recipes.strategy import fp8_layers, is_compiled, launch_problems, launch_warnings, num_accelerators
+from accelerate_recipes.strategy import fp8_layers, launch_warnings, num_accelerators
 from accelerate_recipes.weights import initialize
 
 
 def make_accelerator(args: TrainArgs) -> Accelerator:
     """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
+    `strategy.launch_problems` has found nothing wrong with it.
+
     Raises:
-        ConfigError: for a strategy that cannot run here, or that would run as independent copies.
+        ConfigError: for a strategy that would run as independent copies.
     """
-    if problems := launch_problems(args):
-        raise ConfigError(error_list("This launch cannot work", problems))
     num_devices, num_cores = num_accelerators(), len(os.sched_getaffinity(0))
     if is_first_of_machine():
         for warning in launch_warnings(args, num_cores):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    if is_compiled(os.environ):
+    if is_compiled():
         # Ranks compile the same code at the same time: each gets its own folder, so that none waits for locks.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
-    if os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC") == "False":
-        # `accelerate launch` 1.15 sets this where the YAML does not. torch would compile a layer anew for each longest
-        # document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
-        del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
-    resolve_vector_math()
+    upstream.let_torch_choose_dynamic_shapes()
+    upstream.resolve_vector_math()
     keep_memory_in_one_piece()
     keep_cudnn_from_masks()
     if ranks_a_row() > 1:
         share_attention()
     if args.full_determinism:
         make_deterministic()
-    choose_interface()
+    upstream.choose_interface()
     timeout = timedelta(seconds=args.ddp_timeout)
     is_fp8 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
     use_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if not num_devices:
-        start_on_cpu(use_fsdp, timeout)
+        upstream.start_on_cpu(use_fsdp, timeout)
     if not num_devices or (use_fsdp and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"):
         use_cores(num_cores)
     accelerator = Accelerator(
@@ -100,38 +95,9 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             f"{accelerator.num_processes} ({accelerator.distributed_type.value}): each would train a copy of its own. "
             "Launch with `accelerate launch --config_file accelerate_configs/...`"
         )
-    keep_masks(accelerator)
+    upstream.keep_masks(accelerator)
     set_seed(args.seed)
     return accelerator
-
-
-def keep_masks(accelerator: Accelerator) -> None:
-    """Keep Accelerate from throwing attention masks away where ranks share rows.
-
-    With cp_size Accelerate 1.15 (_prepare_cp) hangs a hook on each attention that removes its mask, for a ring attention
-    on GPUs: packed documents would see each other, silently. Here `sequence` shares the rows, with their masks.
-    tests/test_sequence.py fails once upstream no longer does this.
-    """
-    accelerator._prepare_cp = lambda *prepared: prepared
-
-
-# Functions that torch leaves to MKL, element by element.
-VECTOR_MATH = (
-    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin",
-    "sqrt", "tan", "tanh",
-)  # fmt: skip
-
-
-def resolve_vector_math() -> None:
-    """Call each function of MKL's vector math once, on one number and therefore in one thread.
-
-    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. If several threads make that
-    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792). This happened now and then to a
-    rotary embedding in the first step.
-    """
-    for name in VECTOR_MATH:
-        for dtype in (torch.float32, torch.float64):
-            getattr(torch, name)(torch.ones(1, dtype=dtype))
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
@@ -160,56 +126,6 @@ def make_deterministic() -> None:
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers, for the flash-attn package
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-def choose_interface() -> None:
-    """Let gloo use the network by which this machine reaches the first process, unless GLOO_SOCKET_IFNAME is set.
-
-    By itself gloo (torch 2.13) tells the others the address to which this machine resolves its own name: often 127.0.0.1,
-    where the processes of other machines find nobody. On GPUs too checkpoints are agreed on by gloo.
-    """
-    master = os.environ.get("MASTER_ADDR")
-    if master is None or "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as route:
-            route.connect(address)  # sends nothing
-            own = route.getsockname()[0]
-    except OSError:  # the rendezvous says more
-        return
-    for interface, addresses in psutil.net_if_addrs().items():
-        if own in (entry.address.split("%")[0] for entry in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-
-
-def forget_evaluated_shapes() -> None:
-    """Let compiled code take the sizes of the first training step as constants, whatever was evaluated before it.
-
-    torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer: after an evaluation with
-    another batch size, training would get slower kernels. What was compiled for the evaluation stays.
-    """
-    if is_compiled(os.environ):
-        from torch._dynamo import pgo  # loads the compiler
-
-        pgo.reset_code_state()
-
-
-def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
-    """Start the process group on gloo, so that the launcher's processes become one world.
-
-    Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU
-    (AcceleratorState.__init__), and PartialState._prepare_backend knows no CPU unless told `cpu=True`: an FSDP
-    YAML on a CPU silently gives N independent runs. Starting the state ourselves and naming it MULTI_GPU opens
-    that branch; nothing else on our path asks the type for a device. tests/test_distributed.py fails when
-    upstream no longer needs this.
-    """
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # `cpu`, not `cpu:0`, which FSDP1 takes for another device
-    if "LOCAL_RANK" not in os.environ:
-        return
-    PartialState(cpu=True, timeout=timeout)
-    if use_fsdp:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def use_cores(num_cores: int) -> None:
@@ -274,23 +190,25 @@ def prepare(
     if accelerator.is_fsdp2:
         if is_new:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        leave_embedding_to_accelerate(model)
-        buffers = hide_buffers(model, accelerator.device) if reads_once(accelerator, model) else []
+        upstream.leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, _ = accelerator.prepare(model, placeholder)
+        with (
+            upstream.hidden_buffers(model, accelerator.device)
+            if upstream.reads_once(accelerator, model)
+            else contextlib.nullcontext()
+        ):
+            model, _ = accelerator.prepare(model, placeholder)
         accelerator._optimizers.clear()
-        for module, name in buffers:
-            module._non_persistent_buffers_set.discard(name)
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
-        restore_rng_in_recompute(model)
-        compile_inside_recompute(model, accelerator.state.dynamo_plugin)
+        upstream.restore_rng_in_recompute(model)
+        upstream.compile_inside_recompute(model, accelerator.state.dynamo_plugin)
         # `generate` may call an encoder by itself; embedding and last norms must be gathered then too.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
             register_fsdp_forward_method(inner, "generate")
             if parameter_device(accelerator) != accelerator.device:
-                computes_on(inner, accelerator.device)
+                upstream.computes_on(inner, accelerator.device)
     else:
         model = accelerator.prepare(model)
     recompute_every(model, args.checkpoint_every_n_layers)
@@ -312,92 +230,12 @@ def prepare(
     return model, make_optimizer(model), units[:2]
 
 
-def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Tell whether Accelerate sends the first rank's weights to all ranks (fsdp_cpu_ram_efficient_loading)."""
-    is_packed = any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
-    return accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and not is_packed
-
-
-def hide_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str]]:
-    """Copy the first rank's saved buffers to all ranks, and mark them as not saved while Accelerate shards the model.
-
-    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state
-    for a sharded parameter, and fails at a buffer; tests/test_distributed.py fails once upstream no longer needs this.
-
-    Returns:
-        The modules with the names of the buffers that were hidden.
-    """
-    found = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-                torch.distributed.broadcast(value, src=0)
-                module._buffers[name] = value
-                module._non_persistent_buffers_set.add(name)
-                found.append((module, name))
-    return found
-
-
-def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
-    """Take the module that holds the input embedding out of the layers that transformers names for FSDP.
-
-    Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then the
-    input embedding in it once more, which torch refuses.
-    """
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    layers = getattr(model, "_no_split_modules", None)
-    if embedding is not None and layers:
-        around = {type(m).__name__ for m in model.modules() if m is not embedding and embedding in m.modules()}
-        model._no_split_modules = [name for name in layers if name not in around]
-
-
 def parameter_device(accelerator: Accelerator) -> torch.device:
     """Return the device of new parameters: FSDP1 and CPU offload take them from the CPU."""
     on_cpu = accelerator.distributed_type == DistributedType.FSDP and (
         not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     )
     return torch.device("cpu") if on_cpu else accelerator.device
-
-
-def computes_on(model: PreTrainedModel, device: torch.device) -> None:
-    """Tell transformers on which device a model computes whose parameters FSDP2 keeps on the CPU.
-
-    `generate` of transformers 5.23 moves its inputs to where the first parameter lies (prepare_inputs_for_generation, 6.).
-    """
-    # FSDP2 has given the model a class of its own.
-    type(model).device = property(lambda _: device)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def restore_rng_in_recompute(model: nn.Module) -> None:
-    """Make activation checkpointing draw the same dropout mask again in the recomputation.
-
-    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients would belong to another
-    mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
-    """
-    config = getattr(model, "config", None)
-    kinds = ("attention_dropout", "activation_dropout", "dropout")  # BART's
-    kinds += ("attention_probs_dropout_prob", "drop_path_rate")  # of models of images
-    by_function = [getattr(config, kind, 0.0) for kind in kinds]
-    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or any(by_function):
-        for module in model.modules():
-            if isinstance(module, CheckpointWrapper):
-                module.checkpoint_fn.keywords["preserve_rng_state"] = True
-
-
-def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile layers inside of the wrappers that recompute them.
-
-    Accelerate 1.15 (_prepare_fsdp2) compiles the wrappers and then shards the layers inside. torch cannot trace
-    FSDP's hooks within a checkpoint: it would silently compute whole layers uncompiled.
-    """
-    for wrapper in model.modules():
-        if isinstance(wrapper, CheckpointWrapper | OffloadWrapper) and wrapper._compiled_call_impl is not None:
-            wrapper._compiled_call_impl = None
-            inner = wrapper
-            while isinstance(inner, CheckpointWrapper | OffloadWrapper):
-                inner = inner._checkpoint_wrapped_module
-            inner.compile(**plugin.to_kwargs())
 
 
 def recompute_every(model: nn.Module, n: int) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
 from accelerate_recipes.distributed import accumulate, clip_gradients
-from accelerate_recipes.errors import DataError
+from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_ranks
@@ -52,17 +52,6 @@ class TrainLoader(Protocol):
     def counts(self) -> dict[str, int]:
         """Count what this rank has read so far; the log sums the counts over the ranks."""
         ...
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not finite. The weights are those before the step.
-
-    `micro_losses` are the summed token losses of this rank's micro-batches.
-    """
-
-    def __init__(self, message: str, micro_losses: list[float]):
-        super().__init__(message)
-        self.micro_losses = micro_losses
 
 
 class Step(NamedTuple):

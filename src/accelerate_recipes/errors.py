@@ -17,6 +17,17 @@ class DataError(Exception):
     """A shard cannot be read, or its content is wrong. Printed as one message, without a traceback."""
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not finite. The weights are those before the step.
+
+    `micro_losses` are the summed token losses of this rank's micro-batches.
+    """
+
+    def __init__(self, message: str, micro_losses: list[float]):
+        super().__init__(message)
+        self.micro_losses = micro_losses
+
+
 def error_list(title: str, errors: list[str]) -> str:
     return f"{title}:\n" + "\n".join(f"  - {error}" for error in errors)
 

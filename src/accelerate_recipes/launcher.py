@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import psutil
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
-from accelerate_recipes.args import read_yaml
 from accelerate_recipes.errors import ConfigError, suggestion
+from accelerate_recipes.flags import read_yaml
 from accelerate_recipes.strategy import PARALLEL_SIZES
 
 SECTIONS = {
@@ -145,6 +146,59 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     parser = launch_command_parser()
     parser.error = refuse
     return parser.parse_args(argv)
+
+
+def launch_environment(argv: list[str]) -> dict[str, str]:
+    """Return what `accelerate launch ARGV` would put into the environment of each process.
+
+    Raises:
+        ConfigError, ValueError: for what it refuses, or fails at.
+    """
+    args, _, _ = _validate_launch_command(parse_flags(argv))
+    num_processes, num_machines = (getattr(args, name) or 0 for name in ("num_processes", "num_machines"))
+    if num_processes < 1 or num_processes % max(1, num_machines):
+        raise ValueError(
+            f"{num_processes} processes (--num_processes) on {max(1, num_machines)} machines (--num_machines); give a "
+            "multiple, such as as many as the machines have GPUs"
+        )
+    args.main_process_port = 0  # no port is opened here, so any number will do
+    # For fp8 the launcher asks for packages; `strategy` reports what is wrong with fp8 here.
+    precision, args.mixed_precision = args.mixed_precision, "no"
+    if args.use_fsdp or args.multi_gpu:
+        env, world_size = prepare_multi_gpu_env(args), args.num_processes
+    else:
+        env, world_size = prepare_simple_launcher_cmd_env(args)[1], 1
+    if precision == "fp8":
+        env = setup_fp8_env(args, env)
+    return env | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // (args.num_machines or 1)),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(args.gradient_accumulation_steps or 1),
+        "ACCELERATE_MIXED_PRECISION": precision.lower(),
+    }
+
+
+def launch_flags(
+    config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
+) -> list[str]:
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between.
+
+    Where `size` ranks share a row (default: as many as the config says), there are as many shards as are left, and unless
+    `replicas` says how many there are, replicas only if the config has some.
+    """
+    flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
+    sizes = read_yaml(config).get("parallelism_config")
+    if sizes is None:
+        return flags
+    sharing = max(1, size or sizes.get("parallelism_config_cp_size", 1))
+    if replicas is None:
+        replicas = nodes if sharing == 1 or sizes.get("parallelism_config_dp_replicate_size", 1) > 1 else 1
+    flags += ["--parallelism_config_dp_replicate_size", str(replicas)]
+    flags += [
+        "--parallelism_config_dp_shard_size",
+        str(max(1, nodes * processes_per_node // max(1, replicas * sharing))),
+    ]
+    return flags
 
 
 def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:

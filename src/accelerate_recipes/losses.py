@@ -5,23 +5,22 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.args import computes_in_bf16
 from accelerate_recipes.attention import (
     READ_BOUNDARIES,
     boundaries,
     boundary_arguments,
     document_masks,
 )
+from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
-from accelerate_recipes.sequence import IGNORE_INDEX, whole_rows
+from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, whole_rows
 
 LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
 LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
@@ -109,27 +108,6 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
         output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]
     )
     return output, coefficient * balance * mean_count
-
-
-def balance_of_rows(
-    router_logits: tuple[torch.Tensor, ...], top_k: int, num_targets: torch.Tensor, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute this rank's loss that balances experts, of which the mean over the ranks of `group` is that of whole rows.
-
-    It is the model's own loss, but the experts' shares of the tokens, which have no gradient, are those of all ranks.
-
-    Returns:
-        The loss, and the mean over the ranks of `num_targets`.
-    """
-    probabilities = torch.cat([logits.flatten(0, -2) for logits in router_logits]).float().softmax(-1)
-    num_tokens, num_experts = probabilities.shape
-    chosen = probabilities.topk(top_k).indices.flatten()
-    shares = probabilities.new_zeros(num_experts).index_add(0, chosen, probabilities.new_ones(len(chosen))) / num_tokens
-    found = torch.cat([shares, num_targets[None]])
-    if group is not None:
-        dist.all_reduce(found, group=group)
-        found /= group.size()
-    return num_experts * (found[:-1] * probabilities.mean(0)).sum(), found[-1]
 
 
 @torch.no_grad()

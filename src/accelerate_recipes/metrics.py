@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import resource
 import sys
 import time
@@ -18,37 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import of_layers, width_of_heads
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
-
-# Dense bf16 peak of one device in TFLOP/s, without structured sparsity, from the makers' data sheets. The first entry whose
-# words all occur in the device's name counts. A device that is not listed gets no MFU rather than a wrong one.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200 NVL": 835.5,
-    "H200": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "A100": 311.9,
-    "A40": 149.7,
-    "A30": 165.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40S": 362.05,
-    "L40": 181.05,
-    "L4": 121.0,
-    "MI300X": 1307.4,
-}
+from accelerate_recipes.gpus import bf16_peak
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of this device in FLOP/s, or None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    if "MIG" in name:  # a slice of the named device
-        return None
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+    return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 class Flops(NamedTuple):

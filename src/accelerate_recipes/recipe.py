@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,27 +22,32 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 import datasets
+import torch
 import transformers
 import yaml
 from huggingface_hub import constants
 
+from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse
+from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.text import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
-from accelerate_recipes.engine import NonFiniteError
-from accelerate_recipes.errors import ConfigError, DataError, error_list, printable
+from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, error_list, printable
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launcher import launcher_problems
 from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
+from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL, load_tokenizer
 from accelerate_recipes.pretrained import Kind, check_model
-from accelerate_recipes.ranks import is_first, is_first_of_machine
+from accelerate_recipes.probes import check_packing
+from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 from accelerate_recipes.run import DataReady
-from accelerate_recipes.strategy import launch_problems
+from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
+from accelerate_recipes.strategy import fp8_layers, launch_problems, num_accelerators, wrap_problems
 
 # Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
@@ -131,11 +136,24 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
     return found
 
 
-def check_models(needed: Requirements) -> tuple[list[transformers.PreTrainedModel], list[str]]:
-    """Check the pretrained models of a run that are here, and if nothing is wrong with them, their tokenizers.
+def needs_problems(needed: Requirements, command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """List what is not here and no run could get, and, as warnings, what a run would download."""
+    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+    must_be = [need for need in needed.needs if need not in may_lack]
+    found = lacking_problems(may_lack, command)
+    found += ["without that, the run reads it from the Hub itself, and needs internet"] if found else []
+    return lacking_problems(must_be, command), found
+
+
+def check_models(
+    args: TrainArgs, needed: Requirements, *, makes_new: bool = True
+) -> tuple[list[transformers.PreTrainedModel], list[str]]:
+    """Check the models of a run that are here, and if nothing is wrong with the pretrained ones, their tokenizers.
+
+    The environment is that of the launch. Of a new model `makes_new` says whether its arguments are good enough to make it.
 
     Returns:
-        Those that can be loaded, on the meta device, and why others cannot.
+        The models on the meta device, and why some cannot be trained so.
     """
     models, problems = [], []
     for name in needed.models:
@@ -151,7 +169,53 @@ def check_models(needed: Requirements) -> tuple[list[transformers.PreTrainedMode
                 load(name)
             except ConfigError as error:
                 problems.append(str(error))
+    if needed.new_model and makes_new:
+        try:
+            with torch.device("meta"):
+                models.append(needed.new_model())
+        except ConfigError as error:
+            problems.append(str(error))
+    for model in models:
+        problems += model_problems(args, model, os.environ)
     return models, problems
+
+
+def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """List why a model on the meta device cannot be trained as `args` and the launch that `env` describes say.
+
+    PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before a process has chosen its own.
+    """
+    found = wrap_problems(model, env) + attention_problems(args, model, env)
+    try:
+        if args.use_peft:
+            targets(model, args)
+        if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
+            fp8_layers(model)
+    except ConfigError as error:
+        found.append(str(error))
+    return found
+
+
+def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
+    name = getattr(args, "attn_implementation", "")
+    if not name or model.config.is_encoder_decoder:
+        return []
+    size = ranks_a_row(env)
+    if size > 1 and (problems := model_sharing_problems(model.config, size)):
+        return problems
+    try:
+        attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
+        model.config._attn_implementation = attention
+        if size > 1:
+            check_shared_masks(model.config, attention, getattr(args, "max_length", 0))
+        if getattr(args, "document_mask", False):
+            check_packing(model.config)
+        if not getattr(args, "whole_logits", True):
+            check_head(model.config)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def needs_of(command: Sequence[str]) -> list[cache.Need]:
@@ -186,7 +250,7 @@ def prepare_data(command: Sequence[str]) -> None:
     args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
     if problems := write_problems(args):
         raise ConfigError(error_list("The data cannot be prepared", problems))
-    provide(module.requirements(args), command)
+    provide(args, module.requirements(args), command)
     with contextlib.suppress(DataReady), as_problem_of_the_disk():
         module.main(args)
 
@@ -195,7 +259,7 @@ def problems_here(args: TrainArgs) -> list[str]:
     """List what prevents a run with these arguments in this process, one sentence each."""
     return [
         *launcher_problems(),
-        *launch_problems(args),
+        *launch_problems(args, os.environ, num_accelerators()),
         *write_problems(args),
         *push_to_hub_problems(args, from_here=is_first()),
     ]
@@ -220,7 +284,7 @@ def run_recipe(
             if args.dataloader_num_workers:
                 workers.start_fork_server()  # before the first thread
             watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
-            provide(requirements(args), sys.argv)
+            provide(args, requirements(args), sys.argv)
             main(args)
         end_with(args, state="finished")
     except DataReady:
@@ -289,8 +353,8 @@ def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     leave(2)
 
 
-def provide(needed: Requirements, command: Sequence[str]) -> None:
-    """Make sure that what a run reads is here, before there is a process group or anything on a GPU.
+def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> None:
+    """Make sure that what a run reads is here, and that its models can be trained, before anything is on a GPU.
 
     `command` is the recipe with its arguments.
 
@@ -298,7 +362,7 @@ def provide(needed: Requirements, command: Sequence[str]) -> None:
     unless it is streamed, and the others wait.
 
     Raises:
-        ConfigError: with everything that is not here, or cannot be downloaded.
+        ConfigError: with everything that is not here, cannot be downloaded, or cannot be trained so.
     """
     needs = needed.needs
     if not constants.HF_HUB_OFFLINE:
@@ -308,7 +372,7 @@ def provide(needed: Requirements, command: Sequence[str]) -> None:
             download([need for need in to_have if cache.lacking(need)], command)
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
-    if problems := lacking_problems(needs, command) or check_models(needed)[1]:
+    if problems := lacking_problems(needs, command) or check_models(args, needed)[1]:
         raise ConfigError(error_list("This run cannot start", problems))
 
 

@@ -30,7 +30,7 @@ from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
 from accelerate_recipes.checkpoint.published import Published
-from accelerate_recipes.checkpoint.resume import agree_on_resume, find_resume
+from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
@@ -220,7 +220,7 @@ def start(args: Args) -> Run[Args]:
 
     With --data_only there is no process group and no checkpoint: such a run only reads data, in one process.
 
-    A run that cannot be continued is refused before any work. From here on the output directory belongs to this run.
+    From here on the output directory belongs to this run.
 
     Raises:
         ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
@@ -229,7 +229,6 @@ def start(args: Args) -> Run[Args]:
         args.settle({})
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh would have more processes than one
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
-    find_resume(args)
     accelerator = make_accelerator(args)
     return Run(args, accelerator, agree_on_resume(accelerator, args))
 

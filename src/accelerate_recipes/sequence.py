@@ -147,3 +147,24 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), join)
+
+
+def balance_of_rows(
+    router_logits: tuple[torch.Tensor, ...], top_k: int, num_targets: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute this rank's loss that balances experts, of which the mean over the ranks of `group` is that of whole rows.
+
+    It is the model's own loss, but the experts' shares of the tokens, which have no gradient, are those of all ranks.
+
+    Returns:
+        The loss, and the mean over the ranks of `num_targets`.
+    """
+    probabilities = torch.cat([logits.flatten(0, -2) for logits in router_logits]).float().softmax(-1)
+    num_tokens, num_experts = probabilities.shape
+    chosen = probabilities.topk(top_k).indices.flatten()
+    shares = probabilities.new_zeros(num_experts).index_add(0, chosen, probabilities.new_ones(len(chosen))) / num_tokens
+    found = torch.cat([shares, num_targets[None]])
+    if group is not None:
+        dist.all_reduce(found, group=group)
+        found /= group.size()
+    return num_experts * (found[:-1] * probabilities.mean(0)).sum(), found[-1]

@@ -15,9 +15,9 @@ from accelerate_recipes.attention import (
     of_layers,
 )
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.losses import balance_of_rows
 from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.sequence import balance_of_rows
 
 LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, TrainArgs
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.environment import is_compiled, is_on, is_one_of
+from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.weights import linear_layers_and_experts
 
@@ -23,18 +24,6 @@ def num_accelerators() -> int:
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
         return 0
     return torch.accelerator.device_count()
-
-
-def is_on(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "false").lower() in ("true", "1")
-
-
-def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
-    return env.get(name, "").upper() in values
-
-
-def is_compiled(env: Mapping[str, str]) -> bool:
-    return env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
@@ -123,6 +112,23 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
         for name, layer in layers.items()
         if ".lora_" not in name and layer.in_features % 16 == layer.out_features % 16 == 0
     }
+
+
+def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
+    """Check that the model contains the class that FSDP is to wrap."""
+    if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
+        return []
+    names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    wanted = names.split(",") if names else list(model._no_split_modules or [])
+    present = {type(module).__name__ for module in model.modules()}
+    title = type(model).__name__
+    if not wanted:
+        return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]
+    return [
+        f"fsdp_transformer_layer_cls_to_wrap: {name} is not in {title}{suggestion(name, present)}"
+        for name in wanted
+        if name not in present
+    ]
 
 
 def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
@@ -351,7 +357,6 @@ def launch_warnings(args: TrainArgs, num_cores: int) -> list[str]:
     return environment_warnings(os.environ, num_devices, num_cores) + lever_warnings(args, os.environ, num_devices)
 
 
-def launch_problems(args: TrainArgs) -> list[str]:
-    """List what is wrong with this launch, on this machine, with these arguments."""
-    num_devices = num_accelerators()
-    return environment_problems(os.environ, num_devices) + lever_problems(args, os.environ, num_devices)
+def launch_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
+    """List what is wrong with a launch with these arguments; `env` and `num_devices` are as for `environment_problems`."""
+    return environment_problems(env, num_devices) + lever_problems(args, env, num_devices)

@@ -17,7 +17,6 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes import adapters
-from accelerate_recipes.args import computes_in_bf16
 from accelerate_recipes.checkpoint.files import (
     EXPORT,
     SaveError,
@@ -28,6 +27,7 @@ from accelerate_recipes.checkpoint.files import (
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
+from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
 from accelerate_recipes.models import model_class, tied_names

@@ -1,7 +1,9 @@
 """Choice of the checkpoint that a run resumes."""
 
 import copy
+import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ def find_resume(args: TrainArgs) -> Path | None:
                 "outputs/run/checkpoint-500"
             )
         if reason := defect(chosen):
-            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+            raise ConfigError(damaged(chosen, reason))
     ahead = [p for p in present if step_of(p) > (step_of(chosen) if chosen else 0)]
     if ahead:
         raise ConfigError(
@@ -76,6 +78,29 @@ def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
         )
 
 
+def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
+    """Find the checkpoint that a run would resume, with problems and warnings. `reads` verifies all its checksums."""
+    try:
+        chosen = find_resume(args)
+    except ConfigError as error:
+        return None, [str(error)], []
+    if chosen is None or not reads:
+        return chosen, [], []
+    parts = os.cpu_count()
+    with ThreadPoolExecutor(parts) as threads:
+        found = threads.map(lambda part: damage(chosen, part, parts), range(parts))
+        reason = next(filter(None, found), None)
+    if reason and chosen == Path(args.resume_from_checkpoint):
+        return None, [damaged(chosen, reason)], []
+    if reason:
+        return None, [], [f"{chosen} is damaged, the run would take an older one: {reason}"]
+    return chosen, [], []
+
+
+def damaged(chosen: Path, reason: str) -> str:
+    return f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest"
+
+
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
     """Agree on rank 0's result of `find_resume`, and verify its checksums, each rank a share of the files.
 
@@ -87,18 +112,18 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    output_dir = Path(args.output_dir)
-    on_first_rank(lambda: make_own(output_dir))
     while True:
-        chosen = on_first_rank(lambda: find_resume(args))
-        if chosen is None:
-            return None
-        unseen = [i for i, reason in enumerate(on_all_ranks(defect(chosen))) if reason]
+        chosen = on_first_rank(lambda: find_in_own(args))
+        unseen = [i for i, reason in enumerate(on_all_ranks(chosen and defect(chosen))) if reason]
         if unseen:
             raise ConfigError(
                 f"ranks {unseen} do not see {chosen} as rank 0 does; --output_dir must lie on a filesystem that all "
                 "machines share"
             )
+        if rank:  # as `find_resume` did on rank 0
+            args.settle(saved_arguments(chosen) if chosen else {})
+        if chosen is None:
+            return None
         reason = next(filter(None, on_all_ranks(damage(chosen, rank, world_size))), None)
         if reason is None:
             for name, (before, now) in changed_arguments(chosen, args).items():
@@ -108,25 +133,34 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
                     )
             return chosen
         if chosen == Path(args.resume_from_checkpoint):
-            raise ConfigError(f"--resume_from_checkpoint {chosen}: {reason}; give an older one, or latest")
+            raise ConfigError(damaged(chosen, reason))
         if rank == 0:
             warnings.warn(f"skipping {chosen}: {reason}", stacklevel=2)
         on_first_rank(partial(set_aside, chosen))
 
 
-def make_own(output_dir: Path) -> None:
-    """Take the output directory, and remove what killed runs left unfinished there.
+def find_in_own(args: TrainArgs) -> Path | None:
+    """Take the output directory, find the checkpoint in it, and remove what killed runs left unfinished there.
+
+    A run that is refused leaves the directory as it was.
 
     Raises:
-        ConfigError: if another run owns it, or it cannot be written to.
+        ConfigError: like `find_resume`, and if another run owns the directory, or it cannot be written to.
     """
+    output_dir = Path(args.output_dir)
     try:
         lock.take(output_dir)
     except OSError as error:
         names = ", ".join(map(str, leftovers(output_dir)))
         room = f"make room: {names} may be removed" if names else "make room, or give another"
         raise ConfigError(f"--output_dir {output_dir} cannot be written to: {error}; {room}") from None
+    try:
+        chosen = find_resume(args)
+    except ConfigError:
+        lock.release()
+        raise
     remove_leftovers(output_dir)
+    return chosen
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:

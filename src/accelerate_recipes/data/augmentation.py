@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 RATIO = 4 / 3  # of the sides of a random crop, at most
 TORCHS_GENERATOR = threading.Lock()  # threads may augment at the same time, where a stream has no workers

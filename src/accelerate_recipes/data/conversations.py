@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
 from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import is_first
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 IMAGES = {"image", "images", "pixel_values"}
 NUM_COMPARED = 16  # rows whose rendering is compared

@@ -38,8 +38,8 @@ from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.data.tars import TAR, Member, images_and_labels, text_of_label
 from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 THUMBNAIL = 16  # pixels of a side, by which images are compared
 ALIKE = 0.99  # correlation of two thumbnails above which they show the same

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from accelerate_recipes.attention import boundaries
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:

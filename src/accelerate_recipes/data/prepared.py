@@ -16,9 +16,13 @@ import pyarrow.compute as pc
 import xxhash
 from datasets import Dataset
 
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import naming, own_suffix
 from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine
+
+TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
 
 def check_content(now: str, states: list[dict]) -> None:
@@ -121,3 +125,21 @@ def num_proc(num_rows: int, rows_per_process: int) -> int | None:
     """Return how many processes are worth starting for this number of rows; None: only this one."""
     wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // rows_per_process)
     return wanted if wanted > 1 else None
+
+
+def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> list[str]:
+    """Say if rows probably take longer to tokenise than the processes that wait for it allow."""
+    if not args.tokenizes_first:
+        return []
+    local = [*getattr(args, "train_files", []), *getattr(args, "eval_files", [])]
+    size = sum(cache.size_of(Path(file)) or 0 for file in local) + sum(map(cache.bytes_of, needed))
+    num_workers = getattr(args, "dataset_num_proc", None) or 1
+    seconds = size / (TOKENIZED_PER_SECOND * num_workers)
+    if seconds < args.ddp_timeout:
+        return []
+    return [
+        f"{size / 1e9:.1f} GB of rows take about {seconds / 60:.0f} minutes to tokenise, at "
+        f"{TOKENIZED_PER_SECOND / 1e6:.0f} MB/s in {num_workers} process(es). The processes that wait for it give up after "
+        f"{args.ddp_timeout} s (--ddp_timeout): run `python -m accelerate_recipes prepare` with this recipe and its "
+        "arguments first, if you have not yet"
+    ]

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.page import write_page
 from accelerate_recipes.picture import draw_images
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 NUM_ROWS = 3  # shown of each kind
 MAX_TOKENS = 2000  # shown of a row
@@ -215,9 +216,13 @@ def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) 
     return "\n".join(lines) + "\n"
 
 
-def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> str:
-    """Write rows as a page that needs no other file; a token's number is shown where the pointer is."""
-    body = [f"<p>{html.escape(counted)}</p>"] if counted else []
+def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[str]:
+    """Write rows as parts of a page; a token's number is shown where the pointer is."""
+    body = [
+        "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; <span "
+        "class=special>framed</span> tokens are special. A dashed line: another document begins.</p>"
+    ]
+    body += [f"<p>{html.escape(counted)}</p>"] if counted else []
     for heading, rows in parts:
         body.append(f"<h1>{html.escape(heading)}</h1>")
         for row in rows:
@@ -229,10 +234,7 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> str:
                     text = html.escape(printable(token.text)).replace("\n", "↵\n")
                     body.append(f'<span class="{" ".join(kinds)}" title="{token.id}">{text}</span>')
             body.append("</div>")
-    legend = "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; "
-    legend += "<span class=special>framed</span> tokens are special. A dashed line: another document begins.</p>"
-    title = "Rows as they are trained"
-    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>{legend}{''.join(body)}\n"
+    return body
 
 
 def split_documents(tokens: list[Token]) -> list[list[Token]]:
@@ -273,4 +275,4 @@ def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]], counte
     folder.mkdir(parents=True, exist_ok=True)
     begin = f"{counted}\n\n" if counted else ""
     write_atomically(folder / "rows.txt", begin + "\n".join(as_text(*part) for part in parts))
-    write_atomically(folder / "rows.html", as_html(parts, counted))
+    write_page(folder / "rows.html", "Rows as they are trained", STYLE, as_html(parts, counted))

@@ -18,7 +18,7 @@ from accelerate_recipes.data.files import falls_under, read_files, read_split
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 VERSION = 2  # of the data in the cache
 PAD_MULTIPLE = 8  # good for tensor cores, and fewer shapes are compiled

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.launch.preflight import Request, job_of, read_request
-from accelerate_recipes.plan.gpus import GPUS
+from accelerate_recipes.gpus import GPUS
+from accelerate_recipes.launch.request import Request, read_request
+from accelerate_recipes.launcher import launch_environment, yaml_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of
+from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
 
@@ -70,6 +71,68 @@ def plan(argv: Sequence[str]) -> Plan:
     if asked.json:
         asked.json.write_text(json.dumps(found.facts, indent=1) + "\n", encoding="utf-8")
     return replace(found, text="\n".join(lines))
+
+
+def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
+    """Make the simulation of a request under changes.
+
+    Raises:
+        ConfigError: if the launcher would start nothing.
+    """
+    flags = [*request.launch, "--main_process_ip", "head"]  # any address will do
+    more = 1
+    for change in changes:
+        if change.config:
+            flags[1] = str(request.config.parent / change.config)
+            if problems := yaml_problems(Path(flags[1])):
+                raise ConfigError(", ".join(problems))
+        flags += change.launch
+        more *= change.more_nodes
+    command = [*request.command, *(word for change in changes for word in change.recipe)]
+    try:
+        env = launch_environment([*flags, *command])
+        if more > 1:
+            replicas, shards = (int(env.get(f"PARALLELISM_CONFIG_DP_{of}_SIZE", 1)) for of in ("REPLICATE", "SHARD"))
+            flags += ["--num_machines", str(more * (int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])))]
+            flags += ["--num_processes", str(more * int(env["WORLD_SIZE"]))]
+            if replicas > 1:
+                flags += ["--parallelism_config_dp_replicate_size", str(more * replicas)]
+            elif "PARALLELISM_CONFIG_DP_SHARD_SIZE" in env:
+                flags += ["--parallelism_config_dp_shard_size", str(more * shards)]
+            env = launch_environment([*flags, *command])
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+    return Job(env, command, gpu)
+
+
+def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> tuple[str, list[str], list[str]]:
+    """Simulate a step, and check that the run fits on its GPU; returns what it needs, problems and warnings.
+
+    A file that the simulation reads may be only where the run is: unless `is_here`, it is then not a problem.
+    """
+    job = Job(env, request.command, request.gpu)
+    with Simulator() as simulator:
+        (outcome,) = predict_outcomes(simulator, [job])
+        if isinstance(outcome, Outcome):
+            prediction = prediction_of(job, outcome, GPUS[request.gpu])
+            line = f"Memory of a GPU: {prediction.memory_line()}"
+            if prediction.is_near:
+                return "", [], [f"{line}; what lies outside of tensors is not known exactly"]
+            if prediction.fits:
+                return line, [], []
+            search = Search(simulator, prediction, job, lambda changes: job_of(request, request.gpu, changes))
+            fitting = search.first_fitting()
+            nothing = "none of the single changes that keep the loss trajectory, and could be simulated, is enough"
+            problem = (
+                f"{line}; {f'it fits with {fitting}' if fitting else nothing}. `python -m accelerate_recipes plan` in place "
+                "of preflight finds more, and --no_plan leaves this check out"
+            )
+            return line, [problem], []
+    if isinstance(outcome, ConfigError) and is_here:
+        return "", [str(outcome)], []
+    said = reason_of(outcome)
+    what = f"plan does not simulate {said}" if isinstance(outcome, NotSimulatedError) else said
+    return "", [], [f"memory was not checked: {what}"]
 
 
 def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: bool) -> Plan:
@@ -160,7 +223,7 @@ def draw(events: Sequence[Sequence[Any]], path: Path) -> None:
     """Draw the bytes of each kind over the operators of a step."""
     import matplotlib.pyplot as plt
 
-    from accelerate_recipes.plan.gpus import GIB
+    from accelerate_recipes.gpus import GIB
     from accelerate_recipes.plan.ledger import HOST, Event
 
     live: dict[int, tuple[int, str]] = {}

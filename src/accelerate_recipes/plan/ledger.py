@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accelerate_recipes.plan.gpus import EFFICIENCY, Gpu
+from accelerate_recipes.gpus import EFFICIENCY, Gpu
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"

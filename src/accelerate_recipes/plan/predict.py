@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
 from accelerate_recipes.optim import checkpoint_bytes
-from accelerate_recipes.plan.gpus import EFFICIENCY, GIB, OUTSIDE, Gpu
 from accelerate_recipes.plan.simulate import Outcome
 
 NEAR = 0.93  # share of a GPU's memory above which the estimate of the allocator decides

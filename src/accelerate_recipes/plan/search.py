@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError, first_line
-from accelerate_recipes.plan.gpus import Gpu
+from accelerate_recipes.gpus import Gpu
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, load_trial

@@ -26,16 +26,18 @@ from transformers import PreTrainedConfig
 
 from accelerate_recipes import distributed, recipe
 from accelerate_recipes.adapters import add_adapters
-from accelerate_recipes.args import TrainArgs, computes_in_bf16, resolve
+from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.environment import computes_in_bf16
+from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.gpus import GPUS
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
 from accelerate_recipes.probes import packing_of
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
+from accelerate_recipes.strategy import launch_problems, num_accelerators
 from accelerate_recipes.trial import NotSimulatedError, Trial, is_staged
 
 MICRO_BATCHES = 2  # more of them take time, but no memory
@@ -246,6 +248,8 @@ def simulate_here(job: Job) -> Outcome:
     if "position_ids" in trial.batch:
         packing_of(model.config)  # which the loss asks: its small model would have no values under fakes
     with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
+        if found := launch_problems(args, os.environ, num_accelerators()):
+            raise ConfigError(error_list("This launch cannot work", found))
         run = Run(args, distributed.make_accelerator(args))
         run.adapter = adapter
         with mode if job.device == "cuda" else contextlib.nullcontext():

@@ -25,7 +25,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes.adapters import load_settings, without_adapters
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import (
@@ -40,6 +40,7 @@ from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.trainers import (

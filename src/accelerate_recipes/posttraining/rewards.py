@@ -25,7 +25,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
-from accelerate_recipes.args import Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.checkpoint.check_export import as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED
 from accelerate_recipes.data.rendering import (
@@ -39,6 +39,7 @@ from accelerate_recipes.data.rendering import (
     shown_ends,
 )
 from accelerate_recipes.errors import ConfigError, DataError, first_line
+from accelerate_recipes.flags import Range
 from accelerate_recipes.generation import Generated, Sampling, generate_texts, own_draws
 from accelerate_recipes.models import max_positions
 from accelerate_recipes.posttraining.samples import Samples

@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
+from accelerate_recipes.page import write_page
 
 MOST_STEPS = 200  # on the page; of more, it shows some, evenly spread
 STYLE = """body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em }
@@ -42,8 +43,7 @@ class Samples:
         rows = read_json_lines(self.path)
         groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: (row["step"], row["source"]))]
         every = -(-len(groups) // MOST_STEPS) or 1
-        parts = [f"<!doctype html><meta charset=utf-8><title>Answers by step</title><style>{STYLE}</style>"]
-        parts.append("<h1>Answers by step</h1>")
+        parts = ["<h1>Answers by step</h1>"]
         for (step, source), group in groups[::-1][::every]:
             names = list(group[0]["rewards"])
             heads = "".join(f"<th>{html.escape(name)}</th>" for name in ["prompt", "answer", *names])
@@ -53,7 +53,7 @@ class Samples:
                 numbers = "".join(f"<td class=number>{number(row['rewards'][name])}</td>" for name in names)
                 parts.append(f"<tr>{texts}{numbers}</tr>")
             parts.append("</table>")
-        write_atomically(self.page, "\n".join(parts) + "\n")
+        write_page(self.page, "Answers by step", STYLE, parts)
 
 
 def as_line(row: dict[str, Any]) -> str:

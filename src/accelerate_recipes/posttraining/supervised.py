@@ -27,10 +27,10 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.models import new_config
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
 
 FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks

@@ -46,7 +46,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
-from accelerate_recipes.args import OWNED_ELSEWHERE, Range, TrainArgs, arg, computes_in_bf16
+from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.check_export import (
     Exported,
@@ -60,17 +60,18 @@ from accelerate_recipes.data.conversations import TEXT, without_begin
 from accelerate_recipes.data.prepared import check_content, checksum_of_rows
 from accelerate_recipes.data.rendering import Rendering, first_refused
 from accelerate_recipes.data.shown import NUM_ROWS
-from accelerate_recipes.engine import NonFiniteError
-from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.environment import computes_in_bf16
+from accelerate_recipes.errors import ConfigError, NonFiniteError
+from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.metrics import Window
 from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
 from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank, sum_over_ranks
 from accelerate_recipes.run import HasRows, Run
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize, seed_of
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.

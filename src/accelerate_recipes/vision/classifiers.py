@@ -26,10 +26,11 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.deepvit import DeepViTConfig
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import IGNORE_INDEX, count_labels
+from accelerate_recipes.losses import count_labels
 from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import classifier_on_meta
 from accelerate_recipes.pretrained import Kind, load_config
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of, is_staged
 
 CONFIGS = {

@@ -17,9 +17,9 @@ from accelerate_recipes.disk import read_json_lines, write_atomically
 from accelerate_recipes.engine import on_this_rank
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.life import stop
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.picture import draw_images, draw_matrix
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.vision.classifiers import logits_of
 
 NUM_DRAWN = 40  # held-out images on the sheet; half of them are wrong ones, if there are as many

@@ -1,6 +1,6 @@
-"""GPUs by name: memory and speeds, from data sheets.
+"""GPUs by name: memory and speeds, from data sheets; the only table of them.
 
-`python -m accelerate_recipes.plan.gpus NAME` translates a cluster's name of a GPU; slurm/submit.sh asks it.
+`python -m accelerate_recipes.gpus NAME` translates a cluster's name of a GPU; slurm/submit.sh asks it.
 """
 
 import re
@@ -56,14 +56,30 @@ GPUS = {
 }
 
 
+# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, of GPUs and variants of which no more is known here.
+MORE_PEAKS = {
+    "GH200": 989.4, "H200 NVL": 835.5, "H100 NVL": 835.5, "H100 PCIe": 756.0, "A40": 149.7, "A30": 165.0, "A10": 125.0,
+    "L40": 181.05, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def bf16_peak(name: str) -> float | None:
+    """Return the dense bf16 peak in FLOP/s of what the driver calls `name`; None where it is not known."""
+    if "MIG" in name:  # a slice of the named device
+        return None
+    more = next((tflops for known, tflops in MORE_PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
+    return more * 1e12 if more else GPUS[known].bf16 if (known := known_as(name)) else None
+
+
 def known_as(name: str) -> str:
     """Return the name in GPUS of what a cluster calls `name`, such as nvidia_a100-sxm4-40gb; empty if it is none of them.
 
-    Where several have that name, a size in it decides, else it is the one with the most memory. A part of a GPU is none.
+    Where several have that name, a size in it decides, else it is the one with the most memory. A part of a GPU is none,
+    nor is a slower one of the same name.
     """
     words = "_".join(re.findall("[a-z0-9.]+", name.lower())).replace("rtx_4090", "rtx4090")
     size = re.search(r"(\d+)gb", words)
-    if re.search(r"(^|_)\dg[._]", words):  # a slice by MIG, such as 1g.10gb
+    if re.search(r"(^|_)\dg[._]|rtx4090_(d|laptop)", words):  # a slice by MIG, such as 1g.10gb
         return ""
     found = [
         gpu

@@ -1,0 +1,65 @@
+"""Room on the disk that a run will need."""
+
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.checkpoint import files
+from accelerate_recipes.disk import existing
+from accelerate_recipes.optim import checkpoint_bytes
+
+
+def space_needed(args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None) -> tuple[int, str]:
+    """Compute the bytes that future checkpoints and the export add to the output directory, and say how they are counted.
+
+    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged.
+
+    If the number of steps is not known, this is a lower bound.
+    """
+    present = [path for path in files.candidates(Path(args.output_dir)) if files.defect(path) is None]
+    if present:  # the size of a real checkpoint is better than a computed one
+        size = sum(entry["size"] for entry in files.read_marker(present[-1])["files"].values())
+    else:
+        size = checkpoint_bytes(args, trained, state_dict_type)
+    saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 and args.save_steps else 1
+    at_once = saves
+    if args.save_total_limit:
+        kept = args.max_steps // args.keep_every_n_steps if args.max_steps > 0 and args.keep_every_n_steps else 0
+        # An old checkpoint is removed only when the new one is complete.
+        at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
+    coming = max(0, at_once - len(present))
+    export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize
+    return (
+        coming * size + export,
+        f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
+    )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def space_problems(
+    args: TrainArgs, models: Sequence[PreTrainedModel], state_dict_type: str | None, *, is_here: bool
+) -> tuple[str, list[str]]:
+    """Return a line that says how much room the checkpoints need; if the disk `is_here`, also say whether it has that."""
+    output_dir = Path(args.output_dir)
+    num_parameters, trained = (
+        sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
+    )
+    needs, counted = space_needed(args, num_parameters, trained, state_dict_type)
+    needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
+    of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
+    line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"
+    if not is_here:
+        return line, []
+    # Unfinished files there are removed before the run writes anything.
+    unfinished = (file for folder in files.leftovers(output_dir) for file in folder.rglob("*"))
+    free = shutil.disk_usage(existing(output_dir)).free + sum(f.stat().st_size for f in unfinished if f.is_file())
+    remedy = "make room, lower --save_total_limit, or give another"
+    found = [f"--output_dir {needed_space}, but has {gib(free)} free; {remedy}"] if needs > free else []
+    return f"{line}; {gib(free)} are free", found

@@ -1,0 +1,25 @@
+"""Strategy of this launch, as `accelerate launch` put it into the environment."""
+
+import os
+from collections.abc import Mapping
+
+
+def is_on(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1")
+
+
+def is_one_of(env: Mapping[str, str], name: str, *values: str) -> bool:
+    return env.get(name, "").upper() in values
+
+
+def is_compiled(env: Mapping[str, str] = os.environ) -> bool:
+    return env.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
+
+
+def computes_in_bf16(precision: str | None = None) -> bool:
+    """Tell whether layers compute in bf16 beside fp32 weights.
+
+    `precision` is the accelerate YAML's `mixed_precision`; default: that of this launch. With fp8, the linear layers get
+    their inputs in bf16, and everything else computes in bf16.
+    """
+    return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")

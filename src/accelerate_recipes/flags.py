@@ -1,0 +1,203 @@
+"""Reading of a preset and a command line, strictly: every problem is found, and no value changes its meaning in silence."""
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from accelerate_recipes.errors import ConfigError, suggestion
+
+MAX_INT = 2**31 - 1  # numpy and torch then accept a seed plus step and rank, and a product of two sizes
+
+
+class OutOfRangeError(ValueError):
+    """A number is out of range; the text says what it must be."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Allowed values of a numeric argument: finite, and within the bounds. argparse gets it as `choices`."""
+
+    min: float = -math.inf
+    max: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def check(self, number: float) -> None:
+        """Check that a number is in the range. Raises OutOfRangeError."""
+        if not math.isfinite(number):
+            raise OutOfRangeError("it must be a finite number")
+        if isinstance(number, int) and number > min(self.max, MAX_INT):
+            raise OutOfRangeError(f"it must be at most {min(self.max, MAX_INT)}")
+        if not (self.min <= number <= self.max and self.above < number < self.below):
+            raise OutOfRangeError(f"it must be {self}")
+
+    def __str__(self) -> str:
+        bounds = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        return ", and ".join(f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
+
+    def __iter__(self) -> Iterator[str]:
+        yield str(self)  # in --help
+
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser that accepts a Range as `choices`, and the other metadata that `arg` sets."""
+
+    def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
+        """Drop metadata that argparse does not know: HfArgumentParser passes on all metadata of a field."""
+        return super().add_argument(*names, **settings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action.choices, Range):
+            action.choices.check(value)
+        else:
+            super()._check_value(action, value)
+
+
+def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Split `--a 1 --b=2 3` into [("--a", ["1"]), ("--b", ["2", "3"])] and the words before the first flag."""
+    groups: list[tuple[str, list[str]]] = []
+    stray = []
+    for token in argv:
+        if token.startswith("--"):
+            flag, equals, value = token.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(token)
+        else:
+            stray.append(token)
+    return groups, stray
+
+
+def tokens(flag: str, values: Sequence[str]) -> list[str]:
+    """Join a flag and its values for argparse, which would take a separate `-1e-5` for another flag."""
+    return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
+
+
+def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
+    """List the preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
+
+    Values stay as they stand in the file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
+    """
+    if not presets:
+        return []
+    if len(presets) > 1 or len(presets[0]) != 1:
+        errors.append("--config takes one file, once")
+        return []
+    path = Path(presets[0][0])
+    if not path.is_file():
+        errors.append(f"--config {path}: no such file")
+        return []
+    try:
+        content = read_yaml(path, Texts) or {}
+    except ConfigError as error:
+        errors.append(f"--config {error}")
+        return []
+    if not isinstance(content, dict):
+        errors.append(f"--config {path} must hold `name: value` lines, not a {type(content).__name__}")
+        return []
+    groups = []
+    for key, value in content.items():
+        if value in (None, []):
+            continue  # an argument that was not set, as `save` writes it
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(v, str) for v in values):
+            errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
+        else:
+            groups.append((str(key), values, f"in {path}"))
+    return groups
+
+
+class Yaml(yaml.SafeLoader):
+    """YAML in which a key stands once, where PyYAML silently takes the last one, and no alias repeats what is nested.
+
+    Aliases of aliases grow without end.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read a node; raises YAMLError for an alias of a list of lists and the like."""
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        node = super().compose_node(parent, index)
+        if is_alias and isinstance(node, yaml.CollectionNode):
+            inner = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            if any(isinstance(part, yaml.CollectionNode) for part in inner):
+                raise yaml.MarkedYAMLError(
+                    problem="an alias repeats a list or a section with others in it; write it out", problem_mark=mark
+                )
+        return node
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Read a section; raises YAMLError for a key that stands twice."""
+        node, lines = super().compose_mapping_node(anchor), {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+                raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}; remove one")
+        return node
+
+
+class Texts(Yaml):
+    """YAML whose values are texts as they stand in the file, without quotes; empty ones and null are None."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_yaml(path: Path, loader: type[Yaml] = Yaml) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.load(path.read_text("utf-8"), loader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date raises ValueError
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+
+
+def check_group(
+    parser: HfArgumentParser,
+    owned_elsewhere: Mapping[str, str],
+    flag: str,
+    values: list[str],
+    where: str,
+    errors: list[str],
+) -> bool:
+    """Parse one flag with its values; if that fails, say why in `errors`."""
+    action = parser._option_string_actions.get(flag)
+    name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing belongs to `packing`
+    if name in owned_elsewhere:
+        errors.append(f"--{name} ({where}) is not an argument of the recipe: {owned_elsewhere[name]}")
+        return False
+    if action is None or flag == "--config":  # a preset cannot name another
+        known = {
+            option.removeprefix("--")
+            for option, action in parser._option_string_actions.items()
+            if action.dest not in owned_elsewhere
+        }
+        errors.append(f"unknown argument {name!r} {where}{suggestion(name, known, cutoff=0.5)}")
+        return False
+    try:
+        _, rest = parser.parse_known_args(tokens(flag, values))
+    except OutOfRangeError as error:
+        errors.append(f"{flag} is {' '.join(values)}; {error} ({where})")
+    except Exception as error:  # argparse raises ArgumentError, a type function ValueError
+        errors.append(f"{error} ({where})")
+    else:
+        if not rest:
+            return True
+        errors.append(f"{flag} takes one value, not {len(values)}: {' '.join(values)} ({where})")
+    return False

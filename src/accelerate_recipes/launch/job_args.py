@@ -1,0 +1,171 @@
+"""Flags of a Kubernetes job, and what is wrong with them."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import ClassVar
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.flags import Range, read_yaml
+
+CHECKPOINTS, CACHE = "/checkpoints", "/cache"  # where pods mount the volumes
+INSTANCES = read_yaml(Path(__file__).parent / "instances.yaml")
+
+QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(|k|M|G|T|Ki|Mi|Gi|Ti)")
+LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, required for services
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
+SUBDOMAIN = re.compile(rf"{NAMESPACE.pattern}(\.{NAMESPACE.pattern})*")
+KEY = re.compile(rf"({SUBDOMAIN.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?", re.ASCII)
+VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
+IMAGE = re.compile(
+    r"[a-z0-9][\w.-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>sha256:[0-9a-f]{64}))?", re.ASCII
+)
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+NAMES = {  # flags that hold names, with the longest that is allowed; the queue becomes the value of a label
+    "namespace": (NAMESPACE, 63), "checkpoints_pvc": (SUBDOMAIN, 253), "cache_pvc": (SUBDOMAIN, 253),
+    "token_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253), "queue": (SUBDOMAIN, 63),
+}  # fmt: skip
+NEEDED = {"image": "REGISTRY/NAME:TAG", "nodes": "4", "gpus_per_node": "8", "checkpoints_pvc": "CLAIM"}  # with examples
+
+
+@dataclass
+class JobArgs:
+    """Arguments of the job; those of the run follow them, from CONFIG on."""
+
+    name: str = arg("", "Name of the job; default: the recipe's name.")
+    namespace: str = arg("", "Namespace; default: kubectl's.")
+    image: str = arg("", "Container image, with a tag other than latest, or a digest.")
+    nodes: int | None = arg(None, "Number of nodes, with a pod on each.", min=1)
+    gpus_per_node: int | None = arg(
+        None, "GPUs of a node, with a process for each; 0: as many processes as --cpus-per-node.", min=0
+    )
+    cpus_per_node: int | None = arg(None, "CPUs that a pod asks for.", min=1)
+    memory: str = arg("", "Memory that a pod asks for, and may use, shared memory included, such as 1000Gi.")
+    shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
+    instance_type: str = arg(
+        "", "Type of AWS machines; selects such nodes and sets up EFA. On HyperPod it begins with `ml.`"
+    )
+    efa_per_node: int | None = arg(None, "EFA interfaces of each pod; default: all of --instance-type.", min=0)
+    checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to, at {CHECKPOINTS}.")
+    checkpoints_size: str = arg("", "Size, such as 1200Gi, of the claim --checkpoints-pvc, which is then made too.")
+    storage_class: str = arg("", "Storage class of the claim that --checkpoints-size makes.")
+    cache_pvc: str = arg("", f"Claim of a volume with what was downloaded beforehand, at {CACHE}; pods ask no network.")
+    token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
+    grace_seconds: int | None = arg(
+        None,
+        "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",
+        min=30,
+    )
+    max_restarts: int = arg(20, "Restarts of the whole run, after which the job has failed.", min=0)
+    node_selector: list[str] = arg([], "Labels of the nodes to run on, as KEY=VALUE.")
+    toleration: list[str] = arg([], "Taints of nodes to tolerate, as KEY[=VALUE][:EFFECT].")
+    queue: str = arg("", "Name of a local queue of Kueue.")
+    annotation: list[str] = arg([], "Annotations of the job and its pods, as KEY=VALUE.")
+
+    owned_elsewhere: ClassVar[dict[str, str]] = {}
+    ranges: ClassVar[dict[str, Range]] = {}
+
+    @property
+    def instance(self) -> str:
+        """Type of the machines in EC2's terms."""
+        return self.instance_type.removeprefix("ml.")
+
+    @property
+    def efa(self) -> int:
+        return INSTANCES.get(self.instance, {"efa": 0})["efa"] if self.efa_per_node is None else self.efa_per_node
+
+    def problems(self, world_size: int) -> list[str]:
+        """List what is wrong with these values, one sentence each."""
+        found = [
+            f"--{flag(name)} is missing; give it, such as --{flag(name)} {example}"
+            for name, example in NEEDED.items()
+            if getattr(self, name) in (None, "")
+        ]
+        if self.gpus_per_node == 0 and self.cpus_per_node is None:
+            found.append("--gpus-per-node is 0, so --cpus-per-node says how many processes a pod has; give it")
+        if self.gpus_per_node == 0 and (self.instance_type or self.efa_per_node):
+            found.append("--instance-type and --efa-per-node are for pods with GPUs; --gpus-per-node is 0")
+        found += self.tag_problems()
+        for name, (pattern, limit) in NAMES.items():
+            found += label_problems(flag(name), getattr(self, name), pattern, limit) if getattr(self, name) else []
+        found += self.quantity_problems()
+        if self.instance and self.instance not in INSTANCES:
+            found.append(
+                f"--instance-type {self.instance_type} is not known; known are {', '.join(INSTANCES)}; for another, give "
+                "--efa-per-node, and --node-selector node.kubernetes.io/instance-type=..."
+            )
+        elif self.instance:
+            has = INSTANCES[self.instance]
+            if (self.gpus_per_node or 0) > has["gpus"]:
+                found.append(f"--gpus-per-node is {self.gpus_per_node}, but {self.instance} has {has['gpus']}")
+            if self.efa > has["efa"]:
+                found.append(f"--efa-per-node is {self.efa}, but {self.instance} has {has['efa']} interfaces")
+        if self.storage_class and not self.checkpoints_size:
+            found.append("--storage-class has an effect only on a new claim; give --checkpoints-size, or remove it")
+        if self.token_secret and self.cache_pvc:
+            found.append("--token-secret has no effect with --cache-pvc, whose pods ask no network; remove one of them")
+        for name in ("node_selector", "annotation"):
+            for text in getattr(self, name):
+                key, equals, value = text.partition("=")
+                if not equals or not KEY.fullmatch(key) or (name == "node_selector" and not VALUE.fullmatch(value)):
+                    found.append(f"--{flag(name)} {text!r}: write it as KEY=VALUE")
+        for text in self.toleration:
+            asked = as_toleration(text)
+            is_known = asked.get("effect", EFFECTS[0]) in EFFECTS
+            if not KEY.fullmatch(asked["key"]) or not VALUE.fullmatch(asked.get("value", "")) or not is_known:
+                found.append(f"--toleration {text!r}: write it as KEY[=VALUE][:EFFECT], EFFECT {' or '.join(EFFECTS)}")
+        return found
+
+    def tag_problems(self) -> list[str]:
+        parts = IMAGE.fullmatch(self.image)
+        if self.image and not parts:
+            return [f"--image {self.image!r} is not the name of an image"]
+        if parts and not parts["digest"] and parts["tag"] in (None, "latest"):
+            return [
+                f"--image {self.image} has {'no tag' if parts['tag'] is None else 'the tag latest'}: pods that start later "
+                "may get another one; give a version, or a digest"
+            ]
+        return []
+
+    def quantity_problems(self) -> list[str]:
+        found, sizes = [], {}
+        for name in ("memory", "shm_size", "checkpoints_size"):
+            value = getattr(self, name)
+            sizes[name] = num_bytes(value) if QUANTITY.fullmatch(value) else Decimal(0)
+            if (value or name == "shm_size") and sizes[name] == 0:
+                found.append(f"--{flag(name)} {value!r} is not a size such as 64Gi")
+        if not found and self.memory and sizes["shm_size"] >= sizes["memory"]:
+            found.append(
+                f"--shm-size {self.shm_size} is a part of --memory {self.memory}, and must leave room; change one of them"
+            )
+        return found
+
+
+def flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def num_bytes(quantity: str) -> Decimal:
+    number, unit = QUANTITY.fullmatch(quantity).groups()
+    base = 1024 if unit.endswith("i") else 1000
+    return Decimal(number) * base ** ("", "k", "m", "g", "t").index(unit.removesuffix("i").lower())
+
+
+def label_problems(title: str, value: str, pattern: re.Pattern, limit: int) -> list[str]:
+    found = []
+    if not pattern.fullmatch(value):
+        first = "a letter" if pattern is LABEL else "a letter or digit"
+        dots = ", ." if pattern is SUBDOMAIN else ""
+        found.append(f"--{title} {value!r}: a name has a-z, 0-9, -{dots}, begins with {first}, and ends with no -")
+    if len(value) > limit:
+        found.append(f"--{title} {value!r} has {len(value)} characters; there is room for {limit}")
+    return found
+
+
+def as_toleration(text: str) -> dict[str, str]:
+    """Read KEY[=VALUE][:EFFECT]."""
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return found | ({"effect": effect} if effect else {})

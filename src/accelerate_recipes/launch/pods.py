@@ -1,0 +1,57 @@
+"""Places of a pod: what a run there writes must lie on a volume, what it reads on one or in the image."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import TrainArgs
+
+IMAGE = ("accelerate_configs", "data", "recipes", "src")  # folders of this repository that the image holds
+
+
+def move_to_volumes(args: TrainArgs, volumes: Sequence[str]) -> list[str]:
+    """Move what a run in a pod writes to the volume of its checkpoints; list what would lie elsewhere."""
+    found = []
+    for name in recipe.WRITTEN:
+        if getattr(args, name, ""):
+            place = os.path.normpath(Path(volumes[0], getattr(args, name)))
+            setattr(args, name, place)
+            if not is_below(place, volumes[:1] if name == "output_dir" else volumes):
+                found.append(f"--{name} {place} is lost with the pod; give one below {volumes[0]}")
+    return found
+
+
+def is_below(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(folder) in Path(os.path.normpath(path)).parents for folder in folders)
+
+
+def read_in_pod(args: TrainArgs, needed: recipe.Requirements, volumes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """List what a run in a pod reads although only this machine has it, and, as warnings, what the image must hold."""
+    names, problems, warnings = {need.name for need in needed.needs}, [], []
+    for name, value in args.values().items():
+        for text in value if isinstance(value, list) else [value]:
+            if name in recipe.WRITTEN or not isinstance(text, str) or is_below(text, volumes):
+                continue
+            # Rewards are named as my_rewards.py:function. A word may also happen to be the name of a folder.
+            here = next((path for path in (text, text.rpartition(":")[0]) if path and os.path.exists(path)), "")
+            if os.path.isfile(here) or (here and (text in names or len(Path(here).parts) > 1)):
+                if not is_in_image(here):
+                    problems.append(
+                        f"--{name} {text} lies on this machine, where no pod finds it; put it on a volume and give its path "
+                        f"there, below {' or '.join(volumes)}, or into a folder of the image ({', '.join(IMAGE)})"
+                    )
+            elif text in names and os.path.isabs(text):
+                warnings.append(f"--{name} {text} must be in the image, which was not checked")
+    return problems, warnings
+
+
+def is_in_image(path: str) -> bool:
+    """Tell whether the image, which is built from this repository, holds a path; see .dockerignore."""
+    parts = Path(path).parts
+    if Path(path).is_absolute() or parts[0] not in IMAGE or any(part.startswith(".") for part in parts):
+        return False
+    return Path(parts[0]).resolve() in (
+        Path(path).resolve(),
+        *Path(path).resolve().parents,
+    )  # a link may lead out of it

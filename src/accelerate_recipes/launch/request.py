@@ -1,0 +1,98 @@
+"""Command line of preflight and plan: a launch with its recipe, or what a job will have."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate.commands.launch import launch_command_parser
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.gpus import GPUS, known_as
+from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
+from accelerate_recipes.strategy import num_accelerators
+
+
+class Request(NamedTuple):
+    """Parsed command line."""
+
+    config: Path  # the accelerate YAML
+    config_problems: list[str]
+    launch: list[str]  # flags of `accelerate launch`
+    command: list[str]  # the recipe with its arguments
+    num_devices: int  # accelerators of a machine of the job
+    reads_checksums: bool
+    gpu: str  # name of the GPU on which the run must fit, if it is known
+    plans: bool  # whether to simulate a step, to check the memory
+
+    def environment(self) -> tuple[dict[str, str], list[str]]:
+        """Return the environment of the first process, empty if the launcher would start none, and what is wrong with it."""
+        if self.config_problems:
+            return {}, self.config_problems
+        try:
+            # any address will do
+            env = launch_environment([*self.launch, "--main_process_ip", "head", *self.command])
+        except ValueError as error:
+            return {}, [f"accelerate launch refuses: {error}"]
+        return env, ignored_flags(self.config, self.launch, env)
+
+
+def read_request(argv: Sequence[str]) -> Request:
+    """Read a command line. Raises ConfigError if it names no run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
+    parser.add_argument("--cpus-per-node", "--cpus_per_node", type=int)
+    parser.add_argument("--gpu", default="")
+    parser.add_argument("--no-plan", "--no_plan", action="store_true")
+    parser.add_argument("--no-checksums", action="store_true")  # a job leaves checksums to its processes
+    try:
+        asked, argv = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if len(argv) < 2 or argv[0].startswith("-"):
+        first = f"; the accelerate YAML comes first, not {argv[0]}" if len(argv) > 1 else ""
+        raise ConfigError(
+            f"usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}"
+        )
+    for name, least in {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1}.items():
+        if (number := getattr(asked, name)) is not None and number < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
+    if asked.gpu and asked.gpu not in GPUS:
+        raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
+    config = Path(argv[0])
+    launch = ["--config_file", *argv]
+    is_counted = asked.nodes or asked.gpus_per_node or asked.cpus_per_node
+    problems = yaml_problems(config, 1 if is_counted else parse_flags(launch).num_processes)
+    if not problems and is_counted:
+        processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
+        parser = launch_command_parser()
+        # 1 by default, which would hide those of the YAML
+        parser.set_defaults(parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
+        given = parser.parse_args(launch)
+        size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
+        launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
+    parsed = parse_flags(launch)
+    if parsed.config_file != argv[0]:
+        raise ConfigError(f"--config_file {parsed.config_file}: the accelerate YAML is given once, first: {config}")
+    command = [parsed.training_script, *parsed.training_script_args]
+    # A login node has no GPUs, or other GPUs than the job.
+    here = 0 if asked.cpus_per_node else num_accelerators()
+    num_devices = here if asked.gpus_per_node is None else asked.gpus_per_node
+    is_elsewhere = parsed.cpu or asked.nodes or asked.cpus_per_node or asked.gpus_per_node is not None
+    return Request(
+        config,
+        problems,
+        launch[: len(launch) - len(command)],
+        command,
+        num_devices,
+        not asked.no_checksums,
+        asked.gpu or ("" if is_elsewhere else gpu_here()),
+        not asked.no_plan,
+    )
+
+
+def gpu_here() -> str:
+    """Return the name in GPUS of this machine's first GPU; empty if it has none, or one that is not known."""
+    return known_as(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""

@@ -1,0 +1,190 @@
+"""Corrections of what Accelerate 1.15, torch 2.13 and transformers 5.23 get wrong, each with the reason.
+
+A test fails once upstream no longer needs one: then it can go. What needs no function of its own is corrected where it
+happens, with the version.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from transformers import PreTrainedModel
+
+from accelerate_recipes.environment import is_compiled
+
+
+def let_torch_choose_dynamic_shapes() -> None:
+    """Undo the default of `accelerate launch` that all sizes in compiled layers are constants.
+
+    `accelerate launch` 1.15 sets this where the YAML does not. torch would compile a layer anew for each longest
+    document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
+    """
+    if os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC") == "False":
+        del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
+
+
+def choose_interface() -> None:
+    """Let gloo use the network by which this machine reaches the first process, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself gloo (torch 2.13) tells the others the address to which this machine resolves its own name: often 127.0.0.1,
+    where the processes of other machines find nobody. On GPUs too checkpoints are agreed on by gloo.
+    """
+    master = os.environ.get("MASTER_ADDR")
+    if master is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as route:
+            route.connect(address)  # sends nothing
+            own = route.getsockname()[0]
+    except OSError:  # the rendezvous says more
+        return
+    for interface, addresses in psutil.net_if_addrs().items():
+        if own in (entry.address.split("%")[0] for entry in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def forget_evaluated_shapes() -> None:
+    """Let compiled code take the sizes of the first training step as constants, whatever was evaluated before it.
+
+    torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer: after an evaluation with
+    another batch size, training would get slower kernels. What was compiled for the evaluation stays.
+    """
+    if is_compiled():
+        from torch._dynamo import pgo  # loads the compiler
+
+        pgo.reset_code_state()
+
+
+def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
+    """Start the process group on gloo, so that the launcher's processes become one world.
+
+    Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU
+    (AcceleratorState.__init__), and PartialState._prepare_backend knows no CPU unless told `cpu=True`: an FSDP
+    YAML on a CPU silently gives N independent runs. Starting the state ourselves and naming it MULTI_GPU opens
+    that branch; nothing else on our path asks the type for a device. tests/test_distributed.py fails when
+    upstream no longer needs this.
+    """
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # `cpu`, not `cpu:0`, which FSDP1 takes for another device
+    if "LOCAL_RANK" not in os.environ:
+        return
+    PartialState(cpu=True, timeout=timeout)
+    if use_fsdp:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+# Functions that torch leaves to MKL, element by element.
+VECTOR_MATH = (
+    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin",
+    "sqrt", "tan", "tanh",
+)  # fmt: skip
+
+
+def resolve_vector_math() -> None:
+    """Call each function of MKL's vector math once, on one number and therefore in one thread.
+
+    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. If several threads make that
+    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792). This happened now and then to a
+    rotary embedding in the first step.
+    """
+    for name in VECTOR_MATH:
+        for dtype in (torch.float32, torch.float64):
+            getattr(torch, name)(torch.ones(1, dtype=dtype))
+
+
+def keep_masks(accelerator: Accelerator) -> None:
+    """Keep Accelerate from throwing attention masks away where ranks share rows.
+
+    With cp_size Accelerate 1.15 (_prepare_cp) hangs a hook on each attention that removes its mask, for a ring attention
+    on GPUs: packed documents would see each other, silently. Here `sequence` shares the rows, with their masks.
+    tests/test_sequence.py fails once upstream no longer does this.
+    """
+    accelerator._prepare_cp = lambda *prepared: prepared
+
+
+def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Tell whether Accelerate sends the first rank's weights to all ranks (fsdp_cpu_ram_efficient_loading)."""
+    is_packed = any(type(parameter).__name__ == "Params4bit" for parameter in model.parameters())
+    return accelerator.state.fsdp_plugin.cpu_ram_efficient_loading and not is_packed
+
+
+@contextlib.contextmanager
+def hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Copy the first rank's saved buffers to all ranks, and mark them as not saved while Accelerate shards the model.
+
+    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state
+    for a sharded parameter, and fails at a buffer; tests/test_distributed.py fails once upstream no longer needs this.
+    """
+    hidden = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                torch.distributed.broadcast(value, src=0)
+                module._buffers[name] = value
+                module._non_persistent_buffers_set.add(name)
+                hidden.append((module, name))
+    yield
+    for module, name in hidden:
+        module._non_persistent_buffers_set.discard(name)
+
+
+def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
+    """Take the module that holds the input embedding out of the layers that transformers names for FSDP.
+
+    Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then the
+    input embedding in it once more, which torch refuses.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    layers = getattr(model, "_no_split_modules", None)
+    if embedding is not None and layers:
+        around = {type(m).__name__ for m in model.modules() if m is not embedding and embedding in m.modules()}
+        model._no_split_modules = [name for name in layers if name not in around]
+
+
+def computes_on(model: PreTrainedModel, device: torch.device) -> None:
+    """Tell transformers on which device a model computes whose parameters FSDP2 keeps on the CPU.
+
+    `generate` of transformers 5.23 moves its inputs to where the first parameter lies (prepare_inputs_for_generation, 6.).
+    """
+    # FSDP2 has given the model a class of its own.
+    type(model).device = property(lambda _: device)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def restore_rng_in_recompute(model: nn.Module) -> None:
+    """Make activation checkpointing draw the same dropout mask again in the recomputation.
+
+    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients would belong to another
+    mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
+    """
+    config = getattr(model, "config", None)
+    kinds = ("attention_dropout", "activation_dropout", "dropout")  # BART's
+    kinds += ("attention_probs_dropout_prob", "drop_path_rate")  # of models of images
+    by_function = [getattr(config, kind, 0.0) for kind in kinds]
+    if any(m.p > 0 for m in model.modules() if isinstance(m, nn.Dropout)) or any(by_function):
+        for module in model.modules():
+            if isinstance(module, CheckpointWrapper):
+                module.checkpoint_fn.keywords["preserve_rng_state"] = True
+
+
+def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile layers inside of the wrappers that recompute them.
+
+    Accelerate 1.15 (_prepare_fsdp2) compiles the wrappers and then shards the layers inside. torch cannot trace
+    FSDP's hooks within a checkpoint: it would silently compute whole layers uncompiled.
+    """
+    for wrapper in model.modules():
+        if isinstance(wrapper, CheckpointWrapper | OffloadWrapper) and wrapper._compiled_call_impl is not None:
+            wrapper._compiled_call_impl = None
+            inner = wrapper
+            while isinstance(inner, CheckpointWrapper | OffloadWrapper):
+                inner = inner._checkpoint_wrapped_module
+            inner.compile(**plugin.to_kwargs())
