@@ -31,7 +31,7 @@ from pages import read_pages, write_shards
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.shards import read_documents, text_of
 from accelerate_recipes.data.streams import StreamLoader, TextShards
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 NUM_PARTS = 20
 WAYS = ("ours", "encode_batch", "encode_batch_fast")

@@ -25,7 +25,7 @@ from pages import read_pages, write_shards
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.streams import NUM_STREAMS, StreamLoader, TextShards
 from accelerate_recipes.life import parent, workers
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 PLACES = (0.01, 0.95)
 

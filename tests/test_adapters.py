@@ -39,7 +39,8 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight, space_needed
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
-from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
+from accelerate_recipes.models import load_model, new_llama, new_t5
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.weights import initialize
 
 SCRIPT = CHILDREN / "toy.py"

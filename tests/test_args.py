@@ -13,11 +13,11 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from accelerate_recipes import recipe
+from accelerate_recipes.architecture import Architecture
 from accelerate_recipes.args import Range, TrainArgs, parse, resolve
 from accelerate_recipes.data.rows import permutation
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import space_needed
-from accelerate_recipes.models import Architecture
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
 # Arguments for which neither `transformers.TrainingArguments` nor (for adapters) trl's `ModelConfig` has a name.

@@ -36,7 +36,8 @@ from accelerate_recipes.hub.cache import (
     pinned,
     repository,
 )
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
 CHESS = [

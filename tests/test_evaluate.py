@@ -25,7 +25,7 @@ from accelerate_recipes.checkpoint.export import (
 )
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.next_moves import prompt_of
-from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [

@@ -6,19 +6,13 @@ from helpers import CONFIGS, ROOT
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from accelerate_recipes import recipe
+from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import (
-    Architecture,
-    check_belong_together,
-    load_model,
-    new_config,
-    new_model,
-    new_t5,
-    new_word_tokenizer,
-    stretched_positions,
-)
+from accelerate_recipes.models import load_model, new_model, new_t5
+from accelerate_recipes.positions import stretched_positions
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 PRESETS = ROOT / "recipes/configs/c4"
 # Numbers of parameters as published with the models' weights.

@@ -191,7 +191,8 @@ def test_table_of_sizes():
 def test_python_example(fork_server, tmp_path):
     """The example works with a small model instead of the demo's, and does not import this project."""
     from accelerate_recipes.games.rules import all_uci_moves
-    from accelerate_recipes.models import new_llama, new_word_tokenizer
+    from accelerate_recipes.models import new_llama
+    from accelerate_recipes.tokenizers import new_word_tokenizer
     from accelerate_recipes.weights import initialize
 
     export = tmp_path / "outputs/demo/export"

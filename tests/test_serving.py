@@ -24,20 +24,14 @@ from transformers import (
 )
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.published import Published, read_json
-from accelerate_recipes.models import (
-    Architecture,
-    load_encoder_decoder,
-    load_model,
-    load_tokenizer,
-    new_bpe_tokenizer,
-    new_config,
-    new_model,
-    rope_scaling,
-)
+from accelerate_recipes.encoder_decoders import load_encoder_decoder
+from accelerate_recipes.models import load_model, new_model, rope_scaling
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}

@@ -15,7 +15,7 @@ from datasets import Dataset
 from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, begin_token, is_heldout, load_games, prepare_games
-from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.tokenizers import load_tokenizer
 
 
 def games_args(export: str) -> tuple[GamesArgs, dict]:
