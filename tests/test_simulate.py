@@ -27,11 +27,11 @@ from accelerate_recipes.plan.simulate import Job, Simulator
 SCRIPT = CHILDREN / "ledger_of_run.py"
 # A Llama of two layers with grouped heads and sizes that do not divide.
 SMALL = [
-    "--vocab_size", "203", "--hidden_size", "48", "--intermediate_size", "100", "--num_hidden_layers", "2",
-    "--num_attention_heads", "4", "--num_key_value_heads", "2", "--max_position_embeddings", "64", "--max_length", "40",
+    "--config_overrides", "vocab_size=203", "hidden_size=48", "intermediate_size=100", "num_hidden_layers=2",
+    "num_attention_heads=4", "num_key_value_heads=2", "max_position_embeddings=64", "--max_length", "40",
     "--max_steps", "1", "--total_batch_size", "8", "--per_device_train_batch_size", "2", "--attn_implementation", "sdpa",
 ]  # fmt: skip
-C4 = [str(ROOT / "recipes/c4.py"), *SMALL]
+C4 = [str(ROOT / "recipes/c4.py"), "--from_scratch", *SMALL]
 EQUAL = ("peak", "at_peak", "flops", "recomputed", "collectives", "shapes")
 # Operators that a real run calls otherwise: it reads all flags of a step at once, takes norms by one kernel for all gradients
 # where they are plain tensors, and waits for the sum of the norm.
@@ -41,7 +41,7 @@ OTHERWISE = {
 FP32, BF16 = ["--mixed_precision", "no"], ["--mixed_precision", "bf16"]
 RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
-MIXTRAL = ["--model_type", "mixtral", "--intermediate_size", "96"]
+MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96", "router_aux_loss_coef=0.0"]
 ADAFACTOR = ["--optim", "adafactor"]
 KAHAN = ["--optim", "adamw_bf16_kahan"]
 LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
@@ -154,6 +154,8 @@ def test_an_output_layer_of_its_own(simulator, bases):
 def command_of(bases, variant: list[str]) -> list[str]:
     """Make a recipe's command of a variant: C4 with more arguments, or another recipe; models by their names in `bases`."""
     words = [*C4, *variant] if not variant or variant[0].startswith("--") else variant
+    if words[0] == C4[0] and "--model_name_or_path" in words:
+        words.remove("--from_scratch")
     return [str(bases / word) if (bases / word).exists() else word for word in words]
 
 
@@ -168,14 +170,14 @@ NEW_T5 = [
     "--train_files",
     TEXTS,
     "--from_scratch",
-    "--vocab_size",
-    "203",
-    "--d_model",
-    "48",
-    "--d_ff",
-    "100",
-    "--num_layers",
-    "2",
+    "--config_overrides",
+    "vocab_size=203",
+    "d_model=48",
+    "d_kv=48",
+    "d_ff=100",
+    "num_layers=2",
+    "num_heads=4",
+    "feed_forward_proj=gated-gelu",
 ]
 CASES = [
     ("fsdp_full", FP32, 2, [[], LORA, [*PACKED, "OPT"]]),

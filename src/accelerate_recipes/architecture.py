@@ -10,16 +10,18 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-from accelerate_recipes.args import arg
-from accelerate_recipes.errors import ConfigError, error_list, first_line, suggestion
+from accelerate_recipes.args import OutOfRangeError, Range, arg
+from accelerate_recipes.errors import ConfigError, error_list, in_words, suggestion
 from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.pretrained import Kind
 
-LEAST = {
-    "vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
-    "initializer_range": 0,
+MOST_LAYERS = 10_000
+RANGES = {
+    "vocab_size": Range(min=1, max=2**24), "hidden_size": Range(min=1, max=2**20),
+    "num_hidden_layers": Range(min=1, max=MOST_LAYERS), "num_attention_heads": Range(min=1, max=2**20),
+    "num_key_value_heads": Range(min=1, max=2**20), "initializer_range": Range(min=0, max=10),
 }  # fmt: skip
 # Names in the classes of transformers.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -97,7 +99,7 @@ def try_config(
     except ConfigError as error:
         return None, [str(error)]
     except Exception as error:  # of the classes of configurations, which check their fields each in its own way
-        return None, [f"--config_overrides: {first_line(error.__cause__ or error)}"]
+        return None, [f"--config_overrides: {in_words(error)}"]
     found += size_problems(config.get_text_config())
     return None if found else config, [f"--config_overrides: {problem}" for problem in found]
 
@@ -119,6 +121,8 @@ def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str,
             found.append(f"{path}{first} is set whole, and so is {path}{name}; give one of them")
         elif isinstance(value, float) and not math.isfinite(value):
             found.append(f"{path}{name} is {value}; it must be a finite number")
+        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:  # some classes make a list of them
+            found.append(f"{path}{name} is {value}; it must be at most {MOST_LAYERS}")
         elif rest:
             inner.setdefault(first, {})[rest] = value
     if twice := {config_class.attribute_map.get(name) for name in overrides} & {*overrides}:
@@ -133,15 +137,18 @@ def size_problems(config: PreTrainedConfig) -> list[str]:
     """List sizes that contradict each other, of which the classes of transformers would make a model that cannot compute."""
 
     def number(*names: str) -> tuple[str, int]:
-        found = {name: getattr(config, name, None) for name in names}
+        found = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
         return next(((name, value) for name, value in found.items() if isinstance(value, int) and value), (names[0], 0))
 
-    values = {name: getattr(config, name, None) for name in LEAST}
-    found = [
-        f"{name} is {value}; it must be at least {LEAST[name]}"
-        for name, value in values.items()
-        if isinstance(value, int | float) and value < LEAST[name]
-    ]
+    dropouts = {name: Range(min=0, below=1) for name in vars(config) if "drop" in name}
+    found = []
+    for name, limits in (RANGES | dropouts).items():
+        value = getattr(config, name, None)
+        try:
+            if isinstance(value, int | float):
+                limits.check(value)
+        except OutOfRangeError as error:
+            found.append(f"{name} is {value}; {error}")
     (_, heads), (_, groups) = number("num_attention_heads"), number("num_key_value_heads")
     if groups and heads % groups and not found:
         found.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")

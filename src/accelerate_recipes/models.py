@@ -16,11 +16,11 @@ from transformers import (
 
 from accelerate_recipes.attention import choose
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
-from accelerate_recipes.errors import ConfigError, first_line
+from accelerate_recipes.errors import ConfigError, in_words
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
 from accelerate_recipes.pretrained import Kind, load_config
-from accelerate_recipes.probes import check_packing
+from accelerate_recipes.probes import check_packing, sees_later_tokens
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_sharing
 from accelerate_recipes.tokenizers import load_tokenizer
@@ -104,8 +104,8 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
     """Check that a model is a decoder that reads text alone.
 
     Raises:
-        ConfigError: for a model that also reads images or sound, since text alone gives those parts no gradient, and for one
-            that has an encoder: of a BART, transformers would silently take the decoder alone.
+        ConfigError: for a model that also reads images or sound, since text alone gives those parts no gradient; for one
+            that has an encoder: of a BART, transformers would silently take the decoder alone; and for an encoder.
     """
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise ConfigError(
@@ -116,6 +116,11 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
         raise ConfigError(
             f"{name} is a {config.model_type}, which has an encoder; this recipe trains decoders alone, recipes/t5.py "
             f"trains encoder-decoders ({', '.join(ENCODER_DECODERS)})"
+        )
+    if not getattr(config, "is_decoder", True) and sees_later_tokens(config):
+        raise ConfigError(
+            f"{name} is a {config.model_type} whose attention sees the tokens that it is to predict, since its config.json "
+            "has is_decoder false; set that to true, or give another model"
         )
 
 
@@ -131,7 +136,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     try:
         model = auto.from_config(config, **settings)
     except Exception as error:  # of the models' classes, which check their sizes each in its own way
-        raise ConfigError(f"no {config.model_type} can be made of these sizes: {first_line(error)}") from error
+        raise ConfigError(f"no {config.model_type} can be made with this configuration: {in_words(error)}") from error
     model.config.architectures = [type(model).__name__]
     return model
 

@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING
 
-from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import train_step
@@ -27,7 +27,7 @@ from accelerate_recipes.weights import WRAPPERS
 MODELS = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.0},
 }
 
 
@@ -73,7 +73,8 @@ def main(args: Args) -> None:
         if plugin:
             vars(plugin).update(settings)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-        config = new_config(Architecture(vocab_size=len(tokenizer), initializer_range=0.2, **sizes, **values))
+        sizes |= {"vocab_size": len(tokenizer), "initializer_range": 0.2, "num_key_value_heads": 4}
+        config = CONFIG_MAPPING[values.get("model_type", "llama")](**sizes | values)
         model = new_model(config, "sdpa")
         run = Run(replace(args, prefetch_layers=prefetch), accelerator)
         run.shard(model)
