@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import OutOfRangeError, Range, arg
-from accelerate_recipes.errors import ConfigError, error_list, in_words, suggestion
+from accelerate_recipes.errors import ConfigError, error_list, one_line, suggestion
 from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions
@@ -99,7 +99,7 @@ def try_config(
     except ConfigError as error:
         return None, [str(error)]
     except Exception as error:  # of the classes of configurations, which check their fields each in its own way
-        return None, [f"--config_overrides: {in_words(error)}"]
+        return None, [f"--config_overrides: {one_line(error)}"]
     found += size_problems(config.get_text_config())
     return None if found else config, [f"--config_overrides: {problem}" for problem in found]
 

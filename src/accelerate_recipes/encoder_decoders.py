@@ -1,9 +1,6 @@
 """Encoder-decoders: T5, mT5, UMT5 and BART, from a name, a folder or a configuration."""
 
-import json
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,14 +60,6 @@ def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
     return found | {kind: 0.0 for kind in ("encoder_layerdrop", "decoder_layerdrop") if hasattr(config, kind)}
 
 
-def output_is_embedding(settings: Mapping[str, Any]) -> bool:
-    """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
-
-    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
-    """
-    return settings.get("tie_word_embeddings", True)
-
-
 def encoder_decoder_on_meta(
     config: PreTrainedConfig, is_tied: bool, attn_implementation: str, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -104,14 +93,3 @@ def share_embedding(model: PreTrainedModel) -> PreTrainedModel:
     # FSDP2 warns because T5's layers pass on the position bias, a view. Nothing writes to it in place.
     warnings.filterwarnings("ignore", message=r".*T5Block\) returned a view tensor")
     return model
-
-
-def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Return the names that are aliases of another weight, in a model saved in `folder`.
-
-    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected.
-    """
-    tied = set(model.all_tied_weights_keys)
-    if not output_is_embedding(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
-        tied.discard("lm_head.weight")
-    return tied

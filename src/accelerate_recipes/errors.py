@@ -32,7 +32,7 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def in_words(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Write an error of another library, with its type, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -1,5 +1,8 @@
 """Models: from a name, a folder or a configuration."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from transformers import (
 
 from accelerate_recipes.attention import choose
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
-from accelerate_recipes.errors import ConfigError, in_words
+from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
 from accelerate_recipes.pretrained import Kind, load_config
@@ -100,6 +103,25 @@ def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def output_is_embedding(settings: Mapping[str, Any]) -> bool:
+    """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
+
+    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
+    """
+    return settings.get("tie_word_embeddings", True)
+
+
+def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
+    """Return the names that are aliases of another weight, in a model saved in `folder`.
+
+    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected.
+    """
+    tied = set(model.all_tied_weights_keys)
+    if not output_is_embedding(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
+        tied.discard("lm_head.weight")
+    return tied
+
+
 def check_decoder(config: PreTrainedConfig, name: str) -> None:
     """Check that a model is a decoder that reads text alone.
 
@@ -136,7 +158,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     try:
         model = auto.from_config(config, **settings)
     except Exception as error:  # of the models' classes, which check their sizes each in its own way
-        raise ConfigError(f"no {config.model_type} can be made with this configuration: {in_words(error)}") from error
+        raise ConfigError(f"no {config.model_type} can be made with this configuration: {one_line(error)}") from error
     model.config.architectures = [type(model).__name__]
     return model
 

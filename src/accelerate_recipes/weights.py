@@ -44,7 +44,7 @@ def initialize(
     device = torch.device(device)
     model.to_empty(device=storage or device)
     model.tie_weights()  # `to_empty` makes a new parameter for each name of a tied one
-    places = places_of(model)
+    places = all_places(model)
     # Other tensors have no memory while one is drawn: a rule may reach from a module into all of its children.
     for place in places:
         place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device="meta")
@@ -75,7 +75,7 @@ def initialize(
     return model
 
 
-def places_of(model: nn.Module) -> list[Place]:
+def all_places(model: nn.Module) -> list[Place]:
     """List all parameters and buffers of a model, tied ones under each name.
 
     Their rules are `_init_weights` of the innermost model of transformers that holds them, for their module and then for

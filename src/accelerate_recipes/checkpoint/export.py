@@ -28,10 +28,9 @@ from accelerate_recipes.checkpoint.files import (
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import read_json_lines, write_atomically
-from accelerate_recipes.encoder_decoders import tied_names
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.models import model_class
+from accelerate_recipes.models import model_class, tied_names
 from accelerate_recipes.pretrained import model_checksum
 
 
