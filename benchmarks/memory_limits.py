@@ -39,7 +39,7 @@ def sizes(**values: int) -> list[str]:
 FP32 = ["--mixed_precision", "no"]
 RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
 C4 = [
-    str(ROOT / "recipes/c4.py"), "--from_scratch", "--max_steps", "1", "--attn_implementation", "sdpa",
+    str(ROOT / "recipes/c4.py"), "--max_steps", "1", "--attn_implementation", "sdpa",
     *sizes(num_attention_heads=4),
 ]  # fmt: skip
 # Activations, of rows that are long for the model; weights, gradients and optimizer, of a model that is large for its rows.

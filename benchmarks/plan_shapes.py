@@ -62,7 +62,7 @@ def compare(simulator: Simulator, shape: dict[str, Any]) -> dict[str, Any]:
     """Simulate a shape, and take its steps; sizes are in bytes."""
     own = ("max_length", "per_device_train_batch_size")
     words = [word for name in own for word in (f"--{name}", str(shape[name]))]
-    words += ["--from_scratch", "--config_overrides"]
+    words += ["--config_overrides"]
     words += [f"{name}={value}" for name, value in shape.items() if name not in ("recomputes", *own)]
     rows = 2 * 2 * shape["per_device_train_batch_size"]  # two micro-batches on each rank
     words += [

@@ -182,7 +182,7 @@ def of_model(model: str, setting: str, number: int = SIMULATED) -> str:
         more += f" {ADAPTERS}"
         if task == "c4":  # its presets train from scratch
             chosen = yaml.safe_load((PRESETS / preset).read_text(encoding="utf-8"))
-            more += f" --from_scratch false --model_name_or_path {chosen['tokenizer_name']}"
+            more += f" --model_name_or_path {chosen['tokenizer_name']}"
     words = [
         f"accelerate_configs/fsdp_full.yaml --gpu h200 --nodes 1 --gpus-per-node {number}", SETTINGS[setting],
         f"recipes/{task}.py --config recipes/configs/{preset} --per_device_train_batch_size 1",

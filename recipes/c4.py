@@ -6,8 +6,7 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/c4.py --config recipes/configs/c4/laptop.yaml
 
-A new model (--from_scratch) has the fields of its config.json from --config_overrides; the presets hold those of published
-models.
+A new model has the fields of its config.json from --config_overrides; the presets hold those of published models.
 No process ever holds the model whole: it is created in shards, with the same weights on any number of processes. The
 text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, loss,
 perplexity and bits per byte are measured on a fixed number of rows of the validation split, or of a share of --train_files,
@@ -59,10 +58,13 @@ class Args(TextArgs, TrainArgs, Architecture, Stretch):
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
     num_validation_rows: int = arg(256, "Number of rows of --max_length tokens to validate on.", fixed=False, min=1)
 
+    def __post_init__(self):
+        self.from_scratch |= not self.model_name_or_path
+
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.from_scratch == bool(self.model_name_or_path):
-            found.append("give --model_name_or_path, or --from_scratch for a new model, and not both")
+        if self.from_scratch and self.model_name_or_path:
+            found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
         is_adapter_alone = self.use_peft and not self.merge_adapter
         found += self.stretch_problems(self.base_model, self.max_length, is_adapter_alone)
         return found + self.architecture_problems(self.max_length)

@@ -364,7 +364,7 @@ def test_help_names_the_range(capsys):
 def test_a_pretrained_model_has_no_sizes_of_a_new_one(name):
     """Neither the start, nor a checkpoint, nor the model card names what was not used."""
     args = recipe.load(ROOT / f"recipes/{name}.py").Args()
-    args.model_name_or_path = "a/model"
+    args.model_name_or_path, args.from_scratch = "a/model", False
     of_new = {"config_overrides", "hidden_size", "image_size", "model_type"}
     assert not of_new & args.values().keys() and {"seed", "model_name_or_path"} <= args.values().keys()
     args.model_name_or_path, args.from_scratch = "", True

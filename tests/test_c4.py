@@ -18,7 +18,7 @@ from accelerate_recipes.data.streams import ValidationRows
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12
 SIZES = (
-    "--from_scratch", "--config_overrides", "vocab_size=300", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2",
+    "--config_overrides", "vocab_size=300", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2",
     "num_attention_heads=2", "max_position_embeddings=64", "rms_norm_eps=1e-5",
 )  # fmt: skip
 
@@ -165,7 +165,7 @@ def test_pretraining_goes_on_from_a_model(forks, arguments, undisturbed, tmp_pat
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (("--max_length", 128), "--max_length is 128, but the model is made for --max_position_embeddings 64"),
+        (("--max_length", 128), "--max_length is 128, but the model is made for max_position_embeddings 64"),
         (("--num_validation_rows", 0), "--num_validation_rows is 0; it must be at least 1"),
         (("--max_steps", -1), "--max_steps is missing"),
         (("--num_streams", 5), "--num_streams 5 is not a multiple of 2 processes"),

@@ -252,7 +252,7 @@ def test_values_are_yaml(tmp_path):
         (["vocab_size=32000", "--rope_theta", "5e5"], "--rope_theta is for a pretrained model; a new one takes it in --config_overrides"),
         (["vocab_size=32000", "--model_type", "qwen33"], "transformers has no ModelForCausalLM of this type; did you mean 'qwen3'"),
         (["vocab_size=32000", "--model_type", "gemma3"], "also reads images or sound|no field"),
-        (["vocab_size=32000", "--model_name_or_path", "m"], "give --model_name_or_path, or --from_scratch for a new model, and not both"),
+        (["vocab_size=32000", "--from_scratch", "--model_name_or_path", "m"], "--from_scratch makes a new model; remove it, or --model_name_or_path"),
     ],
 )  # fmt: skip
 def test_mistakes(flags, reason):
@@ -312,7 +312,7 @@ def test_models_are_made_of_what_is_taken():
 
 def test_a_pretrained_model_has_no_overrides():
     """A preset of a new model also continues with a pretrained one: its sizes are left out."""
-    args = parsed(*PRESET, "--from_scratch", "false", "--model_name_or_path", "m")
+    args = parsed(*PRESET, "--model_name_or_path", "m")
     assert args.base_model == "m" and not {"model_type", "config_overrides"} & args.values().keys()
 
 

@@ -31,7 +31,7 @@ SMALL = [
     "num_attention_heads=4", "num_key_value_heads=2", "max_position_embeddings=64", "--max_length", "40",
     "--max_steps", "1", "--total_batch_size", "8", "--per_device_train_batch_size", "2", "--attn_implementation", "sdpa",
 ]  # fmt: skip
-C4 = [str(ROOT / "recipes/c4.py"), "--from_scratch", *SMALL]
+C4 = [str(ROOT / "recipes/c4.py"), *SMALL]
 EQUAL = ("peak", "at_peak", "flops", "recomputed", "collectives", "shapes")
 # Operators that a real run calls otherwise: it reads all flags of a step at once, takes norms by one kernel for all gradients
 # where they are plain tensors, and waits for the sum of the norm.
@@ -154,8 +154,6 @@ def test_an_output_layer_of_its_own(simulator, bases):
 def command_of(bases, variant: list[str]) -> list[str]:
     """Make a recipe's command of a variant: C4 with more arguments, or another recipe; models by their names in `bases`."""
     words = [*C4, *variant] if not variant or variant[0].startswith("--") else variant
-    if words[0] == C4[0] and "--model_name_or_path" in words:
-        words.remove("--from_scratch")
     return [str(bases / word) if (bases / word).exists() else word for word in words]
 
 
