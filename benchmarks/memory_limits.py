@@ -54,7 +54,7 @@ ROWS_2, ROWS_8 = (words(per_device_train_batch_size=n, total_batch_size=4 * n) f
 ONE_ROW = words(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
 VIT = [
     str(ROOT / "recipes/vit.py"), "--from_scratch", "--train_files", str(ROOT / "data/fashion/images_10k.parquet"),
-    *words(image_size=96, patch_size=6, hidden_size=192, intermediate_size=384, num_attention_heads=6),
+    *sizes(image_size=96, patch_size=6, hidden_size=192, intermediate_size=384, num_attention_heads=6),
 ]  # fmt: skip
 T5 = [str(ROOT / "recipes/t5.py"), *words(max_source_length=384, max_target_length=384), "--model_name_or_path", "T5"]
 T5_CONFIG = T5Config(
@@ -84,7 +84,7 @@ CASES = [
     Case("states", "fsdp_full", [*FP32, *LARGE, *LAYERS_3, *ONE_ROW]),
     Case("states, of more GPUs", "fsdp_full", [*FP32, *LARGE, *LAYERS_3, *ROWS_2]),
     Case("an encoder and a decoder", "fsdp_full", [*FP32, *T5, *ROWS_2]),
-    Case("images", "fsdp_full", [*FP32, *VIT, *words(num_hidden_layers=4), *ROWS_8]),
+    Case("images", "fsdp_full", [*FP32, *VIT, *LAYERS_4, *ROWS_8]),
 ]  # fmt: skip
 
 

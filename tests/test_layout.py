@@ -77,6 +77,7 @@ MAY_IMPORT = {
     },
     "vision": {
         "adapters",
+        "architecture",
         "args",
         "data",
         "deepvit",

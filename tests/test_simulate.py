@@ -69,8 +69,8 @@ CHESS_GRPO = [
 ]  # fmt: skip
 VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
 DEEPVIT = [
-    *VIT, "--from_scratch", "--image_size", "28", "--patch_size", "7", "--hidden_size", "48", "--intermediate_size", "100",
-    "--num_hidden_layers", "2", "--num_attention_heads", "4",
+    *VIT, "--from_scratch", "--config_overrides", "image_size=28", "patch_size=7", "hidden_size=48", "intermediate_size=100",
+    "num_hidden_layers=2", "num_attention_heads=4",
 ]  # fmt: skip
 TEMPLATE = ["TEMPLATE.py", "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
 LOOKUPS = 16  # bytes that a real mesh of two dimensions holds to find a rank's place in it
