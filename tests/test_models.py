@@ -175,6 +175,10 @@ def test_a_field_of_a_preset_can_be_overridden():
     assert config.hidden_size == 4096 and config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
     assert new_model(config, "sdpa").model.layers[1].mlp.experts.gate_up_proj.shape == (4, 2 * 14336, 4096)
     assert {"model_type", "config_overrides"} <= type(args).fixed_on_resume()
+    llama3 = ("--config", str(PRESETS / "llama3_2_1b.yaml"), "--config_overrides", "rope_parameters=null")
+    assert new_config(parsed(*llama3)).rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    one = parsed(*llama3, "rope_parameters.rope_theta=5.0")
+    assert one.config_overrides["rope_parameters.rope_theta"] == 5.0 and "rope_parameters" not in one.config_overrides
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,6 @@ def test_values_are_yaml(tmp_path):
         (["rms_norm_eps=.nan"], "rms_norm_eps is nan; it must be a finite number"),
         (["rope_parameters.factr=2"], "Unrecognized keys in `rope_parameters` .*factr"),
         (["rope_parameters.rope_type=llama3", "rope_parameters.factor=8.0"], "Missing required keys in `rope_parameters`"),
-        (["rope_parameters=null", "rope_parameters.factor=8.0"], "rope_parameters is set whole, and so is rope_parameters.factor"),
         (["hidden_size"], "'hidden_size' is not NAME=VALUE"),
         (["hidden_size=[1"], r"the value in 'hidden_size=\[1' is not YAML"),
         (["x", "--max_length", "8192"], "'x' is not NAME=VALUE"),

@@ -117,8 +117,6 @@ def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str,
         first, _, rest = name.partition(".")
         if first not in known:
             found.append(f"a {config_class.model_type} has no field {path}{first}{suggestion(first, known, 0.6)}")
-        elif rest and first in overrides:
-            found.append(f"{path}{first} is set whole, and so is {path}{name}; give one of them")
         elif isinstance(value, float) and not math.isfinite(value):
             found.append(f"{path}{name} is {value}; it must be a finite number")
         elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:  # some classes make a list of them
@@ -145,7 +143,7 @@ def size_problems(config: PreTrainedConfig) -> list[str]:
     for name, limits in (RANGES | dropouts).items():
         value = getattr(config, name, None)
         try:
-            if isinstance(value, int | float):
+            if type(value) in (int, float):
                 limits.check(value)
         except OutOfRangeError as error:
             found.append(f"{name} is {value}; {error}")

@@ -106,8 +106,14 @@ class Merge(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        for value in values:
-            setattr(namespace, self.dest, getattr(namespace, self.dest) | value)
+        merged = getattr(namespace, self.dest)
+        for name, value in (item for setting in values for item in setting.items()):
+            # A section replaces its fields, and a field the section that was set whole.
+            merged = {
+                n: v for n, v in merged.items() if not f"{n}.".startswith(f"{name}.") and not name.startswith(f"{n}.")
+            }
+            merged[name] = value
+        setattr(namespace, self.dest, merged)
 
 
 def settings_in(text: str) -> dict[str, Any]:

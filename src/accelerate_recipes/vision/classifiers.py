@@ -51,11 +51,11 @@ def size_problems(args: Architecture) -> list[str]:
     config, found = new_vision_config(args), []
     for name, of in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
         size, part = getattr(config, name, 0), getattr(config, of, 1)
-        if isinstance(size, int) and isinstance(part, int) and size % part:
+        if isinstance(size, int) and isinstance(part, int) and (part < 1 or size % part):
             found.append(f"--config_overrides: {name} {size} is not a multiple of {of} {part}")
     if config.model_type == "swin":
         widths = [config.embed_dim * 2**stage for stage in range(len(config.depths))]
-        if len(config.num_heads) != len(widths) or any(map(mod, widths, config.num_heads)):
+        if len(config.num_heads) != len(widths) or 0 in config.num_heads or any(map(mod, widths, config.num_heads)):
             found.append(
                 f"--config_overrides: of depths {config.depths}, the widths are {widths}; num_heads {config.num_heads} must "
                 "have a divisor of each"
