@@ -33,7 +33,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.rows import make_train_loader
 from accelerate_recipes.distributed import make_accelerator, strategy_name
 from accelerate_recipes.games import rules
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 LOOPS = ("ours", "trainer")
 

@@ -32,7 +32,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.documents import read_documents, text_of
 from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.text import TextShards
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 NUM_PARTS = 20
 WAYS = ("ours", "encode_batch", "encode_batch_fast")

@@ -56,9 +56,10 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_llama
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
 LOOPS = ("ours", "trainer", "bare")

@@ -28,10 +28,11 @@ import torch
 from machine import machine
 from transformers import AutoModelForCausalLM
 
+from accelerate_recipes.architecture import new_config
 from accelerate_recipes.args import arg, parse
 from accelerate_recipes.distributed import local_numel, make_accelerator, prepare
 from accelerate_recipes.metrics import device_name, peak_memory_gib
-from accelerate_recipes.models import new_config, new_model
+from accelerate_recipes.models import new_model
 from accelerate_recipes.recipe import leave, load
 
 WAYS = ("ours", "plain")

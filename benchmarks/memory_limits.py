@@ -28,28 +28,35 @@ from accelerate_recipes.plan.search import Change, Search, in_words, prediction_
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 
 
-def sizes(**values: int) -> list[str]:
+def words(**values: int) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def sizes(**values: int) -> list[str]:
+    return ["--config_overrides", *(f"{name}={value}" for name, value in values.items())]
 
 
 FP32 = ["--mixed_precision", "no"]
 RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
-C4 = [str(ROOT / "recipes/c4.py"), "--max_steps", "1", "--attn_implementation", "sdpa", *sizes(num_attention_heads=4)]
+C4 = [
+    str(ROOT / "recipes/c4.py"), "--max_steps", "1", "--attn_implementation", "sdpa",
+    *sizes(num_attention_heads=4),
+]  # fmt: skip
 # Activations, of rows that are long for the model; weights, gradients and optimizer, of a model that is large for its rows.
 LONG = [
-    *C4, *sizes(vocab_size=1024, hidden_size=512, intermediate_size=1408, max_length=640, max_position_embeddings=640),
+    *C4, *sizes(vocab_size=1024, hidden_size=512, intermediate_size=1408), *words(max_length=640),
 ]  # fmt: skip
 LARGE = [
-    *C4, *sizes(vocab_size=1024, hidden_size=1024, intermediate_size=5632, max_length=16, max_position_embeddings=16),
+    *C4, *sizes(vocab_size=1024, hidden_size=1024, intermediate_size=5632), *words(max_length=16),
 ]  # fmt: skip
 LAYERS_3, LAYERS_4 = sizes(num_hidden_layers=3), sizes(num_hidden_layers=4)
-ROWS_2, ROWS_8 = (sizes(per_device_train_batch_size=n, total_batch_size=4 * n) for n in (2, 8))
-ONE_ROW = sizes(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
+ROWS_2, ROWS_8 = (words(per_device_train_batch_size=n, total_batch_size=4 * n) for n in (2, 8))
+ONE_ROW = words(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
 VIT = [
     str(ROOT / "recipes/vit.py"), "--from_scratch", "--train_files", str(ROOT / "data/fashion/images_10k.parquet"),
     *sizes(image_size=96, patch_size=6, hidden_size=192, intermediate_size=384, num_attention_heads=6),
 ]  # fmt: skip
-T5 = [str(ROOT / "recipes/t5.py"), *sizes(max_source_length=384, max_target_length=384), "--model_name_or_path", "T5"]
+T5 = [str(ROOT / "recipes/t5.py"), *words(max_source_length=384, max_target_length=384), "--model_name_or_path", "T5"]
 T5_CONFIG = T5Config(
     vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=3, num_heads=6, decoder_start_token_id=0
 )
@@ -71,7 +78,7 @@ CASES = [
     Case("many rows, recomputed", "fsdp_full", [*FP32, *RECOMPUTE, *LONG, *LAYERS_3, *ROWS_8]),
     Case(
         "every 4th layer recomputed", "fsdp_full",
-        [*FP32, *RECOMPUTE, *LONG, *LAYERS_4, *sizes(checkpoint_every_n_layers=4), *ONE_ROW]),
+        [*FP32, *RECOMPUTE, *LONG, *LAYERS_4, *words(checkpoint_every_n_layers=4), *ONE_ROW]),
     Case("whole logits", "fsdp_full", [*FP32, *LONG, *LAYERS_3, *sizes(vocab_size=48000), "--whole_logits", *ONE_ROW]),
     Case("the whole model on each GPU", "fsdp_grad_op", [*FP32, *LARGE, *LAYERS_3, *ONE_ROW], 0.8),
     Case("states", "fsdp_full", [*FP32, *LARGE, *LAYERS_3, *ONE_ROW]),

@@ -60,12 +60,12 @@ def copied_by_gloo(job: Job) -> dict[str, Any]:
 
 def compare(simulator: Simulator, shape: dict[str, Any]) -> dict[str, Any]:
     """Simulate a shape, and take its steps; sizes are in bytes."""
-    sizes = {name: value for name, value in shape.items() if name != "recomputes"}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    own = ("max_length", "per_device_train_batch_size")
+    words = [word for name in own for word in (f"--{name}", str(shape[name]))]
+    words += ["--config_overrides"]
+    words += [f"{name}={value}" for name, value in shape.items() if name not in ("recomputes", *own)]
     rows = 2 * 2 * shape["per_device_train_batch_size"]  # two micro-batches on each rank
     words += [
-        "--max_position_embeddings",
-        str(shape["max_length"]),
         "--total_batch_size",
         str(rows),
         "--max_steps",

@@ -23,7 +23,7 @@ from plans import of_preset, presets, words_of
 ROOT = Path(__file__).resolve().parents[1]
 LARGE = (
     "accelerate_configs/fsdp_full.yaml --nodes 8 --gpus-per-node 8 --gpu h100 --fsdp_activation_checkpointing true "
-    "recipes/c4.py --config recipes/configs/c4/llama2_70b.yaml --num_hidden_layers "
+    "recipes/c4.py --config recipes/configs/c4/llama2_70b.yaml --config_overrides num_hidden_layers="
 )
 
 

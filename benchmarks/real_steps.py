@@ -29,7 +29,6 @@ from accelerate_recipes.plan.simulate import Job, load_trial, num_logits, take_s
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
-from accelerate_recipes.weights import MODEL_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -81,7 +80,7 @@ def prepared(job: Job, limit: int = 0) -> tuple[Run, Any, list[dict[str, Any]]]:
     if limit:
         most = status("VmData") + limit
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    if trial.config.model_type not in MODEL_TYPES:  # a pretrained one, of which there is the configuration alone
+    if args.base_model:  # a pretrained one, of which there is the configuration alone
         distributed.initialize = fill
     run.shard(trial.make_model(trial.config))
     run.model.train()

@@ -26,7 +26,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.streams import NUM_STREAMS, StreamLoader
 from accelerate_recipes.data.text import TextShards
 from accelerate_recipes.life import parent, workers
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 PLACES = (0.01, 0.95)
 

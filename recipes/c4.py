@@ -1,4 +1,4 @@
-"""Pretrain a Llama, Mistral or Mixtral model on C4 or on your own text, or continue to pretrain one.
+"""Pretrain a model of any architecture on C4 or on your own text, or continue to pretrain one.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml recipes/c4.py \\
         --config recipes/configs/c4/llama3_1_8b.yaml
@@ -6,7 +6,7 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/c4.py --config recipes/configs/c4/laptop.yaml
 
-The fields of a new model's config.json are arguments here; the presets hold those of published models.
+A new model has the fields of its config.json from --config_overrides; the presets hold those of published models.
 No process ever holds the model whole: it is created in shards, with the same weights on any number of processes. The
 text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, loss,
 perplexity and bits per byte are measured on a fixed number of rows of the validation split, or of a share of --train_files,
@@ -17,9 +17,10 @@ import gzip
 from dataclasses import dataclass
 from itertools import islice
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import collate
@@ -31,32 +32,24 @@ from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss_fn
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import (
-    Architecture,
-    check_belong_together,
-    load_model,
-    load_tokenizer,
-    make_or_resume,
-    new_bpe_tokenizer,
-    new_config,
-    new_model,
-    stretched_positions,
-)
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.picture import Bars
+from accelerate_recipes.positions import Stretch, stretched_positions
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
 TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
 
 
 @dataclass
-class Args(TextArgs, TrainArgs, Architecture):
+class Args(TextArgs, TrainArgs, Architecture, Stretch):
     output_dir: str = "outputs/c4"
     model_name_or_path: str = arg("", "Model to continue with (a name on the Hub, or a folder) instead of a new one.")
     tokenizer_name: str = arg(
-        "", "Tokenizer of a new model, a name on the Hub or a folder; empty: train a new one with --vocab_size tokens."
+        "", "Tokenizer of a new model, a name on the Hub or a folder; empty: train a new one with vocab_size tokens."
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(
@@ -66,13 +59,16 @@ class Args(TextArgs, TrainArgs, Architecture):
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")
     num_validation_rows: int = arg(256, "Number of rows of --max_length tokens to validate on.", fixed=False, min=1)
 
+    def __post_init__(self):
+        self.from_scratch |= not self.model_name_or_path
+
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        is_new, is_adapter_alone = not self.model_name_or_path, self.use_peft and not self.merge_adapter
-        found += self.architecture_problems() if is_new else self.stretch_problems(is_adapter_alone)
-        if is_new or self.stretches:
-            found += self.length_problems(self.max_length)
-        return found
+        if self.from_scratch and self.model_name_or_path:
+            found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
+        is_adapter_alone = self.use_peft and not self.merge_adapter
+        found += self.stretch_problems(self.base_model, self.max_length, is_adapter_alone)
+        return found + self.architecture_problems(self.max_length)
 
 
 def requirements(args: Args) -> Requirements:
@@ -80,22 +76,21 @@ def requirements(args: Args) -> Requirements:
         models=[args.base_model],
         tokenizers=[args.tokenizer_name],
         datasets=args.text_datasets(training=not is_pretokenized(args.pretokenize)),
-        new_model=None if args.model_name_or_path else lambda: make_model(args),
+        new_model=(lambda: make_model(args)) if args.from_scratch else None,
         changes=lambda config, name: stretched_positions(config, name, args),
     )
 
 
-def make_model(args: Args) -> PreTrainedModel:
-    if args.model_name_or_path:
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    if args.base_model:
         settings = load_settings(args) | {"stretch": args}
         return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
-    return new_model(new_config(args), args.attn_implementation, args.param_dtype)
+    return new_model(new_config(args, tokenizer, args.max_length), args.attn_implementation, args.param_dtype)
 
 
 def trial(args: Args) -> Trial:
-    return packed_trial(
-        args, None if args.model_name_or_path else new_config(args), next_token_loss_fn(args.whole_logits)
-    )
+    config = new_config(args, max_length=args.max_length) if args.from_scratch else None
+    return packed_trial(args, config, next_token_loss_fn(args.whole_logits))
 
 
 def main(args: Args) -> None:
@@ -105,8 +100,9 @@ def main(args: Args) -> None:
     if name := args.tokenizer_name or args.model_name_or_path:
         tokenizer = load_tokenizer(name)
     else:
+        vocab_size = new_config(args, max_length=args.max_length).vocab_size
         tokenizer = make_or_resume(
-            lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), args.vocab_size), run.resumed_from
+            lambda: new_bpe_tokenizer(islice(args.train_texts(), TOKENIZER_TEXTS), vocab_size), run.resumed_from
         )
     train_loader = StreamLoader(
         open_text(args, tokenizer, run.rank, run.world_size), args, run.data_rank, run.data_world_size,
@@ -121,7 +117,7 @@ def main(args: Args) -> None:
     run.show_rows(tokenizer, {"Training": train_loader, "Evaluation": validation_loader})
 
     # Model
-    model = make_model(args)
+    model = make_model(args, tokenizer)
     check_belong_together(model.config, tokenizer, args.max_length, args.whole_logits)
     run.prepare(
         model,

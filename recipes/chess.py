@@ -18,6 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import PackedRows, collate
@@ -28,39 +29,32 @@ from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.games.next_moves import NextMoves
 from accelerate_recipes.losses import check_document_mask, count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import flops_per_token
-from accelerate_recipes.models import check_length, load_model, load_tokenizer, new_llama, new_word_tokenizer
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.picture import Bars
+from accelerate_recipes.positions import check_length
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(GamesArgs, TrainArgs):
+class Args(GamesArgs, TrainArgs, Architecture):
     shares_rows = True
-    of_new_model = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
     from_scratch: bool = arg(
-        False, "Train a new Llama of the sizes below, with a token per move, instead of a pretrained model."
+        False, "Train a new model of --model_type, with a token per move, instead of a pretrained model."
     )
-    hidden_size: int = arg(128, "Width of the residual stream (with --from_scratch).", min=1, max=2**20)
-    intermediate_size: int = arg(384, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
-    num_hidden_layers: int = arg(4, "Number of layers (with --from_scratch).", min=1, max=10_000)
-    num_attention_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a game; --no_document_mask lets it cross the whole row.")
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        heads = self.num_attention_heads
-        if self.from_scratch and self.hidden_size % (2 * heads):
-            found.append(f"--hidden_size {self.hidden_size} is not an even multiple of --num_attention_heads {heads}")
-        return found
+        return super().problems(world_size) + self.architecture_problems(self.max_length)
 
 
 def requirements(args: Args) -> Requirements:
@@ -81,20 +75,10 @@ def make_model(args: Args, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     if not args.from_scratch:
         settings = load_settings(args)
         return load_model(args.model_name_or_path, args.attn_implementation, packed=args.document_mask, **settings)
-    return new_llama(
-        args.attn_implementation,
-        args.param_dtype,
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads,
-        num_key_value_heads=args.num_attention_heads,
-        max_position_embeddings=args.max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    config = new_config(args, tokenizer, args.max_length, **words)
+    check_belong_together(config, tokenizer, args.max_length)
+    return new_model(config, args.attn_implementation, args.param_dtype)
 
 
 def trial(args: Args) -> Trial:
@@ -160,7 +144,7 @@ def main(args: Args) -> None:
         text = against_itself + next_moves.summary(results)
         return Result(text, Bars(bars, "Legal next moves in held-out games", "%"))
 
-    begin = "A new Llama, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+    begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
     description = f"{begin} on {facts['train']:,} chess games in UCI, from {args.game_source}."
     finish(run, records, description, result)
 

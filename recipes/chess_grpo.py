@@ -23,12 +23,12 @@ from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.games.rules import PHASES
-from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
+from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"

@@ -24,7 +24,6 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
-from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import (
@@ -43,6 +42,7 @@ from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start
+from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 

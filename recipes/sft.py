@@ -23,13 +23,13 @@ from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
-from accelerate_recipes.models import load_tokenizer
 from accelerate_recipes.posttraining.supervised import SupervisedTrainer, load_sides, supervised_trial
 from accelerate_recipes.posttraining.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
 from accelerate_recipes.sequence import IGNORE_INDEX
+from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
 TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
@@ -82,7 +82,7 @@ def requirements(args: Args) -> Requirements:
         models=[args.base_model],
         tokenizers=[args.tokenizer_name, args.template_model],
         datasets=args.row_datasets,
-        new_model=args.new_model,
+        new_model=args.new_model if args.from_scratch else None,
     )
 
 

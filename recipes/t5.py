@@ -1,4 +1,4 @@
-"""Fine-tune a T5 or a BART on pairs of texts: translation, summaries, corrections. Evaluations write the texts.
+"""Train or fine-tune a T5 or a BART on pairs of texts: translation, summaries, corrections. Evaluations write the texts.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/t5.py --config recipes/configs/t5/grammar_3b.yaml
@@ -14,35 +14,30 @@ for its share of the sources, from weights that stay sharded; the texts go to pr
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, T5Config
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
+from accelerate_recipes.encoder_decoders import ENCODER_DECODER, dropouts, load_encoder_decoder, new_encoder_decoder
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
-from accelerate_recipes.models import (
-    ENCODER_DECODER,
-    check_length,
-    load_encoder_decoder,
-    load_tokenizer,
-    make_or_resume,
-    new_bpe_tokenizer,
-    new_t5,
-)
+from accelerate_recipes.models import ENCODER_DECODERS
 from accelerate_recipes.picture import Bars
+from accelerate_recipes.positions import check_length
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.text_metrics import GenerationArgs, TextMetrics
+from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.trial import Trial, pairs_trial
 
 ATTENTION = ["sdpa", "eager"]
@@ -50,24 +45,17 @@ METRICS = Path(__file__).parent / "metrics"
 
 
 @dataclass
-class Args(PairArgs, GenerationArgs, TrainArgs):
-    of_new_model = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+class Args(PairArgs, GenerationArgs, TrainArgs, Architecture):
+    kind = ENCODER_DECODER
 
     output_dir: str = "outputs/t5"
     model_name_or_path: str = arg(
         "google/flan-t5-base", "T5, T5 v1.1, FLAN-T5, mT5 or BART: a name on the Hub, or a folder."
     )
     from_scratch: bool = arg(
-        False, "Train a new T5 of the sizes below, with a tokenizer trained on the pairs, instead of a pretrained one."
+        False, "Train a new model of --model_type, with a tokenizer trained on the pairs, instead of a pretrained one."
     )
-    vocab_size: int = arg(4096, "Size of the vocabulary (with --from_scratch).", min=1, max=2**24)
-    d_model: int = arg(192, "Width of the residual stream (with --from_scratch).", min=1, max=2**20)
-    d_kv: int = arg(48, "Width of an attention head (with --from_scratch).", min=1, max=2**20)
-    d_ff: int = arg(512, "Width inside the MLP (with --from_scratch).", min=1, max=2**20)
-    num_layers: int = arg(
-        4, "Layers of the encoder, and as many of the decoder (with --from_scratch).", min=1, max=10_000
-    )
-    num_heads: int = arg(4, "Number of attention heads (with --from_scratch).", min=1, max=2**20)
+    model_type: str = arg("t5", "Architecture of a new model.", choices=ENCODER_DECODERS)
     dropout_rate: float = arg(
         0.1,
         "Dropout, also for a pretrained model: v1.1 was pretrained without dropout, but needs it for fine-tuning.",
@@ -76,6 +64,9 @@ class Args(PairArgs, GenerationArgs, TrainArgs):
         below=1,
     )
     attn_implementation: str = arg("sdpa", "Attention kernel.", choices=ATTENTION, fixed=False)
+
+    def problems(self, world_size: int) -> list[str]:
+        return super().problems(world_size) + self.architecture_problems(None, decoder_start_token_id=0)
 
 
 def requirements(args: Args) -> Requirements:
@@ -87,25 +78,27 @@ def requirements(args: Args) -> Requirements:
     )
 
 
-def make_model(args: Args, **vocabulary: int) -> PreTrainedModel:
-    """Load or make the model; `vocabulary` has the tokenizer's fields in a new model's configuration."""
-    if not args.from_scratch:
-        name, settings = args.model_name_or_path, load_settings(args)
-        return load_encoder_decoder(name, args.attn_implementation, args.dropout_rate, **settings)
-    return new_t5(args.attn_implementation, args.param_dtype, **sizes(args) | vocabulary)
+def make_config(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedConfig:
+    """Make a new model's configuration; `tokenizer`, if there is one yet, decides the number of words."""
+    padding = tokenizer.pad_token_id if tokenizer else 0
+    longest = max(args.max_source_length, args.max_target_length)
+    config = new_config(args, tokenizer, longest, pad_token_id=padding, decoder_start_token_id=padding)
+    vars(config).update(dropouts(config, args.dropout_rate))
+    if tokenizer:
+        config.vocab_size = len(tokenizer)
+    return config
 
 
-def sizes(args: Args) -> dict[str, Any]:
-    """Return the fields of a new model's configuration; its tokenizer, if there is one yet, decides some of them."""
-    names = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "dropout_rate")
-    return {name: getattr(args, name) for name in names} | {
-        "feed_forward_proj": "gated-gelu",
-        "decoder_start_token_id": 0,
-    }
+def make_model(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    if args.from_scratch:
+        return new_encoder_decoder(make_config(args, tokenizer), args.attn_implementation, args.param_dtype)
+    return load_encoder_decoder(
+        args.model_name_or_path, args.attn_implementation, args.dropout_rate, **load_settings(args)
+    )
 
 
 def trial(args: Args) -> Trial:
-    return pairs_trial(args, T5Config(**sizes(args)) if args.from_scratch else None)
+    return pairs_trial(args, make_config(args) if args.from_scratch else None)
 
 
 def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Dataset]:
@@ -134,7 +127,8 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(args.base_model)
     else:
         texts = source_texts(args.train_sources)
-        tokenizer = make_or_resume(lambda: new_bpe_tokenizer(texts, args.vocab_size, "$A </s>"), run.resumed_from)
+        vocab_size = make_config(args).vocab_size
+        tokenizer = make_or_resume(lambda: new_bpe_tokenizer(texts, vocab_size, "$A </s>"), run.resumed_from)
     facts, train_pairs, heldout = load_pairs(args, tokenizer)
     heldout_pairs = Pairs(heldout, tokenizer.pad_token_id)
     place = (args, run.rank, run.world_size)
@@ -150,13 +144,7 @@ def main(args: Args) -> None:
     )
 
     # Model
-    model = make_model(
-        args,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
-    )
+    model = make_model(args, tokenizer)
     generation = args.generation(args.max_target_length)
     # early_stopping is an option of beam search: if the model sets it, it would contradict a greedy search.
     model.generation_config.update(**generation, early_stopping=False)
@@ -214,7 +202,7 @@ def main(args: Args) -> None:
         bars = {key: {name: values[f"eval_{name}"] for name in names} for key, values in results.items()}
         return Result("\n".join(lines), Bars(bars, "Generated texts against the held-out targets", "of 100"))
 
-    begin = "A new T5, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
+    begin = f"A new {args.model_type}, trained" if args.from_scratch else f"{args.model_name_or_path}, fine-tuned"
     origin = ", ".join(map(str, args.train_sources))
     finish(run, records, f"{begin} on {facts['train']['pairs']:,} pairs of texts from {origin}.", result)
 

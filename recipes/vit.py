@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import Architecture
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.data.augmentation import augmentation_of
 from accelerate_recipes.data.image_streams import ImageShards, ImageStreams
@@ -33,7 +34,7 @@ from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.trial import Trial
 from accelerate_recipes.vision.classifiers import (
     IMAGES,
-    VisionArchitecture,
+    LAYERS,
     flops_per_image,
     image_loss,
     images_trial,
@@ -41,6 +42,8 @@ from accelerate_recipes.vision.classifiers import (
     load_image_processor,
     new_classifier,
     new_image_processor,
+    new_vision_config,
+    size_problems,
 )
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
@@ -49,20 +52,22 @@ MOST_NAMED = 12  # classes in the result
 
 
 @dataclass
-class Args(VisionArchitecture, ImageArgs, TrainArgs):
+class Args(ImageArgs, TrainArgs, Architecture):
+    kind = IMAGES
+
     output_dir: str = "outputs/vit"
     model_name_or_path: str = arg(
         "google/vit-base-patch16-224-in21k",
         "ViT, DeiT, Swin, DINOv2, ConvNeXt or DeepViT: a name on the Hub, or a folder.",
     )
-    from_scratch: bool = arg(False, "Train a new model of the sizes below, instead of a pretrained one.")
+    model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(LAYERS))
     label_smoothing: float = arg(
         0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
     )
     has_new_layer = True
 
     def problems(self, world_size: int) -> list[str]:
-        return super().problems(world_size) + (self.architecture_problems() if self.from_scratch else [])
+        return super().problems(world_size) + (size_problems(self) if self.from_scratch else [])
 
 
 def requirements(args: Args) -> Requirements:
@@ -92,7 +97,10 @@ def main(args: Args) -> None:
     run = start(args)
 
     # Images
-    processor = load_image_processor(args.base_model) if args.base_model else new_image_processor(args.image_size)
+    if args.base_model:
+        processor = load_image_processor(args.base_model)
+    else:
+        processor = new_image_processor(new_vision_config(args).image_size)
     train_side, heldout_side, names = load_images(args)
     how = (processor, augmentation_of(args), args.seed, args.skip_broken_images)
     place = (args, run.rank, run.world_size)

@@ -69,8 +69,9 @@ from accelerate_recipes.losses import (  # noqa: E402
     next_token_loss_without_logits,
     sequence_to_sequence_loss,
 )
-from accelerate_recipes.models import load_model, load_tokenizer  # noqa: E402
+from accelerate_recipes.models import load_model  # noqa: E402
 from accelerate_recipes.probes import Packing, check_packing, packing_of  # noqa: E402
+from accelerate_recipes.tokenizers import load_tokenizer  # noqa: E402
 from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
 
 PAGE = REPOSITORY / "docs/models.md"

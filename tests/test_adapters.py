@@ -27,6 +27,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    T5Config,
 )
 
 from accelerate_recipes.adapters import NAME, add_adapters, base_tensors, merged, peft_name, targets
@@ -36,11 +37,13 @@ from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export, saved_tensors
 from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.data.packing import PackedRows
+from accelerate_recipes.encoder_decoders import new_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
-from accelerate_recipes.models import load_model, new_bpe_tokenizer, new_llama, new_t5
+from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.weights import initialize
 
 SCRIPT = CHILDREN / "toy.py"
@@ -498,10 +501,11 @@ def test_t5(forks, tmp_path):
     tokenizer = new_bpe_tokenizer(pairs, 300, "$A </s>")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    model = new_t5(
-        "sdpa", torch.float32, vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-        feed_forward_proj="gated-gelu", decoder_start_token_id=ids["pad_token_id"], **ids,
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        decoder_start_token_id=ids["pad_token_id"], **ids,
     )  # fmt: skip
+    model = new_encoder_decoder(config, "sdpa", torch.float32)
     for artifact in (model, tokenizer):
         artifact.save_pretrained(tmp_path / "t5")
     args = (

@@ -18,7 +18,6 @@ from accelerate_recipes.checkpoint.space import space_needed
 from accelerate_recipes.data.rows import permutation
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import Range
-from accelerate_recipes.models import Architecture
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 
 # Arguments for which neither `transformers.TrainingArguments` nor (for adapters) trl's `ModelConfig` has a name.
@@ -224,12 +223,6 @@ NASTY = [
     "9" * 30,
     "-1e-5",
 ]
-# A new model is made with it, so that a field's own value is what it is refused or works by.
-SMALL = {
-    "chess": {"from_scratch": "true", "hidden_size": 12, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1},
-    "c4": {"hidden_size": 12, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "max_steps": 9, "model_type": "mixtral"},
-    "t5": {"from_scratch": "true", "vocab_size": 9, "d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1, "dropout_rate": 0.1},
-}  # fmt: skip
 
 
 def numeric(args_class: type[TrainArgs]) -> dict[str, Range | None]:
@@ -312,28 +305,12 @@ def test_what_is_taken_works(tmp_path):
     assert tried > 100
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_models_are_made_of_what_is_taken(name):
-    """Models can be made with each nasty value that is in the range of a field of their config."""
-    module = recipe.load(ROOT / f"recipes/{name}.py")
-    of_model = SMALL[name].keys() | (Architecture.__dataclass_fields__.keys() if name == "c4" else set())
-    tried = 0
-    for field in numeric(module.Args).keys() & of_model - {"max_steps"}:
-        for value in NASTY:
-            argv = [f"--{key}={setting}" for key, setting in (SMALL[name] | {field: value}).items()]
-            args, problems = resolve(module.Args, argv, world_size=1)
-            if not problems:
-                assert module.requirements(args).new_model().num_parameters() > 0
-                tried += 1
-    assert tried >= 10
-
-
 @pytest.mark.parametrize(
     "flag, value",
     [
         ("learning_rate", "-1"), ("learning_rate", "nan"), ("adam_beta2", "1.5"), ("seed", "-1"), ("seed", "5000000000"),
         ("dataloader_num_workers", "-1"), ("warmup_steps", "nan"), ("num_train_epochs", "nan"), ("max_grad_norm", "nan"),
-        ("adam_epsilon", "0"), ("max_steps", "0"), ("num_positions", "2"), ("num_attention_heads", "0"), ("heldout_share", "1"),
+        ("adam_epsilon", "0"), ("max_steps", "0"), ("num_positions", "2"), ("heldout_share", "1"),
     ],
 )  # fmt: skip
 def test_numbers_that_used_to_be_taken(flag, value):
@@ -388,13 +365,8 @@ def test_help_names_the_range(capsys):
 def test_a_pretrained_model_has_no_sizes_of_a_new_one(name):
     """Neither the start, nor a checkpoint, nor the model card names what was not used."""
     args = recipe.load(ROOT / f"recipes/{name}.py").Args()
-    args.model_name_or_path = "a/model"
-    of_new = {"hidden_size", "d_model", "num_hidden_layers", "num_layers", "image_size", "rope_theta", "model_type"}
+    args.model_name_or_path, args.from_scratch = "a/model", False
+    of_new = {"config_overrides", "hidden_size", "image_size", "model_type"}
     assert not of_new & args.values().keys() and {"seed", "model_name_or_path"} <= args.values().keys()
-    if name == "c4":
-        args.rope_theta = 2e4  # this stretches the pretrained model
-        assert {"rope_theta", "max_position_embeddings"} <= args.values().keys() and not {
-            "hidden_size"
-        } & args.values().keys()
     args.model_name_or_path, args.from_scratch = "", True
     assert of_new & args.values().keys()

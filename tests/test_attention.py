@@ -337,7 +337,15 @@ def test_a_new_model_of_trl(monkeypatch, flags, expected):
     sft = recipe.load(ROOT / "recipes/sft.py")  # what it imports must not see a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    new = ["--from_scratch", "--tokenizer_name", "any", "--num_hidden_layers", "1", "--train_files", __file__]
+    new = [
+        "--from_scratch",
+        "--tokenizer_name",
+        "any",
+        "--config_overrides",
+        "num_hidden_layers=1",
+        "--train_files",
+        __file__,
+    ]
     args, _ = resolve(sft.Args, [*new, *flags], world_size=1)
     assert args.new_model().config._attn_implementation == expected
 

@@ -22,8 +22,9 @@ from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.launcher import launch_environment
-from accelerate_recipes.models import new_bpe_tokenizer, new_llama, new_model
+from accelerate_recipes.models import new_llama, new_model
 from accelerate_recipes.strategy import environment_problems, lever_problems
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 from accelerate_recipes.weights import initialize
 
 LAYER_COUNTS = ROOT / "benchmarks/results/layer_counts.json"

@@ -18,8 +18,8 @@ from accelerate_recipes.data.text import ValidationRows
 C4 = SCRIPT = ROOT / "recipes" / "c4.py"
 STEPS = 12
 SIZES = (
-    "--vocab_size", 300, "--hidden_size", 32, "--intermediate_size", 64, "--num_hidden_layers", 2,
-    "--num_attention_heads", 2, "--max_position_embeddings", 64, "--bos_token_id", 0, "--eos_token_id", 1,
+    "--config_overrides", "vocab_size=300", "hidden_size=32", "intermediate_size=64", "num_hidden_layers=2",
+    "num_attention_heads=2", "max_position_embeddings=64", "rms_norm_eps=1e-5",
 )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_pretraining_goes_on_from_a_model(forks, arguments, undisturbed, tmp_pat
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (("--max_length", 128), "--max_length is 128, but the model is made for --max_position_embeddings 64"),
+        (("--max_length", 128), "--max_length is 128, but the model is made for max_position_embeddings 64"),
         (("--num_validation_rows", 0), "--num_validation_rows is 0; it must be at least 1"),
         (("--max_steps", -1), "--max_steps is missing"),
         (("--num_streams", 5), "--num_streams 5 is not a multiple of 2 processes"),
@@ -190,10 +190,13 @@ def test_rows_longer_than_a_pretrained_model_reads(forks, arguments, undisturbed
 
 
 def test_a_tokenizer_that_does_not_belong_to_the_model(forks, arguments, undisturbed, tmp_path):
-    args = ("--tokenizer_name", undisturbed[0] / "export", "--vocab_size", 200)
+    args = ("--tokenizer_name", undisturbed[0] / "export", "--config_overrides", "vocab_size=200")
     assert forks.run(tmp_path / "out", *arguments, *args) == 2
     log = (tmp_path / "out.log").read_text()
-    assert "the tokenizer has 300 tokens, the model's vocab_size is 200; set --vocab_size to 300 or more" in log
+    assert (
+        "the tokenizer has 300 tokens, the model's vocab_size is 200; set vocab_size in --config_overrides to 300 or more"
+        in log
+    )
 
 
 @pytest.mark.slow

@@ -33,8 +33,10 @@ from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask
-from accelerate_recipes.models import check_length, load_model, load_tokenizer, max_positions
+from accelerate_recipes.models import load_model
+from accelerate_recipes.positions import check_length, max_positions
 from accelerate_recipes.probes import Packing, packing_of
+from accelerate_recipes.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes" / "chess.py"
 METRIC = ROOT / "recipes" / "metrics" / "chess_moves.py"

@@ -22,7 +22,7 @@ from accelerate_recipes.data.text_pairs import PairSource, source_version
 from accelerate_recipes.data.token_shards import pretokenize
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life.watch import SECONDS_TO_MISS, Watch
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 
 def change(file: Path, content: str) -> None:

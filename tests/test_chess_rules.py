@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import tokenize_games
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 FOOLS_MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]
 

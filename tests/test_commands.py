@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accelerate_recipes import __main__
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -40,9 +40,10 @@ from accelerate_recipes.data.heldout import beginning
 from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model, new_bpe_tokenizer
+from accelerate_recipes.models import load_model
 from accelerate_recipes.posttraining import supervised
 from accelerate_recipes.posttraining.trainers import make_or_load_model
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 # Templates of well-known models, as trl ships them, and the token that ends an answer.

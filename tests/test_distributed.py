@@ -329,7 +329,7 @@ T5_UNDER_FSDP2 = """
     from transformers import AutoModelForSeq2SeqLM, T5Config
     from accelerate_recipes.args import TrainArgs
     from accelerate_recipes.distributed import make_accelerator, prepare
-    from accelerate_recipes.models import share_embedding
+    from accelerate_recipes.encoder_decoders import share_embedding
     accelerator = make_accelerator(TrainArgs())
     sizes = dict(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))

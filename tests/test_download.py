@@ -36,7 +36,8 @@ from accelerate_recipes.hub.cache import (
     pinned,
     repository,
 )
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_llama
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
 CHESS = [
@@ -203,7 +204,7 @@ def test_runs_without_network(server, home, forks, monkeypatch):
     asked = len(server.requests)
     for command, more in (
         (CHESS, ["--num_positions", 6, "--heldout_share", 0.1, "--max_length", 128, "--max_steps", 2]),
-        (C4, ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1,
+        (C4, ["--config_overrides", "hidden_size=32", "intermediate_size=32", "num_attention_heads=2", "num_hidden_layers=1",
               "--num_validation_rows", 4, "--max_length", 64]),
     ):  # fmt: skip
         out = home / Path(command[0]).stem

@@ -22,8 +22,8 @@ from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
-from accelerate_recipes.models import new_character_tokenizer
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
+from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 

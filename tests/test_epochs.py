@@ -14,7 +14,7 @@ import torch
 from helpers import ROOT, TIMES, log_of, losses, read_metrics
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes.models import new_character_tokenizer
+from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"

@@ -25,12 +25,12 @@ from accelerate_recipes.checkpoint.export import (
 )
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games.next_moves import prompt_of
-from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes/chess.py"
 TINY = [
-    "--config", ROOT / "recipes/configs/chess/laptop.yaml", "--hidden_size", 32, "--intermediate_size", 32,
-    "--num_attention_heads", 2, "--num_hidden_layers", 1, "--heldout_share", 0.1, "--num_positions", 120,
+    "--config", ROOT / "recipes/configs/chess/laptop.yaml", "--config_overrides", "hidden_size=32",
+    "intermediate_size=32", "num_attention_heads=2", "num_hidden_layers=1", "--heldout_share", 0.1, "--num_positions", 120,
     "--max_steps", 30, "--total_batch_size", 8, "--learning_rate", 0.02, "--eval_steps", 0, "--save_steps", 0,
 ]  # fmt: skip
 needs_harness = pytest.mark.skipif(

@@ -61,9 +61,9 @@ number = 3
 def base(forks, tmp_path_factory):
     """Export of a new model that sft.py has trained for two steps, sharded over two processes."""
     out = tmp_path_factory.mktemp("base") / "out"
-    sizes = ("--hidden_size", 32, "--intermediate_size", 64, "--num_attention_heads", 2, "--initializer_range", 0.3)
+    sizes = ("hidden_size=32", "intermediate_size=64", "num_attention_heads=2", "initializer_range=0.3")
     preset = ("--config", ROOT / "recipes/configs/sft/arithmetic.yaml", "--max_steps", 2, "--warmup_steps", 0)
-    assert forks.run(out, *preset, *sizes, script=SFT) == 0, log_of(out)[-3000:]
+    assert forks.run(out, *preset, "--config_overrides", *sizes, script=SFT) == 0, log_of(out)[-3000:]
     first, *_, last = (record["eval_loss"] for record in read_metrics(out) if "eval_loss" in record)
     assert last < first
     model = AutoModelForCausalLM.from_pretrained(out / "export")

@@ -17,9 +17,10 @@ from test_causal_models import QWEN3_NEXT
 from transformers import LlamaConfig, MarianConfig, Qwen3NextForCausalLM, T5Config
 
 from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import check
-from accelerate_recipes.models import check_length, load_encoder_decoder
+from accelerate_recipes.positions import check_length
 
 RESULT = json.loads(models_table.RESULT.read_text())
 

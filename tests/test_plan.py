@@ -55,17 +55,15 @@ from accelerate_recipes.plan.simulate import (
     load_trial,
 )
 
-LAYERS = "--num_hidden_layers"
 CUDA_C4 = [
     *C4,
     "--attn_implementation",
     "auto",
-    "--hidden_size",
-    "64",
     "--max_length",
     "72",
-    "--max_position_embeddings",
-    "72",
+    "--config_overrides",
+    "hidden_size=64",
+    "max_position_embeddings=72",
 ]
 FSDP2 = ["fsdp_full", "fsdp_grad_op", "fsdp_hybrid", "fsdp_offload", "fsdp_no_wrap", "fsdp_full_state_dict"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
@@ -222,7 +220,7 @@ def test_faults_that_only_a_gpu_shows(simulator, tmp_path):  # noqa: F811
 )  # fmt: skip
 def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: F811
     """Peak with its kinds, FLOPs and collectives are extrapolated to the byte; the bound of the time nearly."""
-    deep = on_four("fsdp_full", [*CUDA_C4, LAYERS, "13", *more], *flags)
+    deep = on_four("fsdp_full", [*CUDA_C4, "--config_overrides", "num_hidden_layers=13", *more], *flags)
     (whole,), number = simulator([deep]), simulator.number
     (found,) = predict_outcomes(simulator, [deep])
     assert simulator.number == number + 3 and whole.phases and not found.phases  # an extrapolation has none
@@ -236,8 +234,8 @@ def test_deep_models_follow_from_shallow_ones(simulator, flags, more):  # noqa: 
 @pytest.mark.long
 def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
     """What is proposed fits, what keeps the trajectory comes first, and a pair is found where no single change is enough."""
-    large = ["--hidden_size", "2048", "--intermediate_size", "4096", "--vocab_size", "16000", "--max_length", "1024"]
-    command = [*CUDA_C4, *large, "--max_position_embeddings", "1024"]
+    sizes = ["hidden_size=2048", "intermediate_size=4096", "vocab_size=16000", "max_position_embeddings=1024"]
+    command = [*CUDA_C4, "--config_overrides", *sizes, "--max_length", "1024"]
     argv = [str(CONFIGS / "fsdp_grad_op.yaml"), "--num_processes", "4", "--num_machines", "1", *command]
     request = read_request(argv)
     first = job_of(request, "h100")
@@ -546,7 +544,14 @@ def test_preflight_refuses_what_does_not_fit(monkeypatch, tmp_path):
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=int((OUTSIDE + 9 * 2**20) / 0.95)))
     said, _ = preflight(["--gpu", "l4", *argv])
     assert "fits, but only just; what lies outside of tensors is not known exactly" in said.splitlines()[-1]
-    large = [*argv, "--hidden_size", "512", "--intermediate_size", "4096", "--per_device_train_batch_size", "4"]
+    large = [
+        *argv,
+        "--config_overrides",
+        "hidden_size=512",
+        "intermediate_size=4096",
+        "--per_device_train_batch_size",
+        "4",
+    ]
     needed = simulated_need(large)
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=needed - 1))
     with pytest.raises(ConfigError, match="does not fit; it fits with --fsdp_activation_checkpointing true: "):

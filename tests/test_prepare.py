@@ -21,7 +21,7 @@ del os.environ["RANK"], os.environ["LOCAL_RANK"]
 main()
 """
 SIZE = ("--max_steps", 2, "--total_batch_size", 4, "--per_device_train_batch_size", 2)
-SMALL_T5 = ("--vocab_size", 400, "--d_model", 32, "--d_kv", 8, "--d_ff", 64, "--num_layers", 2, "--num_heads", 4)
+SMALL_T5 = ("--config_overrides", "vocab_size=400", "d_model=32", "d_kv=8", "d_ff=64", "num_layers=2", "num_heads=4")
 
 
 @pytest.fixture

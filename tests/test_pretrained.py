@@ -36,8 +36,9 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import load_model, load_tokenizer, new_word_tokenizer
+from accelerate_recipes.models import load_model
 from accelerate_recipes.pretrained import model_checksum
+from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
 
 SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DATA = {

@@ -38,11 +38,19 @@ CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
 BLOCKS = re.findall(
     r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES + SERVING + REWARDS + LONG + VISION, re.DOTALL
 )
-SIZES = ["--hidden_size", 32, "--intermediate_size", 32, "--num_attention_heads", 2, "--num_hidden_layers", 1]
+SIZES = ["--config_overrides", "hidden_size=32", "intermediate_size=32", "num_attention_heads=2", "num_hidden_layers=1"]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
     "recipes/c4.py": [*SIZES, "--num_validation_rows", 4],
-    "recipes/t5.py": ["--d_model", 16, "--num_layers", 1, "--num_eval_pairs", 4, "--generation_max_length", 4],
+    "recipes/t5.py": [
+        "--config_overrides",
+        "d_model=16",
+        "num_layers=1",
+        "--num_eval_pairs",
+        4,
+        "--generation_max_length",
+        4,
+    ],
     "recipes/vit.py": SIZES,
 }
 
@@ -186,13 +194,15 @@ def test_table_of_sizes():
     keys += ["intermediate_size", "max_length"]
     for name, cells in rows:
         preset = yaml.safe_load((ROOT / f"recipes/configs/c4/{name}.yaml").read_text())
+        preset |= preset["config_overrides"]
         assert [int(cell.split(",")[0]) for cell in cells.split(" | ")] == [preset[key] for key in keys], name
 
 
 def test_python_example(fork_server, tmp_path):
     """The example works with a small model instead of the demo's, and does not import this project."""
     from accelerate_recipes.games.rules import all_uci_moves
-    from accelerate_recipes.models import new_llama, new_word_tokenizer
+    from accelerate_recipes.models import new_llama
+    from accelerate_recipes.tokenizers import new_word_tokenizer
     from accelerate_recipes.weights import initialize
 
     export = tmp_path / "outputs/demo/export"

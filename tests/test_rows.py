@@ -20,7 +20,7 @@ from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_colum
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, load_games, prepare_games, prepare_positions
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
 MATE = ["f2f3", "e7e5", "g2g4", "d8h4"]

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,23 +29,20 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.published import Published, read_json
-from accelerate_recipes.models import (
-    Architecture,
-    load_encoder_decoder,
-    load_model,
-    load_tokenizer,
-    new_bpe_tokenizer,
-    new_config,
-    new_model,
-    rope_scaling,
-)
+from accelerate_recipes.encoder_decoders import load_encoder_decoder
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import load_tokenizer, new_bpe_tokenizer
 from accelerate_recipes.vision.classifiers import with_classes
 
 VERSIONS = {4: REPOSITORY / ".venv/serving/bin/python", 5: REPOSITORY / ".venv/bin/python"}
 needs_4 = pytest.mark.skipif(
     not VERSIONS[4].exists(), reason="NOT TESTED WITH transformers 4: `make test-serving` installs and uses it"
 )
+STRETCHED = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 PAIRS, NEW_TOKENS = ("t5", "flan"), ("llama3", "gpt2", "codellama")
 BASES = ("llama3", "codellama", "yarn", "gemma3", "mixtral", "neox", "phi3", "gpt2", "t5", "flan")
 
@@ -70,16 +69,17 @@ def export_of(base: Path, out: Path, new_tokens: tuple[str, ...] = (), is_pairs:
     return exported(args, model, tokenizer)
 
 
-def new_export(out: Path, **architecture: Any) -> Path:
+def new_export(out: Path, config_class: type[PreTrainedConfig] = LlamaConfig, **more: Any) -> Path:
     """Export a new model with stretched positions, and its new tokenizer."""
     args = TrainArgs(output_dir=str(out), async_save=False)
     tokenizer = new_bpe_tokenizer(["e2e4 e7e5", "Two lines\n"], 300)
     tokenizer("a", truncation=True, padding="max_length", max_length=4)  # a recipe leaves such settings in it
-    sizes = Architecture(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, rope_theta=5e5,
-        rope_scaling_factor=8.0, rope_original_max_position_embeddings=32, initializer_range=0.2, **architecture,
+    config = config_class(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, rope_parameters=STRETCHED | {"rope_theta": 5e5}, initializer_range=0.2,
+        bos_token_id=0, eos_token_id=1, **more,
     )  # fmt: skip
-    return exported(args, new_model(new_config(sizes), "sdpa"), tokenizer)
+    return exported(args, new_model(config, "sdpa"), tokenizer)
 
 
 def exported(args: TrainArgs, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -226,15 +226,14 @@ def test_what_the_run_has_changed(base, tmp_path):
     """Fields of version 4 follow; new tokens, special ones and a template are where the base had them."""
     config = AutoConfig.from_pretrained(base)
     config.dtype = torch.float32
-    stretch = Architecture(rope_theta=2e6, rope_scaling_factor=8.0, rope_original_max_position_embeddings=64)
-    config.rope_parameters = {"rope_theta": 2e6} | rope_scaling(stretch)
+    config.rope_parameters = STRETCHED | {"rope_theta": 2e6}
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.add_tokens(["<new>"], special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = "<new>", TEMPLATE.replace("</s>", "<new>")
     found = published(base, tmp_path / "out", config, tokenizer)
     settings, written = (json.loads(found[name]) for name in ("config.json", "tokenizer_config.json"))
     assert settings["torch_dtype"] == settings["dtype"] == "float32" and settings["pretraining_tp"] == 1
-    assert settings["rope_theta"] == 2e6 and settings["rope_scaling"] == rope_scaling(stretch)
+    assert settings["rope_theta"] == 2e6 and settings["rope_scaling"] == STRETCHED
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == config.rope_parameters
     number = tokenizer.convert_tokens_to_ids("<new>")
     assert written["added_tokens_decoder"][str(number)]["content"] == written["eos_token"] == "<new>"
@@ -264,7 +263,7 @@ def test_other_names_of_what_has_changed(base, tmp_path):
 
 def test_a_new_model(tmp_path):
     """Names that version 4 knows stand beside those of version 5, and each expert has its weights."""
-    out = new_export(tmp_path / "out", model_type="mixtral", num_local_experts=3)
+    out = new_export(tmp_path / "out", MixtralConfig, num_local_experts=3)
     settings, written = (read_json(out / name) for name in ("config.json", "tokenizer_config.json"))
     assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"] == 5e5
     assert settings["rope_scaling"]["factor"] == 8 and settings["torch_dtype"] == settings["dtype"] == "bfloat16"

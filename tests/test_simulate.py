@@ -27,8 +27,8 @@ from accelerate_recipes.plan.simulate import Job, Simulator
 SCRIPT = CHILDREN / "ledger_of_run.py"
 # A Llama of two layers with grouped heads and sizes that do not divide.
 SMALL = [
-    "--vocab_size", "203", "--hidden_size", "48", "--intermediate_size", "100", "--num_hidden_layers", "2",
-    "--num_attention_heads", "4", "--num_key_value_heads", "2", "--max_position_embeddings", "64", "--max_length", "40",
+    "--config_overrides", "vocab_size=203", "hidden_size=48", "intermediate_size=100", "num_hidden_layers=2",
+    "num_attention_heads=4", "num_key_value_heads=2", "max_position_embeddings=64", "--max_length", "40",
     "--max_steps", "1", "--total_batch_size", "8", "--per_device_train_batch_size", "2", "--attn_implementation", "sdpa",
 ]  # fmt: skip
 C4 = [str(ROOT / "recipes/c4.py"), *SMALL]
@@ -41,7 +41,7 @@ OTHERWISE = {
 FP32, BF16 = ["--mixed_precision", "no"], ["--mixed_precision", "bf16"]
 RECOMPUTE = ["--fsdp_activation_checkpointing", "true"]
 HYBRID = ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
-MIXTRAL = ["--model_type", "mixtral", "--intermediate_size", "96"]
+MIXTRAL = ["--model_type", "mixtral", "--config_overrides", "intermediate_size=96", "router_aux_loss_coef=0.0"]
 ADAFACTOR = ["--optim", "adafactor"]
 KAHAN = ["--optim", "adamw_bf16_kahan"]
 LORA = ["--model_name_or_path", "LLAMA", "--use_peft", "--lora_r", "4"]
@@ -69,8 +69,8 @@ CHESS_GRPO = [
 ]  # fmt: skip
 VIT = [str(ROOT / "recipes/vit.py"), "--train_files", str(ROOT / "data/fashion/images_10k.parquet"), *STEP]
 DEEPVIT = [
-    *VIT, "--from_scratch", "--image_size", "28", "--patch_size", "7", "--hidden_size", "48", "--intermediate_size", "100",
-    "--num_hidden_layers", "2", "--num_attention_heads", "4",
+    *VIT, "--from_scratch", "--config_overrides", "image_size=28", "patch_size=7", "hidden_size=48", "intermediate_size=100",
+    "num_hidden_layers=2", "num_attention_heads=4",
 ]  # fmt: skip
 TEMPLATE = ["TEMPLATE.py", "--max_length", "20", "--train_files", TEXTS, *STEP, "--model_name_or_path"]
 LOOKUPS = 16  # bytes that a real mesh of two dimensions holds to find a rank's place in it
@@ -168,14 +168,14 @@ NEW_T5 = [
     "--train_files",
     TEXTS,
     "--from_scratch",
-    "--vocab_size",
-    "203",
-    "--d_model",
-    "48",
-    "--d_ff",
-    "100",
-    "--num_layers",
-    "2",
+    "--config_overrides",
+    "vocab_size=203",
+    "d_model=48",
+    "d_kv=48",
+    "d_ff=100",
+    "num_layers=2",
+    "num_heads=4",
+    "feed_forward_proj=gated-gelu",
 ]
 CASES = [
     ("fsdp_full", FP32, 2, [[], LORA, [*PACKED, "OPT"]]),

@@ -12,14 +12,14 @@ import torch
 from helpers import ROOT, losses, read_metrics
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
+from accelerate_recipes.encoder_decoders import new_encoder_decoder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import sequence_to_sequence_loss
 from accelerate_recipes.metrics import flops_per_target
-from accelerate_recipes.models import new_t5
 
 T5 = SCRIPT = ROOT / "recipes" / "t5.py"
 STEPS = 6
@@ -40,7 +40,8 @@ def arguments(pairs_file, tmp_path_factory) -> tuple:
     """Return arguments of a run that takes seconds, without dropout, which differs with the number of ranks."""
     return (
         "--from_scratch", "--train_files", pairs_file, "--heldout_share", 0.2, "--num_eval_pairs", NUM_EVAL_PAIRS,
-        "--vocab_size", 400, "--d_model", 32, "--d_kv", 8, "--d_ff", 64, "--num_layers", 2, "--num_heads", 4,
+        "--config_overrides", "vocab_size=400", "d_model=32", "d_kv=8", "d_ff=64", "num_layers=2", "num_heads=4",
+        "feed_forward_proj=gated-gelu",
         "--dropout_rate", 0, "--max_source_length", 64, "--max_target_length", 24, "--max_steps", STEPS,
         "--total_batch_size", 12, "--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 4,
         "--learning_rate", 1e-2, "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0, "--async_save", "false",
@@ -318,7 +319,8 @@ def test_all_problems_at_once(pairs_file):
 def test_flops_are_what_a_counter_counts():
     """The FLOPs equal those counted in forward and backward pass, with attention as matrix products, most of them here."""
     sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 32, "d_ff": 32, "num_layers": 3, "num_heads": 4}
-    t5 = new_t5("eager", torch.float32, **sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    t5 = new_encoder_decoder(config, "eager", torch.float32)
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 256))}
     config = BartConfig(vocab_size=50, d_model=256, max_position_embeddings=192, **sides)
     bart = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager")

@@ -15,7 +15,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.models import new_word_tokenizer
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
 WORDS = [f"w{i}" for i in range(40)]

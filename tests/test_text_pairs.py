@@ -20,7 +20,7 @@ from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
-from accelerate_recipes.models import new_bpe_tokenizer
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
 TEXTS = [("Good morning", "Bonjour"), ("Open the file", "Ouvrir le fichier"), ("None", "NA")]

@@ -32,10 +32,10 @@ from accelerate_recipes.games import rules
 from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
-from accelerate_recipes.models import new_bpe_tokenizer, new_word_tokenizer
 from accelerate_recipes.posttraining.supervised import load_sides
 from accelerate_recipes.posttraining.trainers import trl_config
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 
 SFT = SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/chess_dpo.py", ROOT / "recipes/chess_grpo.py"

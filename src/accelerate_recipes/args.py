@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.flags import Parser, Range, check_group, group_flags, read_preset, tokens
+from accelerate_recipes.flags import Merge, Parser, Range, check_group, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
 # Flags that other scripts have, but that the accelerate YAML or another argument decides here.
@@ -53,7 +53,7 @@ def arg(
     metadata = {"help": help, "fixed": fixed}
     if choices or bounds:
         metadata["choices"] = choices or Range(**bounds)
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -379,7 +379,8 @@ def resolve(
     flags, stray = group_flags(argv)
     errors = [f"{token!r} does not belong to any flag" for token in stray]
     presets = [values for flag, values in flags if flag == "--config"]
-    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, errors)]
+    mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
+    groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, mappings, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
     groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
 

@@ -73,14 +73,13 @@ class ReAttention(nn.Module):
     The paper's Norm is a BatchNorm over the heads, whose statistics depend on how a batch is divided among ranks and
     micro-batches. Here it is a LayerNorm over the heads of each pair of tokens. If a token attends to all T alike, each has
     1 / T of its attention. The square of this is the norm's eps: with a smaller one, a pair that no head attends to would
-    weigh as much as others. And weight and bias begin with 1 / T, so that mixed maps begin as large as those of softmax.
+    weigh as much as others.
     """
 
     def __init__(self, num_heads: int, num_tokens: int):
         super().__init__()
-        self.uniform = 1 / num_tokens
         self.theta = nn.Parameter(torch.eye(num_heads))
-        self.norm = nn.LayerNorm(num_heads, eps=self.uniform**2)
+        self.norm = nn.LayerNorm(num_heads, eps=(1 / num_tokens) ** 2)
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
         # As the norm of the mixture, without moving the heads to the last dimension: that takes twice as long. Columns of
@@ -151,8 +150,6 @@ class DeepViTPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ReAttention):
             # As a 1 x 1 convolution begins. Heads that begin unmixed would all be normalised apart from each other alike.
             init.kaiming_uniform_(module.theta, a=5**0.5)
-            init.constant_(module.norm.weight, module.uniform)
-            init.constant_(module.norm.bias, module.uniform)
         else:
             super()._init_weights(module)
 

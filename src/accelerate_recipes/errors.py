@@ -43,5 +43,10 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def one_line(error: BaseException) -> str:
+    """Write an error of another library, with its type, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +51,8 @@ class Parser(HfArgumentParser):
 
     def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
         """Drop metadata that argparse does not know: HfArgumentParser passes on all metadata of a field."""
+        if settings.get("type") is dict:
+            settings |= {"type": settings_in, "nargs": "+", "action": Merge}
         return super().add_argument(*names, **settings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -57,6 +60,40 @@ class Parser(HfArgumentParser):
             action.choices.check(value)
         else:
             super()._check_value(action, value)
+
+
+class Merge(argparse.Action):
+    """Puts NAME=VALUE into a mapping, beside what the preset has there."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        merged = getattr(namespace, self.dest)
+        for name, value in (item for setting in values for item in setting.items()):
+            # A section replaces its fields, and a field the section that was set whole.
+            merged = {
+                n: v for n, v in merged.items() if not f"{n}.".startswith(f"{name}.") and not name.startswith(f"{n}.")
+            }
+            merged[name] = value
+        setattr(namespace, self.dest, merged)
+
+
+def settings_in(text: str) -> dict[str, Any]:
+    """Read NAME=VALUE, whose value is YAML; a section becomes dotted names."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return with_dots(name, yaml.load(value, Values))
+    except (yaml.YAMLError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"the value in {text!r} is not YAML: {error}") from error
+
+
+def with_dots(name: str, value: Any) -> dict[str, Any]:
+    """Turn a section into a flat mapping: `a` and {"b": 1} into {"a.b": 1}."""
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    return {dotted: leaf for key, inner in value.items() for dotted, leaf in with_dots(f"{name}.{key}", inner).items()}
 
 
 def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
@@ -79,10 +116,13 @@ def tokens(flag: str, values: Sequence[str]) -> list[str]:
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
-def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, list[str], str]]:
+def read_preset(
+    presets: list[list[str]], mappings: Collection[str], errors: list[str]
+) -> list[tuple[str, list[str], str]]:
     """List the preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
 
-    Values stay as they stand in the file: YAML would make 8 of 010, false of `no`, 3.1 of 3.10, and a text of 1e-5.
+    `mappings` are the keys that hold a section. Values stay as they stand in the file: YAML would make 8 of 010, false of
+    `no`, 3.1 of 3.10, and a text of 1e-5.
     """
     if not presets:
         return []
@@ -103,14 +143,25 @@ def read_preset(presets: list[list[str]], errors: list[str]) -> list[tuple[str, 
         return []
     groups = []
     for key, value in content.items():
-        if value in (None, []):
+        if value in (None, [], {}):
             continue  # an argument that was not set, as `save` writes it
+        if key in mappings and isinstance(value, dict):
+            value = [
+                f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
+            ]
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, str) for v in values):
             errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
         else:
             groups.append((str(key), values, f"in {path}"))
     return groups
+
+
+def as_yaml(value: Any) -> str:
+    """Write in one line what `Texts` has read."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    return "null" if value is None else str(value)
 
 
 class Yaml(yaml.SafeLoader):
@@ -139,6 +190,15 @@ class Yaml(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
                 raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}; remove one")
         return node
+
+
+class Values(Yaml):
+    """YAML in which 1e-5 is a number, as in JSON; to PyYAML it is a text."""
+
+
+Values.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 class Texts(Yaml):
@@ -188,7 +248,10 @@ def check_group(
             for option, action in parser._option_string_actions.items()
             if action.dest not in owned_elsewhere
         }
-        errors.append(f"unknown argument {name!r} {where}{suggestion(name, known, cutoff=0.5)}")
+        hint = suggestion(name, known, cutoff=0.5)
+        if "config_overrides" in known:
+            hint += f"; a field of a new model's config.json is given by --config_overrides {name}=..."
+        errors.append(f"unknown argument {name!r} {where}{hint}")
         return False
     try:
         _, rest = parser.parse_known_args(tokens(flag, values))

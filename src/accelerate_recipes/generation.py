@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.attention import with_padding
 from accelerate_recipes.life import stop
-from accelerate_recipes.models import max_positions
+from accelerate_recipes.positions import max_positions
 from accelerate_recipes.ranks import on_all_ranks
 from accelerate_recipes.sequence import whole_rows
 

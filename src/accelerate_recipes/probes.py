@@ -129,8 +129,8 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
 
 
 @torch.enable_grad()
-def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
-    """Tell whether a tiny model's predictions from `place` on depend on the tokens before it, however little.
+def sees(model: nn.Module, tokens: slice, of: slice, **inputs: Any) -> bool:
+    """Tell whether a tiny model's predictions at the places `of` depend on these tokens, however little.
 
     The gradient says so: what a model does not see has a gradient of exactly 0.
     """
@@ -138,8 +138,21 @@ def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
     embedding: Any = unwrapped(model).get_input_embeddings()
     with embedding.register_forward_hook(lambda *some: seen.append(some[-1])):
         logits = model(**inputs).logits
-    (gradient,) = torch.autograd.grad(logits[:, place:].square().sum(), seen)
-    return bool(gradient[:, :place].any())
+    (gradient,) = torch.autograd.grad(logits[:, of].square().sum(), seen)
+    return bool(gradient[:, tokens].any())
+
+
+def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
+    """Tell whether a tiny model's predictions from `place` on depend on the tokens before it."""
+    return sees(model, slice(place), slice(place, None), **inputs)
+
+
+def sees_later_tokens(config: PreTrainedConfig) -> bool:
+    """Tell whether models of this configuration, by a tiny one, see the tokens that they are to predict."""
+    model = tiny_model(config, "eager")
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        tokens = torch.arange(12)[None]
+        return model is not None and sees(model, slice(6, None), slice(6), input_ids=tokens, use_cache=False)
 
 
 @torch.no_grad()

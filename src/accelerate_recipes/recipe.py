@@ -41,13 +41,14 @@ from accelerate_recipes.life import lock, parent, watch, workers
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, update_status
 from accelerate_recipes.life.stop import Stopped, requested
 from accelerate_recipes.losses import check_head
-from accelerate_recipes.models import CAUSAL, load_tokenizer
+from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.pretrained import Kind, check_model
 from accelerate_recipes.probes import check_packing
 from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
 from accelerate_recipes.run import DataReady
 from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import fp8_layers, launch_problems, num_accelerators, wrap_problems
+from accelerate_recipes.tokenizers import load_tokenizer
 
 # Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")

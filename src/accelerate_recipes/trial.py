@@ -13,16 +13,15 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.hub import cache
-from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
-from accelerate_recipes.models import (
+from accelerate_recipes.encoder_decoders import (
     check_encoder_decoder,
     dropouts,
     encoder_decoder_on_meta,
-    new_model,
-    output_is_embedding,
 )
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.hub import cache
+from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
+from accelerate_recipes.models import new_model, output_is_embedding
 from accelerate_recipes.pretrained import load_config
 
 
@@ -118,11 +117,11 @@ def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
         settings, _ = PreTrainedConfig.get_config_dict(args.base_model, **cache.pinned(args.base_model))
         is_tied = output_is_embedding(settings)
         check_encoder_decoder(config, args.base_model)
-        if config.model_type == "bart":
-            raise NotSimulatedError(
-                "BART: whether its decoder uses a mask depends on values, which a simulation does not have"
-            )
         vars(config).update(dropouts(config, args.dropout_rate))
+    if config.model_type == "bart":
+        raise NotSimulatedError(
+            "BART: whether its decoder uses a mask depends on values, which a simulation does not have"
+        )
     rows = args.per_device_train_batch_size
     source, target = (-(-n // PAD_MULTIPLE) * PAD_MULTIPLE for n in (args.max_source_length, args.max_target_length))
     mask = torch.ones(rows, source, dtype=torch.int64)

@@ -2,17 +2,29 @@
 
 import hashlib
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-# Models whose `_init_weights` looks at one module at a time. In others (T5, GPT-2) it reaches into the module's children.
-MODEL_TYPES = ("llama", "mistral", "mixtral", "deepvit", "vit", "deit", "dinov2", "swin", "convnext")
+from accelerate_recipes.errors import ConfigError
 
 # Parts that DDP, FSDP1, activation checkpointing and torch.compile add to a parameter's name.
 WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+class Place(NamedTuple):
+    """A parameter or buffer, where it lies, and the rules that may give it a value, in the order of transformers."""
+
+    name: str
+    tensor: torch.Tensor
+    tensors: dict[str, torch.Tensor | None]  # parameters or buffers of its module
+    key: str
+    rules: list[Callable[[], None]]
 
 
 @torch.no_grad()
@@ -27,31 +39,68 @@ def initialize(
     largest parameter. Every rank draws every parameter: this avoids all communication.
 
     Raises:
-        ValueError: for a model whose rule is not known to work this way, or leaves a parameter or buffer without a value.
+        ConfigError: for a class of models whose rules leave a parameter or buffer without a value.
     """
-    if model.config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"a new model of type {model.config.model_type} cannot be made on the meta device, only {', '.join(MODEL_TYPES)}"
-        )
     device = torch.device(device)
     model.to_empty(device=storage or device)
     model.tie_weights()  # `to_empty` makes a new parameter for each name of a tied one
-    done = set()
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        for path, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in done:  # a tied parameter takes its first name
-                    done.add(id(parameter))
-                    value = first_value(model, module, path, name, seed, device)
-                    if isinstance(parameter, DTensor):
-                        mesh, placements = parameter.device_mesh, parameter.placements
-                        value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
-                        parameter = parameter.to_local()
-                    parameter.copy_(value)
+    places = all_places(model)
+    # Other tensors have no memory while one is drawn: a rule may reach from a module into all of its children.
+    for place in places:
+        place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device="meta")
+    values, done = {}, set()
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            # A tied parameter takes the name that it is tied to.
+            for place in sorted(places, key=lambda place: place.name in model.all_tied_weights_keys):
+                if id(place.tensor) not in done:
+                    done.add(id(place.tensor))
+                    try:
+                        value = first_value(place, seed, device)
+                    except NotImplementedError:  # a rule reads another tensor, which has no memory
+                        value = torch.tensor(torch.nan)
+                    if value.sum().isnan():
+                        raise ConfigError(
+                            f"a new {model.config.model_type} cannot be made: the _init_weights of its class does not give "
+                            f"{place.name} a value; give another architecture"
+                        )
+                    if isinstance(place.tensor, nn.Parameter):
+                        fill(place.tensor, value)
+                    else:
+                        values[id(place.tensor)] = value
                     del value  # free it before the next is drawn
-            for name, _ in module.named_buffers(recurse=False):
-                module._buffers[name] = first_value(model, module, path, name, seed, device)
+    finally:
+        for place in places:
+            place.tensors[place.key] = values.get(id(place.tensor), place.tensor)
     return model
+
+
+def all_places(model: nn.Module) -> list[Place]:
+    """List all parameters and buffers of a model, tied ones under each name.
+
+    Their rules are `_init_weights` of the innermost model of transformers that holds them, for their module and then for
+    each of its parents: those of T5, GPT-2 and others set the parameters of a module's children.
+    """
+    places, rules_of = [], {}
+    for path, module in model.named_modules():
+        above, rule = rules_of.get(path.rpartition(".")[0], ([], None)) if path else ([], None)
+        rule = module._init_weights if isinstance(module, PreTrainedModel) else rule
+        rules_of[path] = rules, _ = [*([partial(rule, module)] if rule else []), *above], rule
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    name = WRAPPERS.sub("", f"{path}.{key}".lstrip("."))
+                    places.append(Place(name, tensor, tensors, key, rules))
+    return places
+
+
+def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Copy a value into a parameter, or this rank's shard of it."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+        parameter.to_local().copy_(value)
+    else:
+        parameter.copy_(value)
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -59,32 +108,15 @@ def seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big")
 
 
-def first_value(
-    model: PreTrainedModel, module: nn.Module, path: str, name: str, seed: int, device: torch.device
-) -> torch.Tensor:
-    """Compute what the model's own rule (`_init_weights`) gives one parameter or buffer of a module, on `device`.
-
-    Meanwhile all other tensors of the module have no memory.
-    """
-    name_in_model = WRAPPERS.sub("", f"{path}.{name}".lstrip("."))
-    own, held = {}, dict(module.__dict__)
-    for group in ("_parameters", "_buffers"):
-        own[group] = {
-            n: None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in held[group].items()
-        }
-        if name in own[group]:
-            tensor = held[group][name]
-            value = own[group][name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if value.is_floating_point():
-        value.fill_(torch.nan)  # NaN shows whether the rule sets it
-    torch.manual_seed(seed_of(name_in_model, seed))
-    module.__dict__.update(own)
-    try:
-        model._init_weights(module)
-    finally:
-        module.__dict__.update(held)
-    if value.sum().isnan():
-        raise ValueError(f"{type(module).__name__}: the model's _init_weights gives {name_in_model} no value")
+def first_value(place: Place, seed: int, device: torch.device) -> torch.Tensor:
+    """Compute what the model's own rules give one parameter or buffer, on `device`; NaN if they give it nothing."""
+    stand_in = place.tensors[place.key]
+    value = place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device=device)
+    value.fill_(torch.nan if value.is_floating_point() else 0)  # NaN shows whether a rule sets it
+    torch.manual_seed(seed_of(place.name, seed))
+    for rule in place.rules:
+        rule()
+    place.tensors[place.key] = stand_in
     return value
 
 

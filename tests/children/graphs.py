@@ -20,9 +20,10 @@ from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.models import new_llama, new_word_tokenizer
+from accelerate_recipes.models import new_llama
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import new_word_tokenizer
 
 # Documents in a row; each act computes all of them.
 ACTS = {

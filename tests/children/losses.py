@@ -11,21 +11,23 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.distributed import fsdp_units, make_accelerator
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_token_loss_without_logits
-from accelerate_recipes.models import Architecture, new_config, new_model, new_word_tokenizer
+from accelerate_recipes.models import new_model
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import WRAPPERS
 
 MODELS = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "router_aux_loss_coef": 0.0},
 }
 
 
@@ -71,7 +73,8 @@ def main(args: Args) -> None:
         if plugin:
             vars(plugin).update(settings)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-        config = new_config(Architecture(vocab_size=len(tokenizer), initializer_range=0.2, **sizes, **values))
+        sizes |= {"vocab_size": len(tokenizer), "initializer_range": 0.2, "num_key_value_heads": 4}
+        config = CONFIG_MAPPING[values.get("model_type", "llama")](**sizes | values)
         model = new_model(config, "sdpa")
         run = Run(replace(args, prefetch_layers=prefetch), accelerator)
         run.shard(model)

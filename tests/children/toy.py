@@ -31,10 +31,11 @@ from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader
 from accelerate_recipes.engine import Batch, EvaluateFn, LossFn, evaluate_loss, train
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import load_model, new_llama, new_word_tokenizer
+from accelerate_recipes.models import load_model, new_llama
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.run import Run
+from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import WRAPPERS
 
 LENGTH = 32

@@ -16,7 +16,7 @@ from accelerate_recipes.checkpoint.export import arguments_of
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, begin_token, load_games, prepare_games
-from accelerate_recipes.models import load_tokenizer
+from accelerate_recipes.tokenizers import load_tokenizer
 
 
 def games_args(export: str) -> tuple[GamesArgs, dict]:

@@ -33,7 +33,7 @@ from accelerate_recipes.data.rendering import (
 )
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, error_list, first_line
-from accelerate_recipes.models import max_positions
+from accelerate_recipes.positions import max_positions
 
 ROWS = "rows.json"  # in the output directory, beside export/
 

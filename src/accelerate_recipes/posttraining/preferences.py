@@ -42,7 +42,7 @@ from accelerate_recipes.engine import to_device
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
-from accelerate_recipes.models import max_positions
+from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.trainers import (
     REFERENCE,
     RecipeTrainer,

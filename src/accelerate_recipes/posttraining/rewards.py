@@ -41,7 +41,7 @@ from accelerate_recipes.data.rendering import (
 from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.flags import Range
 from accelerate_recipes.generation import Generated, Sampling, generate_texts, own_draws
-from accelerate_recipes.models import max_positions
+from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank

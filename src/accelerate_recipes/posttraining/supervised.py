@@ -13,6 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
 
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.architecture import new_config
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import (
@@ -27,7 +28,6 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.models import new_config
 from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
@@ -206,7 +206,7 @@ def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
         },
     }
     refuse("SFT", others)
-    config = new_config(args) if args.from_scratch else config_of(args)
+    config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     length, rows = args.max_length, args.per_device_train_batch_size

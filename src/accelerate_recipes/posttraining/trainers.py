@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -46,6 +46,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from accelerate_recipes.adapters import add_adapters, load_settings
 from accelerate_recipes.agenda import Agenda, EvaluateFn
+from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
 from accelerate_recipes.args import OWNED_ELSEWHERE, TrainArgs, arg
 from accelerate_recipes.attention import DOCUMENTS
 from accelerate_recipes.checkpoint.check_export import (
@@ -66,7 +67,7 @@ from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.metrics import Window
-from accelerate_recipes.models import Architecture, check_belong_together, load_model, new_config, new_model
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank, sum_over_ranks
@@ -145,32 +146,23 @@ class TrainerArgs(TrainArgs):
 class NewModelArgs(TrainerArgs, Architecture):
     """Arguments of a recipe that may also begin with a new, small model."""
 
-    from_scratch: bool = arg(False, "Train a new model of the sizes below, instead of --model_name_or_path.")
     tokenizer_name: str = arg("", "Tokenizer of a new model: a name on the Hub, or a folder (with --from_scratch).")
     router_aux_loss_coef: float | None = arg(
         None, "Weight of the loss that balances experts; default: the model's own."
     )
 
     def problems(self, world_size: int) -> list[str]:
-        found = super().problems(world_size)
-        if self.from_scratch:
-            found += self.architecture_problems()
-            if self.model_name_or_path:
-                found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
+        found = super().problems(world_size) + self.architecture_problems(self.max_length)
+        if self.from_scratch and self.model_name_or_path:
+            found.append("--from_scratch makes a new model; remove it, or --model_name_or_path")
         if self.from_scratch != bool(self.tokenizer_name):
             found.append("--from_scratch and --tokenizer_name go together; give both, or neither")
         return found
 
-    @property
-    def of_new_model(self) -> set[str]:
-        return super().of_new_model - {"router_aux_loss_coef"}
-
-    @property
-    def new_model(self) -> Callable[[], PreTrainedModel] | None:
-        """Return what makes the new model on the meta device; None if the run begins with a pretrained one."""
-        if not self.from_scratch:
-            return None
-        return lambda: new_model(new_config(self), self.attn_implementation, self.param_dtype, self.has_boundaries)
+    def new_model(self, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+        """Make the new model on the meta device."""
+        config = new_config(self, tokenizer, self.max_length)
+        return new_model(config, self.attn_implementation, self.param_dtype, self.has_boundaries)
 
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
@@ -260,7 +252,7 @@ def make_or_load_model(
     Raises:
         ConfigError: for a tokenizer or a length that does not fit the new model.
     """
-    if args.new_model is None:
+    if not args.from_scratch:
         model = make_model(args)
         num_embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
         added = range(num_embeddings, len(tokenizer))
@@ -270,7 +262,7 @@ def make_or_load_model(
                 model.resize_token_embeddings(len(tokenizer))
         vocabulary = tokenizer.get_vocab()
         return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
-    model = args.new_model()
+    model = args.new_model(tokenizer)
     check_belong_together(model.config, tokenizer, args.max_length or 0)
     return model if args.data_only else initialize(model, args.seed, "cpu"), []
 

@@ -1,7 +1,7 @@
 """Classifiers of images: from a name, a folder or sizes; their loss, and what they do to one image."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from operator import mod
 from typing import Any
 
 import torch
@@ -12,18 +12,12 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
     BitImageProcessorPil,
-    ConvNextConfig,
-    DeiTConfig,
-    Dinov2Config,
     PreTrainedConfig,
     PreTrainedModel,
-    SwinConfig,
-    ViTConfig,
 )
 
 from accelerate_recipes.adapters import load_settings
-from accelerate_recipes.args import arg
-from accelerate_recipes.deepvit import DeepViTConfig
+from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels
@@ -31,110 +25,43 @@ from accelerate_recipes.metrics import Flops, trained_share
 from accelerate_recipes.models import classifier_on_meta
 from accelerate_recipes.pretrained import Kind, load_config
 from accelerate_recipes.sequence import IGNORE_INDEX
-from accelerate_recipes.trial import NotSimulatedError, Trial, config_of, is_staged
+from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
-CONFIGS = {
-    "deepvit": DeepViTConfig,
-    "vit": ViTConfig,
-    "deit": DeiTConfig,
-    "dinov2": Dinov2Config,
-    "swin": SwinConfig,
-    "convnext": ConvNextConfig,
-}
 # The layers that FSDP gathers one by one. transformers also names embeddings, or whole stages of a Swin or a ConvNeXt.
-LAYERS = {name: config.__name__.removesuffix("Config") + "Layer" for name, config in CONFIGS.items()}
-STAGED = [name for name, new in CONFIGS.items() if is_staged(new())]
+LAYERS = {
+    "deepvit": "DeepViTLayer",
+    "vit": "ViTLayer",
+    "deit": "DeiTLayer",
+    "dinov2": "Dinov2Layer",
+    "swin": "SwinLayer",
+    "convnext": "ConvNextLayer",
+}
 CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
 NUM_CLASSES = 1000  # of a trial, as ImageNet's: those of the data are not known before they are read
 
 
-@dataclass
-class VisionArchitecture:
-    """Arguments of a recipe that makes new classifiers of images: fields of config.json, with the same names."""
+def new_vision_config(args: Architecture) -> PreTrainedConfig:
+    """Make the configuration of the model that the arguments describe; layers are not left out by chance."""
+    return new_config(args, **{"drop_path_rate": 0.0} if args.model_type == "swin" else {})
 
-    model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(CONFIGS))
-    image_size: int = arg(224, "Side of the images of a new model, in pixels.", min=1, max=2**14)
-    patch_size: int = arg(16, "Side of a patch, in pixels, of a new model.", min=1, max=2**14)
-    hidden_size: int = arg(384, "Width of the residual stream of a new model.", min=1, max=2**20)
-    intermediate_size: int = arg(1152, "Width inside the MLP of a new model.", min=1, max=2**20)
-    num_hidden_layers: int = arg(16, "Number of layers of a new model.", min=1, max=10_000)
-    num_attention_heads: int = arg(12, "Number of attention heads of a new model.", min=1, max=2**20)
-    initializer_range: float = arg(
-        0.02,
-        "Standard deviation of the first weights of a new model; narrow models learn faster with more.",
-        above=0,
-        max=1,
-    )
-    reattention: bool = arg(True, "Mix the heads' attention maps in a new deepvit; false: a plain ViT.")
-    hidden_sizes: list[int] = arg([], "Width of each stage, in swin and convnext.", min=1, max=2**20)
-    depths: list[int] = arg([], "Number of layers of each stage, in swin and convnext.", min=1, max=10_000)
 
-    @property
-    def of_new_model(self) -> set[str]:
-        """Names of the arguments that a pretrained model does without."""
-        return set(VisionArchitecture.__dataclass_fields__)
-
-    def architecture_problems(self) -> list[str]:
-        """List the sizes from which no model can be made, one sentence each."""
-        if self.model_type in STAGED:
-            return self.stage_problems()
-        found = [
-            f"--{name} is for {' and '.join(STAGED)}; {self.model_type} takes --hidden_size and --num_hidden_layers"
-            for name in ("hidden_sizes", "depths")
-            if getattr(self, name)
-        ]
-        if self.hidden_size % self.num_attention_heads:
-            found.append(
-                f"--hidden_size {self.hidden_size} is not a multiple of --num_attention_heads {self.num_attention_heads}"
-            )
-        if self.image_size % self.patch_size:
-            found.append(f"--image_size {self.image_size} is not a multiple of --patch_size {self.patch_size}")
-        if self.model_type == "dinov2" and self.intermediate_size % self.hidden_size:
-            found.append(
-                f"--intermediate_size {self.intermediate_size} is not a multiple of --hidden_size {self.hidden_size}, as "
-                "dinov2 has it"
-            )
+def size_problems(args: Architecture) -> list[str]:
+    """List the sizes from which no new model can be made, one sentence each."""
+    if found := args.architecture_problems(None):
         return found
-
-    def stage_problems(self) -> list[str]:
-        """List what is wrong with the sizes of a new Swin or ConvNeXt."""
-        found = []
-        if not self.depths or len(self.depths) != len(self.hidden_sizes):
+    config, found = new_vision_config(args), []
+    for name, of in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
+        size, part = getattr(config, name, 0), getattr(config, of, 1)
+        if isinstance(size, int) and isinstance(part, int) and (part < 1 or size % part):
+            found.append(f"--config_overrides: {name} {size} is not a multiple of {of} {part}")
+    if config.model_type == "swin":
+        widths = [config.embed_dim * 2**stage for stage in range(len(config.depths))]
+        if len(config.num_heads) != len(widths) or 0 in config.num_heads or any(map(mod, widths, config.num_heads)):
             found.append(
-                f"--model_type {self.model_type} has --hidden_sizes and --depths, a number for each stage, such as "
-                f"96 192 384 768 and 2 2 6 2; here {self.hidden_sizes} and {self.depths}"
+                f"--config_overrides: of depths {config.depths}, the widths are {widths}; num_heads {config.num_heads} must "
+                "have a divisor of each"
             )
-        elif self.model_type == "swin" and (
-            self.hidden_sizes != [self.hidden_sizes[0] * 2**i for i in range(len(self.depths))]
-            or self.hidden_sizes[0] % 32
-        ):
-            found.append(
-                f"--hidden_sizes {self.hidden_sizes}: swin's begin with a multiple of 32 and double in each stage"
-            )
-        return found
-
-
-def new_vision_config(args: VisionArchitecture) -> PreTrainedConfig:
-    """Make the configuration of the model that the arguments describe."""
-    if args.model_type == "convnext":
-        stages = {"hidden_sizes": args.hidden_sizes, "depths": args.depths, "num_stages": len(args.depths)}
-        return ConvNextConfig(image_size=args.image_size, initializer_range=args.initializer_range, **stages)
-    if args.model_type == "swin":
-        width, heads = args.hidden_sizes[0], [size // 32 for size in args.hidden_sizes]
-        sizes = {"embed_dim": width, "depths": args.depths, "num_heads": heads, "patch_size": 4}
-        sizes["initializer_range"] = args.initializer_range
-        return SwinConfig(image_size=args.image_size, drop_path_rate=0.0, **sizes)
-    names = (
-        "image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range",
-    )  # fmt: skip
-    values: dict[str, Any] = {name: getattr(args, name) for name in names}
-    if args.model_type == "dinov2":
-        values["mlp_ratio"] = args.intermediate_size // args.hidden_size
-    else:
-        values["intermediate_size"] = args.intermediate_size
-    if args.model_type == "deepvit":
-        values["reattention"] = args.reattention
-    return CONFIGS[args.model_type](**values)
+    return found
 
 
 def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig:
@@ -144,7 +71,7 @@ def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig
     return config
 
 
-def new_classifier(args: VisionArchitecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
+def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
     """Make a classifier of images on the meta device; `distributed.prepare` gives it its first weights."""
     return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
 

@@ -1,0 +1,222 @@
+"""Configuration of a new model: its type, and fields of its config.json."""
+
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+
+from accelerate_recipes.args import OutOfRangeError, Range, arg
+from accelerate_recipes.errors import ConfigError, error_list, one_line, suggestion
+from accelerate_recipes.losses import check_head
+from accelerate_recipes.models import CAUSAL
+from accelerate_recipes.positions import max_positions
+from accelerate_recipes.pretrained import Kind
+
+MOST_LAYERS = 10_000
+RANGES = {
+    "vocab_size": Range(min=1, max=2**24), "hidden_size": Range(min=1, max=2**20),
+    "num_hidden_layers": Range(min=1, max=MOST_LAYERS), "num_attention_heads": Range(min=1, max=2**20),
+    "num_key_value_heads": Range(min=1, max=2**20), "initializer_range": Range(min=0, max=10),
+}  # fmt: skip
+# Names in the classes of transformers.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+@dataclass
+class Architecture:
+    """Arguments of a recipe that makes new models."""
+
+    from_scratch: bool = arg(False, "Train a new model of --model_type, instead of --model_name_or_path.")
+    model_type: str = arg("llama", "Architecture of a new model, by its name in transformers, such as qwen3.")
+    config_overrides: dict = arg(
+        {},
+        "Fields of a new model's config.json, such as hidden_size=128 rope_parameters.rope_theta=5e5, with values in YAML; "
+        "in a preset a mapping. All other fields, sizes too, are as the model's class in transformers has them.",
+    )
+
+    of_new_model: ClassVar[tuple[str, ...]] = ("model_type", "config_overrides")  # a pretrained model does without
+    kind: ClassVar[Kind] = CAUSAL
+
+    def architecture_problems(self, max_length: int | None, **decided: Any) -> list[str]:
+        """List why no new model can be made, one sentence each; `max_length` and `decided` are those of `new_config`."""
+        if not self.from_scratch:
+            return []
+        config, found = try_config(self, None, max_length, decided)
+        if config and max_length and max_length > (longest := max_positions(config)):
+            found.append(
+                f"--max_length is {max_length}, but the model is made for max_position_embeddings {longest}; set that in "
+                f"--config_overrides to {max_length} or more"
+            )
+        return found
+
+
+def new_config(
+    args: Architecture, tokenizer: PreTrainedTokenizerBase | None = None, max_length: int | None = None, **decided: Any
+) -> PreTrainedConfig:
+    """Make the configuration of the model that the arguments describe.
+
+    What they leave open is as `decided`: the model is made for `max_length` tokens, and has the tokenizer's begin and end.
+
+    Raises:
+        ConfigError: with everything that is wrong with the arguments.
+    """
+    config, found = try_config(args, tokenizer, max_length, decided)
+    if config is None:
+        raise ConfigError(error_list("No new model can be made", found))
+    return config
+
+
+def try_config(
+    args: Architecture, tokenizer: PreTrainedTokenizerBase | None, max_length: int | None, decided: dict[str, Any]
+) -> tuple[PreTrainedConfig | None, list[str]]:
+    """Make the configuration that `new_config` makes, or say what is wrong, one sentence each."""
+    title, known = f"--model_type {args.model_type}", args.kind.auto._model_mapping
+    if args.model_type not in CONFIG_MAPPING or (config_class := CONFIG_MAPPING[args.model_type]) not in known:
+        close = suggestion(args.model_type, [config.model_type for config in known])
+        return None, [
+            f"{title}: transformers has no {args.kind.auto.__name__.removeprefix('Auto')} of this type{close}"
+        ]
+    if found := field_problems(config_class, args.config_overrides):
+        return None, [f"--config_overrides: {problem}" for problem in found]
+    usual: dict[str, Any] = {"pad_token_id": None}  # where rows are packed
+    if tokenizer is not None:
+        usual |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+        usual["forced_eos_token_id"] = tokenizer.eos_token_id
+    if max_length:
+        usual["max_position_embeddings"] = max_length
+    names = field_names(config_class)
+    values = {name: value for name, value in usual.items() if name in names} | decided | args.config_overrides
+    try:
+        with rope_warnings() as found:
+            config = config_class(**nested(values, config_class.attribute_map))
+        args.kind.check(config, title)
+    except ConfigError as error:
+        return None, [str(error)]
+    except Exception as error:  # of the classes of configurations, which check their fields each in its own way
+        return None, [f"--config_overrides: {one_line(error)}"]
+    found += size_problems(config.get_text_config())
+    return None if found else config, [f"--config_overrides: {problem}" for problem in found]
+
+
+def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the names of the fields that a class of configurations adds to those that all have, and their other names."""
+    added = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
+    return added | {*config_class.attribute_map}
+
+
+def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], path: str = "") -> list[str]:
+    """List the names that are no fields of a class of configurations, or of those within it, and impossible values."""
+    known, found, inner = field_names(config_class), [], {}
+    for name, value in overrides.items():
+        first, _, rest = name.partition(".")
+        if first not in known:
+            found.append(f"a {config_class.model_type} has no field {path}{first}{suggestion(first, known, 0.6)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{path}{name} is {value}; it must be a finite number")
+        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:  # some classes make a list of them
+            found.append(f"{path}{name} is {value}; it must be at most {MOST_LAYERS}")
+        elif rest:
+            inner.setdefault(first, {})[rest] = value
+    if twice := {config_class.attribute_map.get(name) for name in overrides} & {*overrides}:
+        found.append(f"{', '.join(sorted(twice))} is set under two names, of {', '.join(overrides)}; give one of them")
+    for first, values in inner.items():
+        if spec := config_class.sub_configs_defaults.get(first):
+            found += field_problems(type(spec.default_config), values, f"{path}{first}.")
+    return found
+
+
+def size_problems(config: PreTrainedConfig) -> list[str]:
+    """List sizes that contradict each other, of which the classes of transformers would make a model that cannot compute."""
+
+    def number(*names: str) -> tuple[str, int]:
+        found = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
+        return next(((name, value) for name, value in found.items() if isinstance(value, int) and value), (names[0], 0))
+
+    dropouts = {name: Range(min=0, below=1) for name in vars(config) if "drop" in name}
+    found = []
+    for name, limits in (RANGES | dropouts).items():
+        value = getattr(config, name, None)
+        try:
+            if type(value) in (int, float):
+                limits.check(value)
+        except OutOfRangeError as error:
+            found.append(f"{name} is {value}; {error}")
+    (_, heads), (_, groups) = number("num_attention_heads"), number("num_key_value_heads")
+    if groups and heads % groups and not found:
+        found.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    (name, experts), (chosen, num_chosen) = number(*EXPERTS), number(*CHOSEN_EXPERTS)
+    if experts and num_chosen > experts:
+        found.append(f"{chosen} is {num_chosen}, but {name} is {experts}")
+    return found
+
+
+@contextlib.contextmanager
+def rope_warnings() -> Iterator[list[str]]:
+    """Collect what transformers only logs about `rope_parameters`: keys that it does not know, and factors in disorder."""
+    found, logger = [], logging.getLogger("transformers.modeling_rope_utils")
+
+    def collect(record: logging.LogRecord) -> bool:
+        if (text := record.getMessage()) not in found:
+            found.append(text)
+        return False
+
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(collect)
+    try:
+        yield found
+    finally:
+        logger.removeFilter(collect)
+        logger.setLevel(level)
+
+
+def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Turn dotted names into sections, {"a.b": 1} into {"a": {"b": 1}}, and other names of a field into its own."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        first, *rest = name.split(".")
+        *path, last = aliases.get(first, first), *rest
+        section = found
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = copy.deepcopy(value)  # classes of configurations change lists in place
+    return found
+
+
+def check_belong_together(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int, whole_logits: bool = True
+) -> None:
+    """Check that a model can be trained on rows of `max_length` tokens of this tokenizer, with or without whole logits.
+
+    Raises:
+        ConfigError: with everything that does not fit.
+    """
+    found = []
+    if len(tokenizer) > config.vocab_size:
+        found.append(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocab_size is {config.vocab_size:,}; "
+            f"set vocab_size in --config_overrides to {len(tokenizer)} or more, or --tokenizer_name to the model's own"
+        )
+    for name in ("bos_token_id", "eos_token_id"):
+        theirs = getattr(tokenizer, name)
+        ours = getattr(config, name, theirs)
+        if theirs is not None and theirs not in (ours if isinstance(ours, list) else [ours]):
+            found.append(
+                f"the tokenizer's {name} is {theirs}, the model's is {ours}; leave it out of --config_overrides, or give "
+                "the model's own tokenizer"
+            )
+    if max_length > (longest := max_positions(config)):
+        found.append(f"--max_length is {max_length}, the model's is {longest}")
+    if not whole_logits:
+        try:
+            check_head(config)
+        except ConfigError as error:
+            found.append(str(error))
+    if found:
+        raise ConfigError(error_list("Model and data do not belong together", found))
