@@ -17,6 +17,7 @@ from accelerate_recipes.losses import (
     IGNORE_INDEX,
     check_head,
     count_next_tokens,
+    dtype_of_sum,
     linear_cross_entropy,
     next_token_loss,
     next_token_loss_without_logits,
@@ -108,12 +109,17 @@ def compare_in_bf16(device: torch.device) -> None:
         assert (ours - right).norm() < 1.2 * (other - right).norm() + 1e-6 * right.norm()
 
 
-def test_sums_over_chunks_in_bf16():
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(losses, "dtype_of_sum", lambda dtype, _: dtype_of_sum(dtype, torch.device("cuda")))
+
+
+def test_sums_over_chunks_in_bf16(as_on_a_gpu):
     compare_in_bf16(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("different", [500, 1])
-def test_sums_of_any_size_in_bf16(different):
+def test_sums_of_any_size_in_bf16(different, as_on_a_gpu):
     """Sums are in the range of fp16: columns may be large, small or zero, words improbable, and all targets the same."""
     torch.manual_seed(0)
     head, hidden, targets = (
@@ -175,7 +181,7 @@ def test_no_logits_are_made(monkeypatch):
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
-def test_an_ignored_row_contributes_nothing(garbage, precision):
+def test_an_ignored_row_contributes_nothing(garbage, precision, as_on_a_gpu):
     """Whatever it holds: loss and gradients are those of the other rows alone, also that of a bias."""
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(16, 50).to(precision)

@@ -196,7 +196,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     Gradients for a sum need nothing from the backward pass but a factor, so they are computed in the forward pass, where
     the logits are: no logits are computed twice.
 
-    The gradient of the weight is summed over chunks, in fp32 for factors in fp32. For factors in bf16 the sum is in fp16,
+    The gradient of the weight is summed over chunks, in fp32 for factors in fp32. For factors in bf16 a GPU sums in fp16,
     of which the rounding is an eighth of that of bf16, so that many chunks are as exact as one; and the backward pass
     makes it the gradient in its place. See `scales_of` for what keeps it in the range of fp16.
     """
@@ -206,12 +206,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         inputs, size = (weight, hidden, bias), weight.shape[0]
         # Each chunk reads and writes the weight's gradient, so it is large, but not beside the model's activations.
         room = min(max(BYTES_OF_A_WORD * size, 4 * hidden.numel()), BYTES_OF_A_CHUNK)
-        rows = max(1, room // (size * dtype.itemsize))
+        sum_dtype = dtype_of_sum(dtype, hidden.device)
+        rows = max(1, room // (size * sum_dtype.itemsize))
         rows_in_fp32 = max(1, LOGITS_IN_FP32 // size)
         needed = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        sums_in = torch.float32 if dtype == torch.float32 else torch.float16
-        scales = scales_of(hidden, targets) if needed[0] and sums_in == torch.float16 else None
-        of_weight = torch.zeros_like(weight, dtype=sums_in) if needed[0] else None
+        scales = scales_of(hidden, targets) if needed[0] and sum_dtype == torch.float16 else None
+        of_weight = torch.zeros_like(weight, dtype=sum_dtype) if needed[0] else None
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[1] else None
         of_bias = weight.new_zeros(size, dtype=torch.float32) if needed[2] else None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -270,6 +270,11 @@ def replace_by_probabilities(logits: torch.Tensor, words: torch.Tensor, is_neede
     return log_probs.gather(1, words)
 
 
+def dtype_of_sum(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Choose fp16 for factors of 16 bits, except on a CPU, which is slow in fp16."""
+    return torch.float32 if dtype == torch.float32 or device.type == "cpu" else torch.float16
+
+
 def scales_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Choose a power of two for each column of `hidden`, (H,), with which the weight's gradient is in the range of fp16.
 
@@ -281,16 +286,10 @@ def scales_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def add_product(total: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, scales: torch.Tensor | None) -> None:
     """Add a chunk's part to the weight's gradient; with `scales` in fp16, as which it leaves `logits`, their gradient."""
-    if scales is None:
-        total.addmm_(logits.T, hidden)
-        return
-    logits = torch.mul(logits, SPREAD, out=logits.view(torch.float16))
-    hidden = (hidden * (scales / SPREAD)).to(torch.float16)
-    if total.device.type == "cpu":  # has slow products in fp16
-        for sums, theirs in zip(total.split(4096), logits.T.split(4096), strict=True):
-            sums.copy_(torch.addmm(sums.float(), theirs.float(), hidden.float()))
-    else:
-        total.addmm_(logits.T, hidden)
+    if scales is not None:
+        logits = torch.mul(logits, SPREAD, out=logits.view(torch.float16))
+        hidden = hidden * (scales / SPREAD)
+    total.addmm_(logits.T.to(total.dtype), hidden.to(total.dtype))
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
