@@ -22,8 +22,11 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
 from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, whole_rows
 
-LOGITS_OF_A_CHUNK = 2**28  # 2,048 rows with 131,072 words
-LOGITS_IN_FP32 = 2**24  # few enough for the cache of a GPU, with enough work for it
+# A chunk has so many bytes of logits for each word, or as many as the hidden states in fp32, up to a limit: in bf16, with
+# 131,072 words, 768 to 2,048 rows.
+BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
+LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
+SPREAD = 2**8  # by which fp16 holds gradients of logits down to 2**-32
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
 BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
 
@@ -161,7 +164,7 @@ def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.T
     # Autocast would not take products in fp32 of factors in bf16; the meta device has none.
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         return LinearCrossEntropy.apply(
-            hidden.flatten(0, -2), head.weight, head.bias, targets, dtype, torch.is_grad_enabled()
+            head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled()
         )
 
 
@@ -169,19 +172,26 @@ class LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear layer.
 
     Gradients for a sum need nothing from the backward pass but a factor, so they are computed in the forward pass, where
-    the logits are: no logits are computed twice. The gradient of the weight is summed in fp32.
+    the logits are: no logits are computed twice.
+
+    The gradient of the weight is summed over chunks, in fp32 for factors in fp32. For factors in bf16 a GPU sums in fp16,
+    of which the rounding is an eighth of that of bf16, so that many chunks are as exact as one; and the backward pass
+    makes it the gradient in its place. See `scales_of` for what keeps it in the range of fp16.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, dtype, with_gradients):
-        inputs, size = (hidden, weight, bias), weight.shape[0]
-        # Each chunk reads and writes the weight's gradient, so it is large, but no larger than the weight.
-        rows = max(256, min(weight.shape[1], LOGITS_OF_A_CHUNK // size))
+    def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients):
+        inputs, size = (weight, hidden, bias), weight.shape[0]
+        # Each chunk reads and writes the weight's gradient, so it is large, but not beside the model's activations.
+        room = min(max(BYTES_OF_A_WORD * size, 4 * hidden.numel()), BYTES_OF_A_CHUNK)
+        sum_dtype = dtype_of_sum(dtype, hidden.device)
+        rows = max(1, room // (size * sum_dtype.itemsize))
         rows_in_fp32 = max(1, LOGITS_IN_FP32 // size)
         needed = [with_gradients and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-        of_bias = weight.new_zeros(1, size, dtype=torch.float32) if needed[2] else None
+        scales = scales_of(hidden, targets) if needed[0] and sum_dtype == torch.float16 else None
+        of_weight = torch.zeros_like(weight, dtype=sum_dtype) if needed[0] else None
+        of_hidden = torch.empty_like(hidden, dtype=dtype) if needed[1] else None
+        of_bias = weight.new_zeros(size, dtype=torch.float32) if needed[2] else None
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         losses = torch.empty_like(targets, dtype=torch.float32)
         for start in range(0, len(targets), rows):
@@ -192,52 +202,72 @@ class LinearCrossEntropy(torch.autograd.Function):
             some = hidden[chunk].to(dtype).masked_fill(ignored, 0)
             logits = F.linear(some, weight, bias)
             chosen = [
-                replace_by_gradient(part, theirs, any(needed))
+                replace_by_probabilities(part, theirs, any(needed))
                 for part, theirs in zip(logits.split(rows_in_fp32), words.split(rows_in_fp32), strict=True)
             ]
-            losses[chunk] = torch.cat(chosen).masked_fill_(ignored, 0).squeeze(1)
+            chosen = torch.cat(chosen)
+            losses[chunk] = -chosen.masked_fill(ignored, 0).squeeze(1)
+            if any(needed):  # logits become their gradient
+                logits.scatter_(1, words, chosen.expm1().to(dtype))  # exact for a probability near 1
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[chunk]).masked_fill_(ignored, 0)
-            if of_weight is not None:
-                add_product(of_weight, logits.T, some)
             if of_bias is not None:
-                add_product(of_bias, (~ignored).T.to(dtype), logits)
+                of_bias += logits.masked_fill_(ignored, 0).sum(0, dtype=torch.float32)
+            if of_weight is not None:
+                add_product(of_weight, logits, some, scales)
             del logits  # before the next are made
-        ctx.save_for_backward(of_hidden, of_weight, None if of_bias is None else of_bias[0])
+        ctx.kept = [of_weight, of_hidden, of_bias, scales]
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, factor):
-        gradients = (
-            # In place where that is possible: a second backward pass is an error.
-            None
-            if sums is None
-            else torch.mul(sums, factor, out=sums if sums.dtype == dtype else torch.empty_like(sums, dtype=dtype))
-            for sums, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        if not ctx.kept:
+            raise RuntimeError("the gradients of this loss are kept for one backward pass, and this is the second")
+        scales = ctx.kept.pop()
+        factors = factor if scales is None else factor / scales, factor, factor
+        # Each sum is freed before the next is multiplied.
+        gradients = [times(ctx.kept.pop(0), *how) for how in zip(factors, ctx.dtypes, strict=True)]
         return *gradients, None, None, None
 
 
-def replace_by_gradient(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
-    """Return the cross-entropy of each row, (N, 1), in fp32; `logits` become its gradient if that `is_needed`."""
+def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Multiply a gradient, in place where the result is as large."""
+    if sums is None:
+        return None
+    is_as_large = sums.itemsize == dtype.itemsize
+    return torch.mul(sums, factor, out=sums.view(dtype) if is_as_large else torch.empty_like(sums, dtype=dtype))
+
+
+def replace_by_probabilities(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
+    """Return the log-probability of each row's word, (N, 1), in fp32; `logits` become probabilities if that `is_needed`."""
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
-    chosen = log_probs.gather(1, words)
     if is_needed:
         torch.exp(log_probs, out=logits)
-        logits.scatter_(1, words, chosen.expm1().to(logits.dtype))  # exact for a probability near 1
-    return -chosen
+    return log_probs.gather(1, words)
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add the product of two matrices to `total`, which is in fp32, whatever the precision of the factors."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # no such product on a CPU
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+def dtype_of_sum(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Choose fp16 for factors of 16 bits, except on a CPU, which is slow in fp16."""
+    return torch.float32 if dtype == torch.float32 or device.type == "cpu" else torch.float16
+
+
+def scales_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Choose a power of two for each column of `hidden`, (H,), with which the weight's gradient is in the range of fp16.
+
+    A gradient of a logit is at most 1, so a sum is at most that of the column's absolute values, here 2**15 at most.
+    """
+    sums = hidden.masked_fill(targets[:, None] == IGNORE_INDEX, 0).abs_().sum(0, dtype=torch.float32)
+    return torch.exp2((2**15 / sums.clamp(min=2**-100)).log2().floor())
+
+
+def add_product(total: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Add a chunk's part to the weight's gradient; with `scales` in fp16, as which it leaves `logits`, their gradient."""
+    if scales is not None:
+        logits = torch.mul(logits, SPREAD, out=logits.view(torch.float16))
+        hidden = hidden * (scales / SPREAD)
+    total.addmm_(logits.T.to(total.dtype), hidden.to(total.dtype))
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
