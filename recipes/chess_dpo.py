@@ -155,7 +155,7 @@ def main(args: Args) -> None:
     def evaluate_fn(step: int) -> dict[str, float]:
         return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-    records = trainer.train(evaluate_fn)
+    records = trainer.fine_tune(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError
@@ -23,9 +23,9 @@ from accelerate_recipes.games.games import GamesArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
 from accelerate_recipes.games.rules import PHASES
+from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.rewards import GRPOArgs, room_for_prompts
-from accelerate_recipes.posttraining.trainers import RecipeTrainer, make_model, trl_config
+from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.tokenizers import load_tokenizer
@@ -62,7 +62,7 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.game_datasets)
 
 
-class Trainer(RecipeTrainer, GRPOTrainer):
+class Trainer(AnswerTrainer):
     def _tokenize_prompts(self, prompts: list[str]):
         """Tokenise prompts as in the model's training: a begin token, then the moves."""
         return [prompt_of(self.processing_class, prompt.split()) for prompt in prompts], None, {}
@@ -120,7 +120,7 @@ def main(args: Args) -> None:
         def evaluate_fn(step: int) -> dict[str, float]:
             return next_moves.evaluate(run.accelerator, run.model, args.per_device_eval_batch_size)
 
-        records = trainer.train(evaluate_fn)
+        records = trainer.fine_tune(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -90,7 +90,7 @@ def main(args: Args) -> None:
         loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
         return evaluate_pairs(trainer, loader)
 
-    records = trainer.train(evaluate_fn)
+    records = trainer.fine_tune(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

@@ -25,18 +25,16 @@ from accelerate_recipes.data.heldout import RowsArgs
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.picture import Bars, Curves
-from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.rewards import (
+from accelerate_recipes.posttraining.answers import (
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
-    check_column_names,
     check_settings,
-    load_rewards,
-    reward_problems,
     room_for_prompts,
     tokenize_prompts,
 )
+from accelerate_recipes.posttraining.answers_trial import answers_trial
+from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
 from accelerate_recipes.posttraining.trainers import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
@@ -147,7 +145,7 @@ def main(args: Args) -> None:
         drawn = answers.evaluate(step, Sampling(args.temperature, args.seed))
         return answers.evaluate(step) | {f"sampled_{name}": value for name, value in drawn.items()}
 
-    records = trainer.train(evaluate_fn)
+    records = trainer.fine_tune(evaluate_fn)
 
     # Result
     def result(before: dict, after: dict) -> Result:

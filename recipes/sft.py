@@ -10,6 +10,7 @@ A row has `messages` (for the model's chat template), `prompt` and `completion` 
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,18 @@ from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
-from accelerate_recipes.posttraining.supervised import SupervisedTrainer, load_sides, supervised_trial
-from accelerate_recipes.posttraining.trainers import NewModelArgs, count_targets, make_or_load_model, trl_config
-from accelerate_recipes.ranks import on_first_of_machine_before_others
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.posttraining.supervised import (
+    SupervisedTrainer,
+    inputs_of,
+    load_sides,
+    supervised_trial,
+    without_targets,
+)
+from accelerate_recipes.posttraining.trainers import NewModelArgs, make_or_load_model, pad_multiple, trl_config
+from accelerate_recipes.ranks import on_first_of_machine_before_others, ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start
-from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
@@ -47,11 +54,17 @@ class Args(RowsArgs, NewModelArgs, SFTConfig):
         False, "Train with trl's template for --assistant_only_loss although the exported one renders otherwise."
     )
 
-    fixed = NewModelArgs.fixed | {
+    fixed = frozenset({
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
-    }  # fmt: skip
+    })  # fmt: skip
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
+
+    pads_rows = True
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.has_boundaries
 
     @property
     def has_boundaries(self) -> bool:
@@ -86,18 +99,13 @@ def requirements(args: Args) -> Requirements:
     )
 
 
-def without_targets(row: dict, number: int) -> dict:
-    """Return a held-out row as trl prepared it; number -1 gets no targets."""
-    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
-
-
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Sum the loss over the targets, in nats, by the forward pass that trl gave the model."""
-    return -model(**batch, fused_lm_head=True).log_probs.sum()
+    return -model(**inputs_of(batch), fused_lm_head=True).log_probs.sum()
 
 
 def trial(args: Args) -> Trial:
-    return supervised_trial(args, loss_fn)
+    return supervised_trial(args)
 
 
 def main(args: Args) -> None:
@@ -111,7 +119,8 @@ def main(args: Args) -> None:
     # Model and trainer
     # Give trl the folder of the template's model at its pinned commit; by its name, trl would ask the Hub.
     template = str(cache.folder("model", args.template_model)) if args.template_model else args.chat_template_path
-    config = trl_config(run, SFTConfig, chat_template_path=template)
+    padding = {"pad_to_multiple_of": math.lcm(pad_multiple(args) or 1, ranks_a_row())} if ranks_a_row() > 1 else {}
+    config = trl_config(run, SFTConfig, chat_template_path=template, **padding)
     model, new_tokens = make_or_load_model(args, tokenizer, args.new_tokens)
     sides = {"train_dataset": rows["train"], "eval_dataset": rows["test"], "source_rows": first}
     trainer = SupervisedTrainer(run, config, model, tokenizer, new_tokens=new_tokens, **sides)
@@ -128,12 +137,14 @@ def main(args: Args) -> None:
 
     # Training and evaluation
     heldout = Rows(trainer.eval_dataset, without_targets)
-    heldout_loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=trainer.data_collator)
+    heldout_loader = make_eval_loader(
+        heldout, args, run.data_rank, run.data_world_size, collate_fn=trainer.data_collator
+    )
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, loss_fn, count_targets)}
+        return {"loss": evaluate_loss(run.accelerator, run.model, heldout_loader, loss_fn, count_next_tokens)}
 
-    records = trainer.train(evaluate_fn)
+    records = trainer.fine_tune(evaluate_fn)
 
     # Result
     description = f"{args.base_model or 'A new model'}, fine-tuned on {len(rows['train']):,} rows of {args.source}."

@@ -189,8 +189,8 @@ def generic(problem: str) -> str:
 INTRODUCTION = """\
 An empty cell may be combined, and so may a lever that has no row; = changes nothing there: it is so already, or the
 strategy has no such thing. A number is the refusal below, which comes before anything is loaded, and from `preflight` too.
-Recipe, strategy and lever together are refused where two of them are, and `fsdp_long` by all recipes but `chess.py` and
-`c4.py`. Nobody wrote these tables: `tests/combinations.py`
+Recipe, strategy and lever together are refused where two of them are, and `fsdp_long` by all recipes but `chess.py`,
+`c4.py`, and `sft.py` with packed rows. Nobody wrote these tables: `tests/combinations.py`
 asks the checks that refuse, and `make test` compares this page with their answers. The recipes are asked with a pretrained
 model."""
 

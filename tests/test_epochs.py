@@ -82,8 +82,6 @@ def train(forks, out: Path, name: str, *args: object, begin: Path | None = None,
         pytest.param(SCRIPT, (), id="sft"),
         pytest.param(DPO, (), marks=pytest.mark.slow, id="dpo"),
         pytest.param(SCRIPT, ("--packing", "true", "--max_length", 24), marks=pytest.mark.slow, id="packing"),
-        pytest.param(SCRIPT, ("--train_sampling_strategy", "group_by_length"), marks=pytest.mark.slow, id="by-length"),
-        pytest.param(SCRIPT, ("--train_sampling_strategy", "batch_rebalance"), marks=pytest.mark.slow, id="rebalanced"),
     ],
 )
 def test_one_order_of_rows(forks, arguments, tmp_path, script, more):
@@ -105,7 +103,6 @@ def test_dropout_goes_on(forks, arguments, folder, tmp_path):
     settings = json.loads((base / "config.json").read_text()) | {"attention_dropout": 0.1}
     (base / "config.json").write_text(json.dumps(settings))
     args = (*arguments, "--model_name_or_path", base, "--dataloader_num_workers", 1)
-    args = (*args, "--dataloader_persistent_workers", "true")
     whole = train(forks, tmp_path / "whole", "two", *args)
     assert train(forks, tmp_path / "again", "two", *args, begin=tmp_path / "whole/checkpoint-2") == whole
 
@@ -137,7 +134,7 @@ def prompts(out: Path) -> dict[int, list[str]]:
 
 
 def test_one_order_of_prompts(forks, grpo_arguments, tmp_path):
-    """Each step of GRPO has the same prompts; on the same number of processes the answers are the same, too."""
+    """Each step of GRPO has the same prompts and answers on any number of processes, and trains on them alike."""
     whole, again, three = (tmp_path / name for name in ("whole", "again", "three"))
     train(forks, whole, "two", *grpo_arguments, script=GRPO)
     wanted = prompts(whole)
@@ -146,6 +143,7 @@ def test_one_order_of_prompts(forks, grpo_arguments, tmp_path):
     for out, name, step in ((again, "two", 5), (three, "three", 4)):
         train(forks, out, name, *grpo_arguments, begin=whole / f"checkpoint-{step}", script=GRPO)
         assert prompts(out) == {number: wanted[number] for number in range(step + 1, STEPS + 1)}
+    assert losses(three) == pytest.approx(losses(whole), rel=1e-5)
     for record, other in zip(read_metrics(whole), read_metrics(again), strict=True):
         assert {name for name in record if record[name] != other[name]} <= TIMES, record["step"]
 

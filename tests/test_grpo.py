@@ -102,7 +102,7 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     evaluations = [record for record in read_metrics(out) if "eval_reward" in record]
     assert [record["step"] for record in evaluations] == [0, STEPS]
     before, after = evaluations
-    assert after["eval_sampled_rewards/ones"] > before["eval_sampled_rewards/ones"] + 0.05, "it learns"
+    assert after["eval_sampled_reward"] > before["eval_sampled_reward"] + 0.1, "it learns"
     assert (out / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == set(range(STEPS + 1))

@@ -82,8 +82,8 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=metrics.Flops(1e4, 2e4))
     log.restore(None)
     window = metrics.Window()
-    window.add(torch.tensor(2.0), torch.tensor(300), samples=8, seconds=0.25, data_seconds=0.01)
-    window.add(torch.tensor(4.0), torch.tensor(100), samples=8, seconds=0.25, data_seconds=0.01)
+    window.add(torch.tensor([600.0]), torch.tensor([300]), samples=8, seconds=0.25, data_seconds=0.01)
+    window.add(torch.tensor([400.0]), torch.tensor([100]), samples=8, seconds=0.25, data_seconds=0.01)
     log.log_step(120, window, grad_norm=0.81, lr=2.9e-4, gib=23.4, counts={"tokens_seen": 4096, "retries": 2})
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == (
@@ -113,7 +113,7 @@ def test_a_step_has_its_evaluation_or_not(tmp_path):
     """The log knows whether a step has its evaluation, so a run stopped between the two knows what is left to do."""
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops=None)
     window = metrics.Window()
-    window.add(torch.tensor(2.0), torch.tensor(1), samples=1, seconds=1, data_seconds=0)
+    window.add(torch.tensor([2.0]), torch.tensor([1]), samples=1, seconds=1, data_seconds=0)
     for step in (2, 4):
         log.log_step(step, window, grad_norm=1.0, lr=0.1, gib=1.0, counts={})
     log.log_evaluation(4, {"loss": 1.0})

@@ -248,9 +248,12 @@ def test_what_a_launch_says(monkeypatch):
     assert (
         "25 is not a multiple of 2 groups of 2 processes that share rows; numbers of groups that work: 1, 5, 25" in text
     )
-    trl = [str(ROOT / "recipes/sft.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
-    with pytest.raises(ConfigError, match="in this recipe a row is whole on each process"):
-        preflight([LONG, *trl])
+    for name in ("sft", "dpo"):
+        trl = [str(ROOT / f"recipes/{name}.py"), "--model_name_or_path", "m", "--dataset_name", "d"]
+        with pytest.raises(
+            ConfigError, match=r"in this recipe a row is whole on each process; .*sft\.py with --packing"
+        ):
+            preflight([LONG, *trl])
 
 
 def test_sizes_and_kernels_that_cannot_be(tmp_path):

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import shutil
-from itertools import islice
+from dataclasses import fields
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,19 +20,28 @@ from accelerate import PartialState
 from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import recipe
-from accelerate_recipes.args import parse, resolve
+from accelerate_recipes.args import TrainArgs, parse, resolve
 from accelerate_recipes.checkpoint.files import complete_checkpoints
 from accelerate_recipes.checkpoint.resume import check_arguments
 from accelerate_recipes.data.heldout import beginning
+from accelerate_recipes.data.rows import rows_of_step
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
+from accelerate_recipes.posttraining.objective import WholeSteps, num_whole_steps
 from accelerate_recipes.posttraining.supervised import load_sides
 from accelerate_recipes.posttraining.trainers import trl_config
 from accelerate_recipes.run import Run
@@ -117,6 +127,111 @@ def test_one_process_trains_on_one_gpu(name, config_class, tmp_path, monkeypatch
         assert config.n_gpu == 1 and config.push_to_hub is False
     finally:
         PartialState._reset_state()
+
+
+PACKED = ("--packing", "true", "--max_length", 200)
+ARITHMETIC = ROOT / "data/arithmetic"
+BESIDE_TRL = {
+    "sft": {
+        "padded": (),
+        "packed": PACKED,
+        "completion-only": ("--train_files", ARITHMETIC / "sft.jsonl", "--completion_only_loss", "true"),
+        "assistant-only": ("--assistant_only_loss", "true"),
+        "dft": ("--loss_type", "dft"),
+    },
+    "dpo": {
+        "sigmoid": (),
+        "sigmoid and sft": ("--loss_type", "sigmoid", "sft", "--loss_weights", 1, 0.3),
+        "ipo": ("--loss_type", "ipo"),
+        "reference kept": ("--precompute_ref_log_probs", "false"),
+    },
+    "grpo": {
+        "grpo": ("--loss_type", "grpo"),
+        "dapo": ("--loss_type", "dapo", "--beta", 0.02),
+        "dr_grpo": ("--loss_type", "dr_grpo", "--num_iterations", 2, "--save_steps", 4),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name, flags",
+    [
+        pytest.param(name, flags, id=f"{name}-{case}")
+        for name, cases in BESIDE_TRL.items()
+        for case, flags in cases.items()
+    ],
+)
+def test_weights_are_those_of_trl(forks, arguments, pairs, chats, tmp_path, name, flags):
+    """After ten steps the weights are those of trl's own trainer and loop, though it takes each step as one micro-batch."""
+    base = ("--model_name_or_path", chats / "base", "--max_steps", 10, "--per_device_train_batch_size", 4)
+    more = {
+        "sft": (),
+        "dpo": ("--train_files", pairs / "pairs.jsonl", "--learning_rate", 1e-3),
+        "grpo": (
+            "--train_files", pairs / "prompts.jsonl", "--rewards", f"{pairs}/rewards.py:short", "--num_generations", 4,
+            "--max_completion_length", 8, "--num_eval_prompts", 2, "--learning_rate", 1e-3,
+        ),
+    }[name]  # fmt: skip
+    given = [*arguments, *base, *more, *flags]
+    if name == "grpo":
+        place = given.index("--max_length")
+        del given[place : place + 2]
+    assert forks.run(tmp_path / "out", *given, script=CHILDREN / "beside_trl.py", config="single", RECIPE=name) == 0, (
+        log_of(tmp_path / "out")[-3000:]
+    )
+    found = json.loads((tmp_path / "out/beside.json").read_text())
+    assert found["moved"] > 1e-3 and found["apart"] < 1e-5, found
+
+
+def test_whole_steps():
+    """DPO and GRPO take whole steps alone; a prompt has its answers side by side, in the steps that use them."""
+    args = {
+        "seed": 1,
+        "per_device_train_batch_size": 2,
+        "total_batch_size": 4,
+        "max_steps": -1,
+        "num_train_epochs": 1.5,
+    }
+    pairs = SimpleNamespace(**args)
+    order = [row for batch in WholeSteps(7, pairs, 0, 1) for row in batch]
+    assert order == [row for step in range(2) for row in rows_of_step(step, 4, 7, 1)]
+    assert num_whole_steps(pairs, 7) == 2  # 10 rows
+    answers = SimpleNamespace(**args, num_generations=2, num_iterations=3)
+    found = [[row for batch in WholeSteps(7, answers, rank, 2) for row in batch] for rank in range(2)]
+    steps = [list(a + b) for a, b in zip(*(zip(*[iter(rows)] * 2, strict=True) for rows in found), strict=True)]
+    wanted = [[row for row in rows_of_step(block, 2, 7, 1) for _ in range(2)] for block in range(5)]
+    assert steps == [rows for rows in wanted for _ in range(3)] and num_whole_steps(answers, 7) == 15
+    with pytest.raises(ConfigError, match=r"--num_train_epochs 0\.1 of 20 rows are 2, which do not fill a step of 4"):
+        num_whole_steps(SimpleNamespace(**args | {"num_train_epochs": 0.1}), 20)
+
+
+@pytest.mark.parametrize("name, config", [("sft", SFTConfig), ("dpo", DPOConfig), ("grpo", GRPOConfig)])
+def test_flags_of_trl_are_kept_or_refused_by_name(name, config):
+    """The page names each field of trl's own that is refused, and of those of transformers the ones that a loss would use."""
+    page = (ROOT / "docs/rewards.md").read_text().partition("## Flags of trl")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`--(\w+)`", page))
+    args = recipe.load(ROOT / f"recipes/{name}.py").Args
+    inherited = {field.name for field in fields(TrainingArguments)}
+    own = {field.name for field in fields(config)} - inherited
+    assert own & args.owned_elsewhere.keys() <= named
+    for field in named & inherited - set(TrainArgs.__dataclass_fields__):
+        with pytest.raises(ConfigError, match=rf"--{field} .* is not an argument of the recipe: it is of the loop"):
+            parse(args, [f"--{field}", "1"], world_size=1)
+
+
+@pytest.fixture(scope="module")
+def pairs(chats) -> Path:
+    """Folder with pairs of translations, of different lengths, with prompts alone, and with a reward."""
+    rows = [json.loads(line)["messages"] for line in (chats / "chats.jsonl").read_text().splitlines()]
+    with (chats / "pairs.jsonl").open("w") as pairs, (chats / "prompts.jsonl").open("w") as prompts:
+        for (question, answer), (_, other) in pairwise(rows):
+            if answer != other:
+                pairs.write(json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]}) + "\n")
+                prompts.write(json.dumps({"prompt": question["content"][:40]}) + "\n")
+    (chats / "rewards.py").write_text(
+        "def short(completions, **_):\n    return [-len(text) / 9 for text in completions]\n"
+    )
+    return chats
 
 
 def test_sft_has_one_trajectory(forks, arguments, chats, tmp_path):
@@ -242,12 +357,12 @@ def test_what_trl_changes_is_exported(forks, arguments, chats, plain_base, tmp_p
     assert said in log_of(refused[0]), log_of(refused[0])[-3000:]
 
 
-def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path) -> float:
-    """Compute a model's loss in one process, in nats per token, on the rows that the run held out."""
+def loss_of(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, out: Path, side: str = "test") -> float:
+    """Compute a model's loss in one process, in nats per token, on the rows that the run held out, or trained on."""
     module = recipe.load(SFT)
     args = parse(module.Args, ["--config", str(out / "args.yaml")], world_size=2)
     loss_sum, num_targets = 0.0, 0
-    for row in load_sides(args, tokenizer)[0]["test"]:
+    for row in load_sides(args, tokenizer)[0][side]:
         ids = torch.tensor([tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"][:64]])
         with torch.no_grad():
             loss_sum += model.eval()(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
@@ -271,6 +386,29 @@ def test_packed_rows_do_not_see_each_other(forks, arguments, chats, tmp_path):
     assert losses(tmp_path / "documents") == pytest.approx(losses(tmp_path / "packed"), rel=1e-5)
     grad_norms = [read_metrics(tmp_path / name)[1]["grad_norm"] for name in ("documents", "packed")]
     assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-5)
+
+
+def test_ranks_share_rows(forks, arguments, chats, tmp_path):
+    """Two ranks that share each row, of any length, train and evaluate as one process does."""
+    args = (
+        *arguments,
+        "--packing",
+        "true",
+        "--max_length",
+        131,
+        "--model_name_or_path",
+        chats / "base",
+        "--max_steps",
+        3,
+    )
+    args += ("--attn_implementation", "documents", "--per_device_train_batch_size", 2, "--save_steps", 0)
+    found = {}
+    for config in ("single", "fsdp_long"):
+        assert forks.run(tmp_path / config, *args, config=config) == 0, log_of(tmp_path / config)[-3000:]
+        norms = [record["grad_norm"] for record in read_metrics(tmp_path / config) if "grad_norm" in record]
+        found[config] = [*losses(tmp_path / config).values(), *norms, *evaluations(tmp_path / config)]
+    assert found["fsdp_long"] == pytest.approx(found["single"], rel=1e-5)
+    assert "rows shared by 2" in log_of(tmp_path / "fsdp_long")
 
 
 @pytest.fixture(scope="module")
@@ -485,11 +623,11 @@ def test_held_out_by_hash(chats, tmp_path):
 def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
     """Arguments that decide which rows a step trains on, or their content, must not change on a resume."""
     for script, args, changes in (
-        (DPO, chess, {"max_length": "20", "train_sampling_strategy": "sequential"}),
-        (GRPO, chess, {"max_prompt_length": "20", "train_sampling_strategy": "sequential"}),
+        (DPO, chess, {"max_length": "20"}),
+        (GRPO, chess, {"max_prompt_length": "20", "num_generations": "4"}),
         (SFT, (*arguments, "--model_name_or_path", chats / "base"),
          {"dataset_text_field": "story", "chat_template_path": "no/model", "eos_token": "</s>", "truncation_mode": "keep_end",
-          "shuffle_dataset": "true", "max_length": "20", "train_sampling_strategy": "sequential",
+          "shuffle_dataset": "true", "max_length": "20",
           "assistant_only_loss": "true"}),
     ):  # fmt: skip
         module = recipe.load(script)
@@ -501,16 +639,14 @@ def test_what_a_resume_must_not_change(chess, chats, arguments, tmp_path):
         assert set(re.findall(r"- --(\w+) was", str(caught.value))) == changes.keys(), script
 
 
-@pytest.mark.parametrize(
-    "length", [("--max_steps", STEPS), ("--max_steps", -1, "--num_train_epochs", 1)], ids=["steps", "epochs"]
-)
-def test_too_few_rows(forks, arguments, chats, tmp_path, length):
+def test_fewer_rows_than_a_step(forks, arguments, chats, tmp_path):
+    """One epoch of them is one step, in which each row counts once."""
     out = tmp_path / "out"
-    size = ("--total_batch_size", 200, "--per_device_train_batch_size", 50, *length)
-    assert forks.run(out, *arguments, *size, "--model_name_or_path", chats / "base") == 2
-    assert re.search(
-        "error: the training data have 1[01][0-9] rows, which do not fill a step of --total_batch_size 200", log_of(out)
-    )
+    size = ("--total_batch_size", 200, "--per_device_train_batch_size", 50, "--max_steps", -1, "--num_train_epochs", 1)
+    assert forks.run(out, *arguments, *size, "--model_name_or_path", chats / "base") == 0, log_of(out)[-3000:]
+    (step,) = (record for record in read_metrics(out) if "loss" in record)
+    model, tokenizer = (kind.from_pretrained(chats / "base") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert step["loss"] == pytest.approx(loss_of(model, tokenizer, out, "train"), rel=1e-5)
 
 
 def test_what_trl_refuses_is_one_message(forks, arguments, chats, tmp_path):

@@ -122,40 +122,26 @@ TOUCHED = [
     (BaseTunerLayer, "_disable_adapters", "adapters", "the base alone computes, and the same weights are trained", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
     (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
-    (Trainer, "_get_dataloader", "trainers", "workers outlive SIGTERM", "self dataset description batch_size sampler_fn is_training dataloader_key"),
-    (Trainer, "_inner_training_loop", "trainers", "resume from our checkpoint", "self batch_size args resume_from_checkpoint trial ignore_keys_for_eval"),
-    (Trainer, "_init_training_state", "trainers", "the step to go on from", "self max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial"),
-    (Trainer, "_prepare_for_training", "trainers", "our prepare, optimizer and schedule", "self max_steps train_dataloader resume_from_checkpoint"),
-    (Trainer, "_get_train_sampler", "trainers", "the order of the rows, in whole steps", "self train_dataset"),
-    (Trainer, "_run_epoch", "trainers", "which epoch the order is of", "self model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"),
-    (Trainer, "_load_rng_state", "trainers", "our random states", "self checkpoint"),
-    (Trainer, "_get_grad_norm", "trainers", "a norm that is not finite ends the run", "self model grad_norm"),
-    (Trainer, "_maybe_log_save_evaluate", "trainers", "what is due after a step", "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate"),
-    (Trainer, "_globalstep_last_logged", "trainers", "steps of a log line", None),
-    (Trainer, "_total_loss_scalar", "trainers", "Trainer's own mean loss", None),
-    (Trainer, "get_batch_samples", "trainers", "time spent waiting for data", "self epoch_iterator num_batches device"),
-    (Trainer, "compute_loss", "trainers", "targets are counted", "self model inputs return_outputs num_items_in_batch"),
-    (Trainer, "create_accelerator_and_postprocess", "trainers", "our Accelerator", "self"),
+    (Trainer, "create_accelerator_and_postprocess", "objective", "our Accelerator", "self"),
     # trl, datasets
-    (SFTTrainer, "_send_telemetry", "trainers", "a run tells nobody of itself", "self"),
-    (Trainer, "_move_model_to_device", "trainers", "the model is moved when it is prepared", "self model device"),
+    (SFTTrainer, "_send_telemetry", "objective", "a run tells nobody of itself", "self"),
+    (Trainer, "_move_model_to_device", "objective", "the model is moved when it is prepared", "self model device"),
     (SFTTrainer, "_prepare_dataset", "supervised", "rows between tokenising and cutting", "self dataset processing_class args packing formatting_func dataset_name"),
-    (GRPOTrainer, "_step", "trainers", "when answers are drawn", None),
-    (GRPOTrainer, "_tokenize_prompts", "trainers", "prompts are shown", "self prompts"),
-    (GRPOTrainer, "_tokenize_prompts", "rewards", "prompts are compared with the export", "self prompts"),
+    (GRPOTrainer, "_tokenize_prompts", "answers", "prompts are shown", "self prompts"),
     (DPOTrainer, "_precompute_ref_logps", "preferences", "the reference computes when the model is sharded", "self dataset name batch_size"),
     (DPOTrainer, "_precompute_model_hash", "preferences", "by which kept values of the reference are found", None),
-    (DPOTrainer, "_metrics", "preferences", "its loss, without a trainer, logs there", None),
-    (DPOTrainer, "_total_train_tokens", "preferences", "the same", None),
-    (DPOTrainer, "_tp_size", "preferences", "the same", None),
+    (DPOTrainer, "_metrics", "objective", "a loss, without a trainer, logs there", None),
+    (DPOTrainer, "_total_train_tokens", "objective", "the same", None),
+    (DPOTrainer, "_tp_size", "objective", "the same", None),
     (DPOTrainer, "_prepare_dataset", "chess_dpo", "pairs are tokenized already", "self dataset processing_class args dataset_name"),
     (DPOTrainer, "_prepare_dataset", "preferences", "a filter that does not hold all arguments", "self dataset processing_class args dataset_name"),
     (GRPOTrainer, "_tokenize_prompts", "chess_grpo", "prompts as the model was trained", "self prompts"),
     (GenerationMixin, "_get_logits_processor", "answers_trial", "what drawing does to scores", None),
-    (GRPOTrainer, "_metrics", "answers_trial", "its loss, without a trainer, logs there", None),
+    (GenerationMixin, "_get_logits_processor", "answers", "draws by our own numbers, after all that changes the chances", None),
+    (GRPOTrainer, "_generate_and_score_completions", "answers", "draws and scores the answers of a step", "self inputs"),
+    (GRPOTrainer, "_compute_loss", "answers", "the loss of a micro-batch of answers", "self model inputs"),
+    (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
-    (GRPOTrainer, "_entropy_window_stats", "answers_trial", "the same", None),
-    (GRPOTrainer, "_last_world_entropy", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
@@ -185,6 +171,12 @@ def test_it_is_still_there(owner, name, user, why, parameters):
     if parameters is not None:
         function = getattr(found, "_init_fn", found)  # for an operator
         assert " ".join(inspect.signature(function).parameters) == parameters, f"{user}: {why}"
+
+
+def test_trl_refuses_packed_rows_that_ranks_share():
+    """For this `objective` hides them while trl's trainer is made."""
+    source = inspect.getsource(SFTTrainer.__init__)
+    assert "parallelism_config.cp_enabled and (args.packing or args.eval_packing):" in source
 
 
 def is_private(name: str) -> bool:

@@ -277,6 +277,21 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+class WithoutAdapters:
+    """Model that computes as its base does, without dropout."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        was_training = self.model.training
+        self.model.eval()
+        with without_adapters(self.model):
+            outputs = self.model(**inputs)
+        self.model.train(was_training)
+        return outputs
+
+
 def layers_with_new_rows(config: "LoraConfig") -> list[str]:
     """List the names of the weights with rows of new tokens."""
     return [f"{layer}.weight" for layer in config.trainable_token_indices or ()]

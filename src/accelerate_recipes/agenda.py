@@ -1,4 +1,4 @@
-"""Calendar of a run: when to log, evaluate, save and stop. Our loop and trl's trainers both use it."""
+"""Calendar of a run: when to log, evaluate, save and stop."""
 
 import sys
 import time

@@ -157,8 +157,11 @@ class TrainArgs:
     ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
-    # Whether ranks can share a row (parallelism_config_cp_size): the rows are packed, and the loss is ours.
-    shares_rows: ClassVar[bool] = False
+    # Whether ranks can share a row (parallelism_config_cp_size): rows are packed, and batches say where documents begin.
+    shares_rows = False
+
+    # Whether rows of any length are padded until the ranks that share one can divide it.
+    pads_rows: ClassVar[bool] = False
 
     # Whether the model gets a new output layer, which adapters would leave as it is.
     has_new_layer: ClassVar[bool] = False

@@ -1,8 +1,9 @@
 """Training loop: `train()` goes from step to step, `train_step()` is the arithmetic of one step.
 
-Model, data and loss are passed in. A recipe gives the sum of token losses of a batch and the number of its
-targets; only this module divides one by the other, over all micro-batches and ranks, so that the result does not
-depend on how the batch was divided. `agenda.Agenda` does what else is due at a step.
+Model, data and loss are passed in. A recipe gives the sum of the losses of a batch and the number of its targets; only
+this module divides one by the other, over all micro-batches and ranks, so that the result does not depend on how the
+batch was divided. A loss of several parts, such as a mean over pairs and one over tokens, gives a sum and a number for
+each part. `agenda.Agenda` does what else is due at a step.
 """
 
 import contextlib
@@ -28,8 +29,12 @@ from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
 
 Batch = dict[str, Any]  # tensors; and numbers, such as of documents
+# A sum, or one for each part of the loss; and the numbers of targets that divide them. The last part is that of tokens (of
+# images, in a recipe that has no tokens), whose number gives the speed.
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 CountFn = Callable[[Batch], torch.Tensor]
+# Makes the micro-batches of the step after `step` from this rank's rows, such as answers that the model draws.
+DrawFn = Callable[[int, list[Batch]], list[Batch]]
 
 
 class TrainLoader(Protocol):
@@ -57,12 +62,17 @@ class TrainLoader(Protocol):
 class Step(NamedTuple):
     """Result of one optimizer step; equal on all ranks, tensors are scalars on the device."""
 
-    loss: torch.Tensor  # mean over all targets, in nats per token
+    loss_sums: torch.Tensor  # of each part, (K,), in nats
+    num_targets: torch.Tensor  # (K,)
     grad_norm: torch.Tensor  # before clipping
-    num_targets: torch.Tensor
     save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
     is_uneven: bool  # the data of some rank are uneven, see TrainLoader
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Mean over all targets, in nats per token; the sum of the means of all parts."""
+        return (self.loss_sums / self.num_targets.clamp(min=1)).sum()
 
 
 def train_step(
@@ -83,39 +93,48 @@ def train_step(
     assert 0 <= max_grad_norm < float("inf"), max_grad_norm
     # One collective sums everything that the ranks must agree on: the number of targets, wishes to save and to stop, and
     # whether to talk about the next step's data.
-    num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum()
+    num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum(0).reshape(-1)
     wishes = torch.tensor([int(wants_save), int(stop.requested() is not None), int(is_uneven)])
     wishes = wishes.to(accelerator.device, non_blocking=True)  # torch.tensor(..., device=) would wait for the device
-    num_targets, *num_wishes = sum_over_ranks(torch.cat([num_targets[None], wishes]))
+    num_targets, num_wishes = sum_over_ranks(torch.cat([num_targets, wishes])).split([len(num_targets), len(wishes)])
     # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
     scale = accelerator.num_processes / num_targets.clamp(min=1)
     micro_losses = []
     for i, batch in enumerate(micro_batches):
         with accumulate(accelerator, model, run.first_units, is_last=i == len(micro_batches) - 1):
             loss = loss_fn(model, batch)
-            accelerator.backward(loss * scale)
-        micro_losses.append(loss.detach())
-    loss = sum_over_ranks(torch.stack(micro_losses).sum()) / num_targets.clamp(min=1)
+            accelerator.backward((loss * scale).sum())
+        micro_losses.append(loss.detach().reshape(-1))
+    loss_sums = sum_over_ranks(torch.stack(micro_losses).sum(0))
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
     # A step waits for the device only here. All values are sums over all ranks, so all ranks decide alike.
-    are_finite = torch.isfinite(loss), torch.isfinite(grad_norm.to(loss.device))
-    flags = torch.stack([*are_finite, *(n > 0 for n in (num_targets, *num_wishes))])
+    are_finite = torch.isfinite(loss_sums).all(), torch.isfinite(grad_norm.to(loss_sums.device))
+    flags = torch.cat([torch.stack([*are_finite, num_targets[-1] > 0]), num_wishes > 0])
     loss_is_finite, norm_is_finite, has_targets, *wanted = flags.tolist()
+    step = Step(loss_sums, num_targets, grad_norm, *wanted)
     if not (loss_is_finite and norm_is_finite):
-        message = f"loss {loss.item()}, gradient norm {grad_norm.item()}"
-        raise NonFiniteError(message, torch.stack(micro_losses).tolist())
+        message = f"loss {step.loss.item()}, gradient norm {grad_norm.item()}"
+        raise NonFiniteError(message, torch.stack(micro_losses).sum(-1).tolist())
     if has_targets:  # else weight decay, and what the optimizer remembers of earlier steps, would change the weights
         run.optimizer.step()
     run.optimizer.zero_grad()
-    return Step(loss, grad_norm, num_targets, *wanted)
+    return step
 
 
 def train(
-    run: Run, train_loader: TrainLoader, *, loss_fn: LossFn, count_fn: CountFn, evaluate_fn: EvaluateFn
+    run: Run,
+    train_loader: TrainLoader,
+    *,
+    loss_fn: LossFn,
+    count_fn: CountFn,
+    evaluate_fn: EvaluateFn,
+    draw_fn: DrawFn | None = None,
+    values_fn: Callable[[int], dict[str, float]] | None = None,
 ) -> list[dict]:
     """Train to the run's last step, from the checkpoint that is to be resumed if there is one.
 
-    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`.
+    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`. `values_fn(step)` returns, on
+    all ranks, what a log line after `step` says besides.
 
     Returns:
         The records of metrics.jsonl, of earlier parts of the run too.
@@ -141,6 +160,8 @@ def train(
         data_seconds = time.perf_counter() - start
         agenda.expect(f"step {step + 1}")
         try:
+            if draw_fn is not None:
+                batches = draw_fn(step, batches)
             done = train_step(run, batches, loss_fn, count_fn, agenda.save_is_overdue(), train_loader.is_uneven)
         except NonFiniteError as error:
             with contextlib.suppress(SaveError):
@@ -160,11 +181,11 @@ def train(
         # that the logged speed counts it.
         grad_norm = done.grad_norm.item() if agenda.something_is_due else float("nan")
         seconds = time.perf_counter() - start
-        window.add(done.loss, done.num_targets, args.total_batch_size, seconds, data_seconds)
+        window.add(done.loss_sums, done.num_targets, args.total_batch_size, seconds, data_seconds)
         if agenda.log_is_due:
             parts = on_all_data_ranks(train_loader.counts())
             counts = {name: sum(part[name] for part in parts) for name in parts[0]}
-            agenda.log_window(window, grad_norm, lr, counts)
+            agenda.log_window(window, grad_norm, lr, counts | (values_fn(step) if values_fn else {}))
             window = Window()
         agenda.evaluate_and_save()
     return agenda.end()

@@ -114,26 +114,34 @@ class Window:
     """Sums over the steps since the last log line. They are on the device, so that adding to them waits for nothing."""
 
     def __init__(self):
-        self.loss_sum: torch.Tensor | float = 0.0
-        self.num_targets: torch.Tensor | int = 0
+        self.loss_sums = torch.zeros((), dtype=torch.float64)  # (K,), of each part of the loss
+        self.counts = torch.zeros((), dtype=torch.int64)  # (K,), of its targets
         self.samples = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
 
     def add(
-        self, loss: torch.Tensor, num_targets: torch.Tensor, samples: int, seconds: float, data_seconds: float
+        self, loss_sums: torch.Tensor, counts: torch.Tensor, samples: int, seconds: float, data_seconds: float
     ) -> None:
-        """Add a step: `loss`, the mean over `num_targets`; its `seconds`, and how many of them it waited for data."""
-        self.loss_sum += loss.double() * num_targets
-        self.num_targets += num_targets
+        """Add a step: the sum of each part of the loss, and the numbers of targets that divide them, (K,) both.
+
+        `seconds` is what the step took, and `data_seconds` how long it waited for data.
+        """
+        self.loss_sums = self.loss_sums + loss_sums
+        self.counts = self.counts + counts
         self.samples += samples
         self.seconds += seconds
         self.data_seconds += data_seconds
 
     @property
+    def num_targets(self) -> int:
+        """Tokens that were targets of the loss."""
+        return int(self.counts[-1].item())
+
+    @property
     def mean_loss(self) -> float:
-        """Mean loss of the window in nats per token, each token counting alike."""
-        return (self.loss_sum / self.num_targets).item()
+        """Mean loss of the window in nats per token, each token counting alike; the sum of the means of all parts."""
+        return (self.loss_sums / self.counts.clamp(min=1)).sum().item()
 
 
 class MetricsLog:
@@ -179,7 +187,7 @@ class MetricsLog:
         record = {"step": step} | ({"loss": window.mean_loss} if window.num_targets else {})
         record |= {
             "samples_per_second": window.samples / window.seconds,
-            "tokens_per_second": window.num_targets.item() / window.seconds,
+            "tokens_per_second": window.num_targets / window.seconds,
             "learning_rate": lr,
             "grad_norm": grad_norm,
         }

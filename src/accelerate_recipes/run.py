@@ -3,7 +3,7 @@
     run = start(args)
     ...                                             tokenizer and data
     run.prepare(model, tokenizer, total_steps)
-    records = train(run, loader, ...)               by `engine`, or by one of trl's trainers
+    records = train(run, loader, ...)               by `engine`
     finish(run, records, description, result_fn)
 
 `Run` holds everything that belongs to the run.
@@ -156,6 +156,11 @@ class Run(Generic[Args]):
         """Put the adapters of --use_peft into a model, shard it as the strategy says, and make its optimizer."""
         self.adapter = self.adapter or add_adapters(model, self.args)
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
+
+    def shard_reference(self, model: PreTrainedModel) -> nn.Module:
+        """Shard a second model as the strategy says, which is never trained."""
+        sharded, *_ = prepare(self.accelerator, model, self.args)
+        return sharded.eval()
 
     def release(self) -> None:
         """Free a sharded model, so that another one can be sharded."""

@@ -303,10 +303,10 @@ def sharing_problems(args: TrainArgs, size: int) -> list[str]:
         return [
             f"parallelism_config_cp_size is {size}, but in this recipe a row is whole on each process; set it to 1, and "
             "where activations do not fit fsdp_activation_checkpointing (then ..._offload) to true; "
-            "recipes/chess.py and recipes/c4.py share rows, c4.py those of any text, such as conversations written out"
+            "recipes/chess.py and recipes/c4.py share rows, and recipes/sft.py with --packing or --padding_free"
         ]
     length = getattr(args, "max_length", 0)
-    if length % size:
+    if length % size and not args.pads_rows:
         near = [n for n in (length // size * size, (length // size + 1) * size) if n]
         return [
             f"--max_length {length} is not a multiple of parallelism_config_cp_size {size}, the ranks that share a row; "

@@ -49,6 +49,9 @@ class Trial:
 
     A step may begin with passes without gradients, such as those that draw answers. `before_fn(model, batch, begin)` takes
     them, and calls `begin(name, times)` before each one, of which the step has so many.
+
+    A loss may compare the model with its base. `keep_reference(base)` is then told what computes as that: the model without
+    its adapters, or a second one, sharded like it.
     """
 
     config: PreTrainedConfig
@@ -59,6 +62,7 @@ class Trial:
     tokens: int
     unit: str = "tokens"
     before_fn: Callable[[Any, dict[str, Any], Callable[[str, int], None]], None] | None = None
+    keep_reference: Callable[[Any], None] | None = None
 
     @property
     def is_packed(self) -> bool:

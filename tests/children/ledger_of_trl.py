@@ -1,13 +1,17 @@
-"""Mixin that watches trl's own loop under the ledger; rank 0 writes what it saw of a step to ledger.json."""
+"""Mixin that watches the steps of a recipe on trl under the ledger; rank 0 writes what it saw of one to ledger.json."""
 
 import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from torch import nn
+
+from accelerate_recipes import engine
 from accelerate_recipes.agenda import EvaluateFn
-from accelerate_recipes.plan.ledger import ACTIVATIONS, GRADIENTS, Ledger
+from accelerate_recipes.plan.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, Ledger
 from accelerate_recipes.plan.simulate import Outcome, num_logits, outcome_of
 
 NO_TRIAL: Any = SimpleNamespace(tokens=0, unit="")
@@ -27,18 +31,20 @@ class Watched:
         )  # fmt: skip
         with self.ledger:
             self.ledger.watch(self.run.model, self.run.optimizer)
+            parameters = self.ledger.peak
             super().complete_rows()
-            self.noted["before"] = self.ledger.peak
+            # A second model is made before it is sharded; what counts is what a step keeps of it.
+            keeps_another = isinstance(self.ref_model, nn.Module)
+            self.noted["before"] = 0 if keeps_another or self.ledger.peak == parameters else self.ledger.peak
+        if keeps_another:
+            self.ledger.tag(self.ref_model.parameters(), PARAMETERS)
 
-    def get_batch_samples(self, *args: Any) -> tuple:
+    def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         self.step.enter_context(self.ledger)
         self.step.callback(self.end_step)
-        batches, number = super().get_batch_samples(*args)
-        self.ledger.tag(
-            [value for batch in batches if isinstance(batch, dict) for value in batch.values()], ACTIVATIONS
-        )
+        self.ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
         self.ledger.begin_step()
-        return batches, number
+        return super().draw(step, batches) if super().draw else batches
 
     def end_step(self) -> None:
         self.ledger.tag([p.grad for p in self.run.model.parameters() if p.grad is not None], GRADIENTS)
@@ -46,12 +52,16 @@ class Watched:
         facts = {"trained": 0, "parameters": 0, "num_layers": 0, "is_uniform": True}
         self.outcomes.append(outcome_of(self.ledger, NO_TRIAL, [], **facts))
 
-    def _maybe_log_save_evaluate(self, *args: Any, **settings: Any) -> None:
-        self.step.close()
-        super()._maybe_log_save_evaluate(*args, **settings)
+    def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
+        take = engine.train_step
 
-    def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
-        records = super().train(evaluate_fn)
+        def take_and_close(*args: Any) -> engine.Step:
+            done = take(*args)
+            self.step.close()
+            return done
+
+        with mock.patch.object(engine, "train_step", take_and_close):
+            records = super().fine_tune(evaluate_fn)
         if self.run.is_first:
             # In the first step the optimizer has no states; gloo's threads sometimes let go late of what was exchanged.
             least = asdict(min(self.outcomes[1:], key=lambda outcome: outcome.peak))

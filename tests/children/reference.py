@@ -48,8 +48,8 @@ class PreferenceTrainer(dpo.PreferenceTrainer):
         for hook in hooks:
             hook.remove()
 
-    def train(self, evaluate_fn: EvaluateFn) -> list[dict]:
-        records = super().train(evaluate_fn)
+    def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
+        records = super().fine_tune(evaluate_fn)
         held = max_over_ranks(max(self.held, default=0), self.accelerator.device)
         if self.run.is_first:
             names = ["prompt", "chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"]

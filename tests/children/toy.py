@@ -24,11 +24,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTo
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import load_settings
+from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader, make_train_loader
-from accelerate_recipes.engine import Batch, EvaluateFn, LossFn, evaluate_loss, train
+from accelerate_recipes.engine import Batch, LossFn, evaluate_loss, train
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import load_model, new_llama

@@ -96,15 +96,24 @@ class StepOrder(Sampler[list[int]]):
         self.start_step = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        args = self.args
-        end = math.inf if args.max_steps > 0 else round(args.num_train_epochs * self.num_rows)
-        share = args.total_batch_size // self.world_size
-        step = self.start_step
-        while step * args.total_batch_size < end:
-            mine = self.share_of(rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, end, self.epoch))
-            for start in range(0, share, args.per_device_train_batch_size):
-                yield mine[start : start + args.per_device_train_batch_size]
+        size, step = self.args.per_device_train_batch_size, self.start_step
+        while rows := self.rows(step):
+            mine = self.share_of(rows)
+            for start in range(0, len(mine), size):
+                yield mine[start : start + size]
             step += 1
+
+    @property
+    def end(self) -> float:
+        """Number of rows that the run trains on."""
+        return math.inf if self.args.max_steps > 0 else round(self.args.num_train_epochs * self.num_rows)
+
+    def rows(self, step: int) -> list[int]:
+        """List the rows of a step's global batch, with -1 where none is left; after the last step the list is empty."""
+        args = self.args
+        if step * args.total_batch_size >= self.end:
+            return []
+        return rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, self.end, self.epoch)
 
     def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
         """Return the order of the rows in one epoch; the same on all ranks."""

@@ -25,14 +25,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from accelerate_recipes import distributed, recipe
-from accelerate_recipes.adapters import add_adapters
+from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
-from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, Clock, Ledger
+from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
 from accelerate_recipes.probes import packing_of
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
@@ -243,6 +243,7 @@ def simulate_here(job: Job) -> Outcome:
         args.merge_adapter = False  # it would look at files
         config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
         model = trial.make_model(config)
+        base = trial.make_model(config) if trial.keep_reference and not args.use_peft else None
     adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
     if "position_ids" in trial.batch:
@@ -254,6 +255,9 @@ def simulate_here(job: Job) -> Outcome:
         run.adapter = adapter
         with mode if job.device == "cuda" else contextlib.nullcontext():
             run.shard(model)
+            reference = run.shard_reference(base) if base else WithoutAdapters(run.model)
+        if trial.keep_reference:
+            trial.keep_reference(reference)
         parameters = sum(p.numel() for p in run.model.parameters())
         trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         clock = Clock(GPUS[job.gpu], gpus_per_node)
@@ -268,6 +272,8 @@ def simulate_here(job: Job) -> Outcome:
                 part_of_rows(fake_batch(trial.batch, run.accelerator.device), row_group(run.accelerator))
                 for _ in range(min(job.micro_batches, accumulation))
             ]
+            if base:
+                ledger.tag(reference.parameters(), PARAMETERS)
             take_steps(ledger, run, trial, batches)
             facts = {"trained": trained, "parameters": parameters, "num_layers": layers_of(config)}
             outcome = outcome_of(ledger, trial, batches, is_uniform=is_uniform, **facts)

@@ -1,26 +1,21 @@
 """Trial of GRPO: a step draws answers to its prompts, then trl's own loss is computed on them."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from inspect import signature
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
-from accelerate.utils import gather, pad_across_processes, reduce
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import Cache, GenerationConfig, PreTrainedConfig
-from trl import GRPOTrainer
-from trl.trainer.utils import disable_dropout_in_model
+from transformers import Cache, GenerationConfig
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.attention import choose
-from accelerate_recipes.posttraining.rewards import room_for_prompts
-from accelerate_recipes.posttraining.trainers import count_targets, loss_of_experts, pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.answers import AnswerTrainer, room_for_prompts
+from accelerate_recipes.posttraining.objective import bare
+from accelerate_recipes.posttraining.trainers import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse
 
@@ -34,7 +29,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     from the first model with --beta, or once more with --num_iterations, needs less: a micro-batch at a time.
 
     Raises:
-        NotSimulatedError: for settings with which the step is another one, or a second model stays in memory.
+        NotSimulatedError: for settings with which the step is another one.
         ConfigError: if an answer leaves no room for a prompt.
     """
     others = {
@@ -42,12 +37,8 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         "--use_vllm": args.use_vllm,
         "--use_transformers_continuous_batching": args.use_transformers_continuous_batching
         or args.use_transformers_paged,
-        "--beta without --use_peft": args.beta != 0 and not args.use_peft,
         "--cast_lm_head_to_fp32": args.cast_lm_head_to_fp32,
-        **{
-            f"--{name}": getattr(args, name)
-            for name in ("cache_implementation", "generation_kwargs", "neftune_noise_alpha", "use_liger_kernel")
-        },
+        **{f"--{name}": getattr(args, name) for name in ("cache_implementation", "generation_kwargs")},
     }
     refuse("GRPO", others)
     config = config_of(args)
@@ -55,7 +46,7 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
     rows, multiple = args.per_device_train_batch_size, pad_multiple(args) or 1
     lengths = {"prompt": room_for_prompts(args, config, answer_length), "completion": answer_length}
-    batch: dict[str, Any] = {"advantages": torch.zeros(rows), "num_items_in_batch": torch.tensor(1.0)}
+    batch: dict[str, Any] = {"advantages": torch.zeros(rows)}
     for name, length in lengths.items():
         padded = -(-length // multiple) * multiple
         batch[f"{name}_ids"] = torch.zeros(rows, padded, dtype=torch.int64)
@@ -65,15 +56,35 @@ def answers_trial(args: Any, answer_length: int) -> Trial:
         batch["ref_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
     if args.num_iterations > 1:
         batch["old_per_token_logps"] = torch.zeros(batch["completion_ids"].shape)
-    head = {"outputs": ("log_probs", "entropy"), "temperature": args.temperature}
+    head = {
+        "outputs": ("log_probs", "entropy"),
+        "temperature": args.temperature,
+        "disable_dropout": args.disable_dropout,
+    }
+    names = (
+        "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
+        "max_completion_length", "entropy_coef",
+    )  # fmt: skip
+    trainer = bare(
+        AnswerTrainer,
+        args,
+        config,
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        **{name: getattr(args, name) for name in names},
+    )
+    trainer.args.steps_per_generation = 1
     return Trial(
         config,
         partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
-        loss_of_answers(args, config),
-        count_targets,
+        trainer.sum_parts,
+        trainer.count_parts,
         batch,
         rows * answer_length,
         before_fn=partial(draw_answers, args, answer_length),
+        keep_reference=partial(setattr, trainer, "ref_model") if args.beta else None,
     )
 
 
@@ -139,46 +150,3 @@ def lengthen(cache: Cache, number: int) -> None:
         rows, heads, _, width = layer.keys.shape
         tokens = layer.keys.new_zeros(rows, heads, number, width)
         cache.update(tokens, tokens, at)
-
-
-def loss_of_answers(
-    args: Any, config: PreTrainedConfig
-) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
-    """Return trl's own loss, with all that it logs, as a function of a model and a batch of answers.
-
-    GRPOTrainer computes it, without what else a trainer needs. An attribute that it reads, and that is missing, is an error.
-    """
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    names = (
-        "beta", "loss_type", "importance_sampling_level", "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm",
-        "max_completion_length", "entropy_coef", "use_adaptive_entropy",
-    )  # fmt: skip
-    vars(trainer).update({name: getattr(args, name) for name in names})
-    trainer.args = copy.copy(args)
-    trainer.args.steps_per_generation = trainer.current_gradient_accumulation_steps = 1
-    trainer.epsilon_low = args.epsilon
-    trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    trainer._entropy_bonus_enabled = args.entropy_coef != 0 or args.use_adaptive_entropy
-    trainer._entropy_window_stats, trainer._last_world_entropy = None, 0.0
-    vars(trainer).update(loss_of_experts(args, config))
-    trainer._metrics = {"train": defaultdict(list)}
-    trainer.state = SimpleNamespace(global_step=0)
-
-    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if args.disable_dropout:
-            disable_dropout_in_model(model)
-        trainer.model = model
-        trainer.accelerator = SimpleNamespace(
-            device=batch["prompt_ids"].device,
-            is_main_process=False,
-            num_processes=data_world_size(),
-            sync_gradients=True,
-            autocast=nullcontext,  # the model's forward pass does it
-            gather=gather,
-            gather_for_metrics=gather,
-            pad_across_processes=pad_across_processes,
-            reduce=reduce,
-        )
-        return trainer.compute_loss(model, batch)  # pyright: ignore[reportReturnType]
-
-    return loss_fn

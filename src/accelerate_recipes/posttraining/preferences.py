@@ -4,8 +4,7 @@ import itertools
 import json
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -15,26 +14,18 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from accelerate.utils import gather
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.data_utils import maybe_extract_prompt
 from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import disable_dropout_in_model
 
 from accelerate_recipes.adapters import load_settings, without_adapters
 from accelerate_recipes.args import arg
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
-from accelerate_recipes.data.conversations import (
-    NUM_COMPARED,
-    NUM_LAST,
-    cut_at,
-    select,
-    without_added_nulls,
-)
+from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, select, without_added_nulls
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
@@ -43,15 +34,8 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
-from accelerate_recipes.posttraining.trainers import (
-    REFERENCE,
-    RecipeTrainer,
-    TrainerArgs,
-    count_targets,
-    loss_of_experts,
-    pad_multiple,
-    with_fused_head,
-)
+from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
+from accelerate_recipes.posttraining.trainers import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -73,24 +57,29 @@ class DPOArgs(TrainerArgs):
         fixed=False,
     )
 
-    fixed = TrainerArgs.fixed | {"max_length", "truncation_mode"}
+    fixed = frozenset({"max_length", "truncation_mode"})
     ranges = (
         TrainerArgs.ranges
         | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
         | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
-        | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size", "ref_model_sync_steps"), Range(min=1))
-        | dict.fromkeys(("ld_alpha", "ref_model_mixup_alpha"), Range(min=0, max=1))
-        | {"label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
+        | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size"), Range(min=1))
+        | {"ld_alpha": Range(min=0, max=1), "label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
     )
-    owned_elsewhere = TrainerArgs.owned_elsewhere | {"sync_ref_model": "the reference is the model that it begins with"}
+    owned_elsewhere = TrainerArgs.owned_elsewhere | dict.fromkeys(
+        SYNC_REFERENCE, "the reference is the model that it begins with"
+    )
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
-            found.append(
-                f"--train_sampling_strategy {self.train_sampling_strategy} needs rows of one length, which pairs do not "
-                "have; give random or sequential"
-            )
+        num_micro_batches = self.total_batch_size // self.per_device_train_batch_size
+        sorts = [name for name in self.loss_type if name in ("aot", "aot_unpaired")]
+        sorts += ["sft with --use_weighting"] * (self.use_weighting and "sft" in self.loss_type)
+        if num_micro_batches > 1:
+            found += [
+                f"--loss_type {name} compares the pairs of a micro-batch, of which a step has {num_micro_batches}: make "
+                f"--per_device_train_batch_size {self.total_batch_size}, on one process, or choose another loss"
+                for name in sorts
+            ]
         return found
 
 
@@ -194,8 +183,8 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
     return pairs
 
 
-class PairTrainer(RecipeTrainer, DPOTrainer):
-    """trl's DPOTrainer, which counts its pairs before it trains, and whose reference is the sharded model itself.
+class PairTrainer(Objective, DPOTrainer):
+    """trl's DPOTrainer, which counts its pairs before training, and whose reference is the sharded model itself.
 
     trl computes the reference's log-probabilities when it is made, before the model is sharded: under FSDP by a second
     model, of which each forward pass would gather everything at once. Here the model that is trained computes them before
@@ -203,29 +192,49 @@ class PairTrainer(RecipeTrainer, DPOTrainer):
     """
 
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
-        if not run.is_first:
+        if not (run.is_first and run.args.precompute_ref_log_probs):
             # trl finds the reference's values again by a hash of the weights: that of the first process, on all of them.
             model.state_dict = dict
+        # Without this, trl would load a second model, whole on each rank; see `complete_rows`.
+        config.precompute_ref_log_probs = True
         super().__init__(run, config, model, *args, **settings)
         vars(model).pop("state_dict", None)
+        self.precompute_ref_logps = run.args.precompute_ref_log_probs
+        self.loss_types, self.loss_weights, self.weight_of_sft = without_sft(self.args)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self.run.args.precompute_ref_log_probs:
-            self.is_fsdp_enabled = False  # else trl loads that second model
+    def sum_parts(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats.
+
+        trl's mean over the pairs becomes a sum. Parts of their own are the mean over the tokens of chosen answers
+        (--loss_type sft), and the balance of experts, which is one number.
+        """
+        outputs = Outputs(model)
+        loss = self.compute_loss(outputs, {name: value for name, value in batch.items() if name != "row"})
+        log_probs, number = outputs.last.log_probs, len(batch["input_ids"]) // 2
+        parts = [loss * number, -self.weight_of_sft * log_probs[:number].sum(), *self.balances(outputs)]
+        return torch.stack([*parts, torch.zeros_like(parts[1])])
+
+    def count_parts(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Count the pairs, the tokens of chosen answers, the micro-batch itself if there are experts, and all tokens."""
+        mask = batch["completion_mask"]
+        one = torch.ones((), dtype=torch.int64, device=mask.device)
+        number = len(mask) // 2
+        return torch.stack([number * one, mask[:number].sum(), *[one] * self.aux_loss_enabled, mask.sum()])
 
     def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
         """Do nothing yet: trl calls this when it is made; see `complete_rows`."""
         return rows
 
     def complete_rows(self) -> None:
-        """Add the log-probabilities of the reference to all pairs, if that is to be done before training.
+        """Add the log-probabilities of the reference to all pairs, or keep a second model that computes them in each step.
 
         Raises:
             Stopped: between two batches.
         """
         if not self.precompute_ref_logps:
+            self.keep_reference()
             return
+        stop.listen(self.run.output_dir)
         args, compute = self.args, super()._precompute_ref_logps
         sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
         size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
@@ -348,34 +357,18 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
     return {name: value / count for name, value in zip(names, means, strict=True)}
 
 
-def trl_loss(args: Any, config: PreTrainedConfig) -> Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]:
-    """Return trl's own loss, with all that it logs, as a function of a model and a batch that has the reference's values.
-
-    DPOTrainer computes it, without what else a trainer needs. An attribute that it reads, and that is not here, is an error.
-    """
-    trainer = DPOTrainer.__new__(DPOTrainer)
-    names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
-    vars(trainer).update({name: getattr(args, name) for name in names})
-    trainer.args, trainer.precompute_ref_logps = args, True
-    trainer.loss_types, trainer.loss_weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)
-    vars(trainer).update(loss_of_experts(args, config))
-    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
-
-    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if args.disable_dropout:
-            disable_dropout_in_model(model)
-        trainer.model = model
-        device = batch["input_ids"].device
-        trainer.accelerator = SimpleNamespace(device=device, gather=gather, gather_for_metrics=gather)
-        return trainer.compute_loss(model, batch)  # pyright: ignore[reportReturnType]
-
-    return loss_fn
+def without_sft(args: Any) -> tuple[list[str], list[float], float]:
+    """Return the parts of --loss_type that are means over pairs, with their weights, and the weight of `sft`."""
+    weights = args.loss_weights or [1.0] * len(args.loss_type)
+    pairs = [part for part in zip(args.loss_type, weights, strict=True) if part[0] != "sft"]
+    names, found = map(list, zip(*pairs, strict=True)) if pairs else ([], [])
+    return names, found, sum(weights) - sum(found)
 
 
 def preference_trial(args: Any) -> Trial:
     """Make the trial of a DPO run: trl's own loss, on pairs whose longer answer has --max_length tokens with its prompt.
 
-    The reference needs no more before training: it computes the same rows by the same model, without gradients.
+    Before training the reference needs no more: it computes the same rows by the same model, without gradients.
 
     Raises:
         NotSimulatedError: for settings with which the step is another one, or the reference may need more than it.
@@ -383,9 +376,7 @@ def preference_trial(args: Any) -> Trial:
     rows = args.per_device_train_batch_size
     others = {
         "--max_length none": not args.max_length,
-        "--precompute_ref_log_probs false": not args.precompute_ref_log_probs,
         f"--precompute_ref_batch_size {args.precompute_ref_batch_size}": (args.precompute_ref_batch_size or 0) > rows,
-        **{f"--{name}": getattr(args, name) for name in ("use_liger_kernel", "neftune_noise_alpha")},
     }
     refuse("DPO", others)
     config = config_of(args)
@@ -397,11 +388,17 @@ def preference_trial(args: Any) -> Trial:
     batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
     batch["completion_mask"][:, 1:] = 1  # as many targets as there can be
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
+    head = {"outputs": outputs, "disable_dropout": args.disable_dropout}
+    names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")
+    trainer = bare(PairTrainer, args, config, **{name: getattr(args, name) for name in names})
+    trainer.loss_types, trainer.loss_weights, trainer.weight_of_sft = without_sft(args)
+    trainer.precompute_ref_logps = args.precompute_ref_log_probs
     return Trial(
         config,
-        partial(with_fused_head, attn_implementation=attention, dtype=dtype, outputs=outputs),
-        trl_loss(args, config),
-        count_targets,
+        partial(with_fused_head, attn_implementation=attention, dtype=dtype, **head),
+        trainer.sum_parts,
+        trainer.count_parts,
         batch,
         2 * rows * (length - 1),
+        keep_reference=None if args.precompute_ref_log_probs else partial(setattr, trainer, "ref_model"),
     )

@@ -1,14 +1,15 @@
 """Supervised fine-tuning by trl: what is trained is shown, counted, and compared with what the export renders."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, global_then_local_main_first
 
@@ -25,10 +26,14 @@ from accelerate_recipes.data.conversations import (
     select,
 )
 from accelerate_recipes.data.files import check_texts_or_messages
-from accelerate_recipes.data.prepared import lengths_of
+from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
+from accelerate_recipes.data.rows import StepOrder, num_steps
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.posttraining.trainers import RecipeTrainer, count_targets, pad_multiple, with_fused_head
+from accelerate_recipes.losses import count_next_tokens
+from accelerate_recipes.metrics import Flops, flops_per_token
+from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
+from accelerate_recipes.posttraining.trainers import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -79,11 +84,31 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
-class SupervisedTrainer(RecipeTrainer, SFTTrainer):
-    """trl's SFTTrainer, which checks before it trains that the export will render the rows as they are trained.
+def without_targets(row: dict, number: int) -> dict:
+    """Return a row as trl prepared it; number -1 gets no targets."""
+    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what the model reads of a batch. Of rows that ranks share, labels stand where they are predicted."""
+    inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
+    if "sequence_group" in batch:
+        inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
+    return inputs
+
+
+def numbered_or_empty(row: dict, number: int) -> tuple[int, dict]:
+    return number, without_targets(row, number)
+
+
+class SupervisedTrainer(Objective, SFTTrainer):
+    """trl's SFTTrainer, which checks before training that the export will render the rows as they are trained.
 
     `source_rows` are the first rows to train on, as they were written.
     """
+
+    order_class = StepOrder
+    make_row = staticmethod(numbered_or_empty)
 
     def __init__(self, *args: Any, source_rows: list[dict], **settings: Any):
         self.source_rows = source_rows
@@ -114,9 +139,24 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
                 self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
         return super()._prepare_dataset(whole, tokenizer, config, packing, None, name)  # pyright: ignore[reportReturnType]
 
+    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats."""
+        outputs = Outputs(model)
+        loss = self.compute_loss(outputs, inputs_of(batch), num_items_in_batch=1)
+        return torch.stack([*self.balances(outputs), loss])
+
+    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Count the micro-batch itself if there are experts, and the targets."""
+        num_targets = count_next_tokens(batch)
+        return torch.stack([*[torch.ones_like(num_targets)] * self.aux_loss_enabled, num_targets])
+
+    def num_steps(self) -> int:
+        return num_steps(self.run.args, len(self.train_dataset))
+
     def examine(self) -> tuple[np.ndarray, dict[str, int]]:
         exported = as_exported(self.model, self.processing_class)
         num_targets, *_ = count_targets_of(self.train_dataset, exported.stops)
+        self.count_flops(num_targets.sum())
         _, num_ended, ends = count_targets_of(self.whole, exported.stops, self.kept)
         if num_targets.any() and not num_ended:
             stops = shown_ends(self.processing_class, sorted(exported.stops))
@@ -140,6 +180,23 @@ class SupervisedTrainer(RecipeTrainer, SFTTrainer):
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
         counts |= cut_at(lengths_of(self.whole), longest)
         return num_targets, {"with an end": num_ended} | counts
+
+    def count_flops(self, num_targets: int) -> None:
+        """Set what counts FLOPs for MFU, and group rows of similar length, if they are padded to the longest of a batch."""
+        lengths = documents = lengths_of(self.train_dataset)
+        if "seq_lengths" in self.train_dataset.column_names:
+            documents = np.concatenate([values for _, values in chunks_of(self.train_dataset, "seq_lengths")])
+        if not (self.args.packing or self.args.padding_free):
+            self.lengths = lengths
+        tokens, squares = documents.sum(), np.square(documents, dtype=float).sum()
+        row_length = self.args.max_length if self.args.packing else 0
+
+        def flops_fn(model: PreTrainedModel) -> Flops:
+            a_token = flops_per_token(model, squares / tokens, row_length)
+            attended, full_rows = (number * tokens / max(1, num_targets) for number in a_token)
+            return Flops(attended, full_rows if row_length else None)
+
+        self.flops_fn = flops_fn
 
     def compare(self, exported: Exported, ends: set[int]) -> None:
         """Compare the first rows with the rendering of what will be exported, and keep them for the export.
@@ -189,8 +246,8 @@ def without_weightless(
     return {"labels": labels}
 
 
-def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
-    """Make the trial of an SFT run: trl's own forward pass and loss, on rows of --max_length tokens by its own collator.
+def supervised_trial(args: Any) -> Trial:
+    """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
 
     Raises:
         NotSimulatedError: for settings with which the step is another one.
@@ -200,15 +257,12 @@ def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
         "--packing_strategy wrapped": args.packing and args.packing_strategy == "wrapped",
         "--new_tokens": args.new_tokens,
         f"--loss_type {args.loss_type}": args.loss_type != "nll",
-        **{
-            f"--{name}": getattr(args, name)
-            for name in ("use_liger_kernel", "label_smoothing_factor", "neftune_noise_alpha")
-        },
     }
     refuse("SFT", others)
     config = new_config(args, max_length=args.max_length) if args.from_scratch else config_of(args)
     dtype = load_settings(args)["dtype"]
     attention, _ = choose(args.attn_implementation, config, dtype, args.has_boundaries)
+    trainer = bare(SupervisedTrainer, args, config)
     length, rows = args.max_length, args.per_device_train_batch_size
     row, shorter = {"input_ids": [0] * length}, {"input_ids": [0] * (length - 1)}
     if args.has_boundaries:
@@ -224,8 +278,8 @@ def supervised_trial(args: Any, loss_fn: Callable) -> Trial:
         partial(
             with_fused_head, attn_implementation=attention, dtype=dtype, outputs=("log_probs", "entropy", "is_top1")
         ),
-        loss_fn,
-        count_targets,
+        trainer.sum_parts,
+        trainer.count_parts,
         batch,
         rows * (length - 1),
     )

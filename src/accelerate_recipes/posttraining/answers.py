@@ -1,0 +1,433 @@
+"""Answers that a model draws and rewards score: prompts, GRPO's arguments, its step by trl, and the evaluation.
+
+An answer depends on the weights, and on its prompt, seed, step and place in the step alone: each of its tokens is drawn by a
+number of its own. So a run draws the same answers on any number of processes, and after a resume.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from torch import nn
+from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
+
+from accelerate_recipes.args import arg
+from accelerate_recipes.checkpoint.check_export import as_exported
+from accelerate_recipes.data.conversations import NUM_COMPARED
+from accelerate_recipes.data.rendering import (
+    IS_RESERVED,
+    RESERVED,
+    SETTINGS,
+    Rendering,
+    added_begin,
+    end_of_answer,
+    prompt_alone,
+    shown_ends,
+)
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.flags import Range
+from accelerate_recipes.generation import Generated, Sampling, generate_texts, own_draws
+from accelerate_recipes.positions import max_positions
+from accelerate_recipes.posttraining.objective import Objective, Outputs
+from accelerate_recipes.posttraining.rewards import Reward, weighted
+from accelerate_recipes.posttraining.samples import Samples
+from accelerate_recipes.posttraining.trainers import SYNC_REFERENCE, TrainerArgs
+from accelerate_recipes.ranks import on_first_rank
+from accelerate_recipes.run import Run
+from accelerate_recipes.weights import seed_of
+
+# Fields of trl's config, which has no ranges.
+NOT_NEGATIVE = (
+    "beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold", "entropy_coef", "vespo_k_pos",
+    "vespo_lambda_pos", "vespo_k_neg",
+    "vespo_lambda_neg", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap", "max_tool_calling_iterations", "num_completions_to_print",
+)  # fmt: skip
+AT_LEAST_ONE = ("num_iterations", "vllm_max_model_length", "vllm_tensor_parallel_size")
+
+ADAPTIVE_ENTROPY = (
+    "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+)  # fmt: skip
+
+# --loss_type: these sum over the tokens of all answers, the others average over answers.
+OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
+
+
+@dataclass
+class GRPOArgs(TrainerArgs):
+    """Arguments of every recipe on trl's GRPOTrainer, besides the fields of GRPOConfig. Put it before that class."""
+
+    max_prompt_length: int = arg(
+        0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0
+    )
+    per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
+    total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
+    num_generations: int = arg(8, "Answers to each prompt, which are compared with each other.", min=2)
+    max_completion_length: int = arg(512, "Longest answer in tokens.", min=1)
+    learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
+    weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
+
+    fixed = frozenset({"num_iterations", "num_generations"})
+    ranges = (
+        TrainerArgs.ranges
+        | dict.fromkeys(NOT_NEGATIVE, Range(min=0))
+        | dict.fromkeys(("delta", "sapo_temperature_neg", "sapo_temperature_pos", "vllm_server_timeout"), Range(above=0))
+        | dict.fromkeys(AT_LEAST_ONE, Range(min=1))
+        | dict.fromkeys(("min_p", "top_entropy_quantile"), Range(min=0, max=1))
+        | dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), Range(above=0, max=1))
+        | dict.fromkeys(("vllm_server_port", "vllm_group_port"), Range(min=1, max=65535))
+        # Logits are divided by these.
+        | {"temperature": Range(min=1e-4), "repetition_penalty": Range(min=0.01, max=100)}
+        | {"reward_weights": Range()}
+    )  # fmt: skip
+    owned_elsewhere = (
+        TrainerArgs.owned_elsewhere
+        | dict.fromkeys(("generation_batch_size", "steps_per_generation"), "answers are drawn for one step at a time")
+        | dict.fromkeys(SYNC_REFERENCE, "the reference is the model that it begins with")
+        | dict.fromkeys(ADAPTIVE_ENTROPY, "a checkpoint would not hold its state; --entropy_coef is constant")
+        | {"shuffle_dataset": "the order of the prompts follows from --seed"}
+        | {"num_generations_eval": "the evaluation draws one answer to each held-out prompt"}
+        | {"ds3_gather_for_generation": "this collection shards with FSDP"}
+    )
+
+    def problems(self, world_size: int) -> list[str]:
+        found = super().problems(world_size)
+        if self.total_batch_size % self.num_generations:
+            found.append(
+                f"--total_batch_size {self.total_batch_size} is not a multiple of --num_generations "
+                f"{self.num_generations}, the answers to one prompt"
+            )
+        if self.save_steps % self.num_iterations:
+            found.append(
+                f"--save_steps {self.save_steps} is not a multiple of --num_iterations {self.num_iterations}, the steps "
+                "on the same answers, which a checkpoint does not hold"
+            )
+        num_micro_batches = self.total_batch_size // world_size // self.per_device_train_batch_size
+        if self.top_entropy_quantile < 1 and num_micro_batches > 1:
+            found.append(
+                f"--top_entropy_quantile compares the tokens of a micro-batch, of which a process has {num_micro_batches} a "
+                f"step: make --per_device_train_batch_size {self.total_batch_size // world_size}, or leave it out"
+            )
+        if self.top_entropy_quantile < 1 and self.entropy_coef:
+            found.append(
+                "--entropy_coef is for all tokens, --top_entropy_quantile leaves some out; remove one of the two"
+            )
+        try:
+            is_object = isinstance(self.template_settings, dict)
+        except json.JSONDecodeError:
+            is_object = False
+        if not is_object:
+            found.append(
+                f"--chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a JSON object, such as "
+                "'{\"enable_thinking\": false}'"
+            )
+        elif reserved := sorted(RESERVED & {*self.template_settings}):
+            found.append(f"--chat_template_kwargs has {', '.join(reserved)}, which {IS_RESERVED}")
+        return found
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """Settings that the chat template of every prompt gets."""
+        given = self.chat_template_kwargs
+        return json.loads(given) if isinstance(given, str) else given or {}
+
+
+def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: int) -> int:
+    """Return the length of the longest prompt to which a model can answer in `answer_length` tokens.
+
+    Raises:
+        ConfigError: if an answer leaves no room for a prompt.
+    """
+    room = max_positions(config) - answer_length
+    if room < 1:
+        raise ConfigError(
+            f"answers of {answer_length} tokens leave no room for a prompt among the {room + answer_length} positions of "
+            f"{args.base_model}; lower --max_completion_length"
+        )
+    return min(room, args.max_prompt_length or room)
+
+
+def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) -> None:
+    """Check that no row, as `select` gives it, asks for a rendering of its own: trl renders all prompts with `common`.
+
+    Raises:
+        ConfigError: for a row with tools, or with settings of the chat template that are not `common`.
+    """
+    if not isinstance(rows["prompt"][0], list):
+        return
+    for name in SETTINGS:
+        for number, own in enumerate(rows[name] if name in rows.column_names else [], 1):
+            if own and own != common:
+                raise ConfigError(
+                    f"{source}, row {number}, has {name!r} ({json.dumps(own):.60}), but trl renders GRPO's prompts without "
+                    "that column: remove it, or rename it if it is for a reward (--chat_template_kwargs holds for all rows)"
+                )
+
+
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any], source: str = "the data"
+) -> list[list[int]]:
+    """Tokenise prompts of a source, texts or conversations, as trl does for an answer.
+
+    Raises:
+        DataError: for a prompt that the template cannot render, or of which no token is left.
+    """
+    if isinstance(prompts[0], str):
+        begin = added_begin(tokenizer)
+        found: Any = tokenizer([text.removeprefix(begin) for text in prompts])["input_ids"]
+    else:
+        found = []
+        for number, prompt in enumerate(prompts):
+            try:
+                found.append(prompt_alone(tokenizer, prompt, settings))
+            except (TemplateError, ValueError, TypeError) as error:
+                raise DataError(f"{source}, row {number}: the chat template cannot render it: {error}") from error
+    if not all(found):
+        raise DataError(
+            f"{source}, row {found.index([])}: 'prompt' has no token, since the tokenizer adds no begin token; remove it"
+        )
+    return found
+
+
+class ByOwnNumbers(LogitsProcessor):
+    """Draws each token by a number of its own: the last step of processing leaves one token with a chance.
+
+    `numbers` (rows, tokens) lie in [0, 1). A token is where the sum of the chances before it passes the row's number.
+    """
+
+    def __init__(self, numbers: torch.Tensor):
+        self.numbers, self.place = numbers, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        sums = scores.float().softmax(-1).double().cumsum(-1)
+        passed = self.numbers[:, self.place, None] * sums[:, -1:]
+        drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
+        self.place += 1
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
+
+
+@contextlib.contextmanager
+def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
+    """Let `generate` draw by such numbers, after everything that changes the chances, such as temperature and top_p.
+
+    transformers 5.23 applies a processor that `generate` is given before these.
+    """
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+    def processors(self: Any, *args: Any, **settings: Any) -> list:
+        found = type(self)._get_logits_processor(self, *args, **settings)
+        found.append(ByOwnNumbers(numbers))
+        return found
+
+    inner._get_logits_processor = MethodType(processors, inner)
+    try:
+        yield
+    finally:
+        del inner._get_logits_processor
+
+
+class AnswerTrainer(Objective, GRPOTrainer):
+    """trl's GRPOTrainer, which draws the answers of a step, scores them and computes their loss."""
+
+    drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers that are trained on
+
+    def __init__(self, run: Run[Any], config: Any, *args: Any, **settings: Any):
+        beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
+        super().__init__(run, config, *args, **settings)
+        config.beta = self.beta = beta
+        # A step draws its answers at once, and the engine divides by their number.
+        self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
+        self.current_gradient_accumulation_steps = 1
+        self._entropy_bonus_enabled = False  # see `sum_parts`
+
+    def row_collator(self) -> Callable[[list[dict]], dict[str, Any]]:
+        return as_rows
+
+    def batch_of(self, rows: list[dict]) -> Any:
+        """Make a batch of the prompts alone: the answers are drawn in training."""
+        ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
+        return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
+
+    def complete_rows(self) -> None:
+        if self.beta:
+            self.keep_reference()
+
+    def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Draw and score answers to the prompts of the step after `step`, or give those that were drawn for it before."""
+        args, accelerator = self.run.args, self.accelerator
+        since = step % self.num_iterations
+        if since == 0 or self.drawn is None:
+            rows = [row for batch in batches for row in batch["rows"]]
+            self.state.global_step = step
+            first = accelerator.process_index * len(rows)
+            numbers = numbers_of(args.seed, step - since, range(first, first + len(rows)), self.max_completion_length)
+            own = own_draws(accelerator.device, seed_of(f"answers of step {step - since}", args.seed))
+            draws_itself = self.use_vllm or self.use_transformers_continuous_batching
+            with (
+                own,
+                contextlib.nullcontext() if draws_itself else drawn_by(self.run.model, numbers.to(accelerator.device)),
+            ):
+                answers = self._generate_and_score_completions(rows)
+            self.drawn = split_tensor_dict(answers, len(batches))
+        return [drawn | {"row": batch["row"]} for drawn, batch in zip(self.drawn, batches, strict=True)]
+
+    def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """Sum the parts of trl's loss over the answers of a micro-batch, each for one of `count_parts`.
+
+        trl's loss is a mean over answers or over tokens, by --loss_type. (It divides `bnpo` by the tokens of a micro-batch;
+        here it is divided by those of the step, as `dapo`.)
+        """
+        outputs, mask = Outputs(model), batch["completion_mask"]
+        # With this number, trl's own division by the tokens of the step is one by 1.
+        tokens = torch.tensor(float(self.accelerator.num_processes), device=mask.device)
+        loss = self._compute_loss(outputs, batch | {"num_items_in_batch": tokens})
+        answers, tokens = torch.zeros_like(loss), torch.zeros_like(loss)
+        if self.loss_type in OVER_TOKENS:
+            tokens = loss * mask.sum().clamp(min=1) if self.loss_type == "bnpo" else loss
+        else:
+            answers = loss * len(mask)
+        if self.entropy_coef:
+            tokens = tokens - self.entropy_coef * (outputs.last.entropy[:, -mask.shape[1] :] * mask).sum()
+        return torch.stack([answers, *self.balances(outputs), tokens])
+
+    def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Count the answers, the micro-batch itself if there are experts, and the tokens of the answers."""
+        mask = batch["completion_mask"]
+        one = torch.ones((), dtype=torch.int64, device=mask.device)
+        return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
+
+
+def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
+    """Make a batch of prompts, with the columns that go to the rewards, as they are."""
+    return {"rows": rows}
+
+
+def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
+    """Return a number in [0, 1) for each token of the answers at these places of a step: (places, length), float64."""
+    drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
+    return torch.from_numpy(np.stack(drawn))
+
+
+class RewardTrainer(AnswerTrainer):
+    """AnswerTrainer that also checks, before training, that the export will render the prompts as they are trained."""
+
+    def examine(self) -> tuple[int, dict[str, int]]:
+        on_first_rank(self.compare)
+        return super().examine()  # pyright: ignore[reportReturnType]
+
+    def compare(self) -> None:
+        """Compare the first prompts, and the end of an answer, with the rendering of the tokenizer that will be exported.
+
+        Raises:
+            ConfigError: if they differ, or the template cannot render an answer.
+        """
+        exported = as_exported(self.model, self.processing_class)
+        train_rows: Any = self.train_dataset
+        first = [train_rows[i] for i in range(min(NUM_COMPARED, len(train_rows)))]
+        ids, *_ = self._tokenize_prompts([row["prompt"] for row in first])
+        trained = [Rendering(row, [False] * len(row)) for row in ids]
+        common = self.run.args.template_settings
+        rows = [{"prompt": row["prompt"], "chat_template_kwargs": json.dumps(common)} for row in first]
+        # Answers are drawn until one of these ends, and so learn to end with it.
+        self.compare_with_export(exported, self.first_rows(rows, trained, self.eos_token_ids))
+        if not isinstance(rows[0]["prompt"], str):
+            self.compare_end(exported.tokenizer, rows[0]["prompt"])
+
+    def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
+        """Warn if the template ends an answer with a special token at which generation does not stop.
+
+        A base model that has never seen the template may be trained this way; a chat model would go on after its answers.
+
+        Raises:
+            ConfigError: if the template cannot render an answer.
+        """
+        try:
+            written = end_of_answer(exported, prompt, self.run.args.template_settings)
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ConfigError(f"the chat template cannot render an answer to the first prompt: {error}") from error
+        special = {*exported.all_special_ids, *exported.added_tokens_decoder}
+        if special & {*written} and not {*self.eos_token_ids} & {*written}:
+            stops = shown_ends(exported, self.eos_token_ids)
+            self.run.print(
+                f"The chat template ends an answer with {exported.decode(written)!r}, but answers are drawn until {stops}. "
+                "If the model has learned the template, name that end in its generation_config.json (eos_token_id)"
+            )
+
+
+class HeldoutAnswers:
+    """Evaluator of a model's answers to held-out prompts, by the rewards of training.
+
+    `samples`, on rank 0, gets the first answers.
+    """
+
+    def __init__(
+        self,
+        run: Run[Any],
+        tokenizer: PreTrainedTokenizerBase,
+        rows: datasets.Dataset,
+        rewards: Sequence[Reward],
+        samples: Samples | None,
+    ):
+        self.run, self.tokenizer, self.rewards, self.samples = run, tokenizer, rewards, samples
+        self.columns = {name: rows[name][:] for name in rows.column_names}
+        self.prompts = self.columns.pop("prompt")
+        self.ids = tokenize_prompts(tokenizer, self.prompts, run.args.template_settings)
+        self.weights = run.args.reward_weights or [1.0] * len(rewards)
+
+    def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
+        """Measure the mean `reward` of the most likely answers, or of drawn ones, each reward, and the `length` in tokens.
+
+        Raises:
+            ConfigError: if a reward fails, or no reward says anything about any answer.
+        """
+        run, args = self.run, self.run.args
+        size, length = args.per_device_eval_batch_size, args.max_completion_length
+        answers = generate_texts(run.accelerator, run.model, self.tokenizer, self.ids, length, size, sampling=sampling)
+        return on_first_rank(lambda: self._score(step, answers, "held out, drawn" if sampling else "held out"))
+
+    def _score(self, step: int, answers: Generated, source: str) -> dict[str, float]:
+        texts, ids = answers
+        said = texts
+        if not isinstance(self.prompts[0], str):
+            said = [[{"role": "assistant", "content": text}] for text in texts]
+        given = {"completion_ids": ids, "log_extra": ignore, "log_metric": ignore, "trainer_state": None} | self.columns
+        values = [reward(self.prompts, said, **given) for reward in self.rewards]
+        names = [reward.__name__ for reward in self.rewards]
+        totals = [weighted(row, self.weights) for row in zip(*values, strict=True)]
+        found = {"reward": totals} | {f"rewards/{name}": row for name, row in zip(names, values, strict=True)}
+        means = {
+            name: sum(numbers) / len(numbers)
+            for name, row in found.items()
+            if (numbers := [value for value in row if value is not None])
+        }
+        if "reward" not in means:
+            raise ConfigError(f"{', '.join(names)} gave None for all {len(texts):,} held-out answers; check the data")
+        if self.samples:
+            shown = range(min(self.run.args.num_samples, len(texts)))
+            self.samples.add(
+                step,
+                source,
+                [
+                    {
+                        "prompt": self.prompts[i],
+                        "completion": texts[i],
+                        "rewards": dict(zip(names, (row[i] for row in values), strict=True)),
+                    }
+                    for i in shown
+                ],
+            )
+            self.samples.write_page()
+        return means | {"length": sum(map(len, ids)) / len(ids)}
+
+
+def ignore(*_: Any) -> None:
+    """Take what a reward wants to log; an evaluation logs the rewards alone."""
