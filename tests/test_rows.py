@@ -38,6 +38,7 @@ UNREADABLE = [
     ("a.jsonl", b"7\n", "a.jsonl, line 1 is no JSON object, but a int"),
     ("a.jsonl", b"\n null \n" + GAME, "a.jsonl, line 2 is no JSON object, but null; remove it"),
     ("a.jsonl", GAME + b"null\n", "a.jsonl, line 2 is no JSON object, but null; remove it"),
+    ("a.jsonl", GAME + b'{"Moves": [], "n": 1%s}\n' % (400 * b"0"), "a.jsonl cannot be read: int too large to convert"),
     ("a.jsonl", b'{"moves": []}\n', "a.jsonl has the columns ['moves']; chess needs `Moves`"),
 ]
 

@@ -37,15 +37,14 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
     Raises:
         ConfigError: when nothing matches, or the Hub cannot be reached.
     """
+    where = f"the dataset {dataset_name} on {constants.ENDPOINT}"
     if Path(dataset_name).is_dir():
         found = sorted(str(path) for path in Path(dataset_name).glob(pattern))
         where = f"the folder {dataset_name}"
     elif constants.HF_HUB_OFFLINE:
         found = cache.dataset_files(dataset_name, pattern)
-        where = f"what was downloaded of {dataset_name}"
     else:
         found = on_hub(dataset_name, pattern, revision)
-        where = f"the dataset {dataset_name} on {constants.ENDPOINT}"
     if not found:
         raise ConfigError(f"there is no {split} split: no file of {where} matches {pattern!r}")
     check_suffixes(found)
