@@ -38,6 +38,7 @@ PACKAGE = ROOT / "src/accelerate_recipes"
 # Tests of each module: not all that touch it, but those that check what it promises.
 TESTS = {
     "args": ["test_args.py", "test_configs.py", "test_optim.py"],
+    "flags": ["test_args.py", "test_configs.py"],
     "checkpoint/checkpointer": ["test_checkpoint.py", "test_lock.py"],
     "checkpoint/export": ["test_checkpoint.py"],
     "checkpoint/files": ["test_checkpoint.py"],

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from accelerate_recipes import agenda as agenda_module
-from accelerate_recipes import distributed, engine, metrics
+from accelerate_recipes import engine, metrics, upstream
 from accelerate_recipes.agenda import Agenda
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
@@ -179,7 +179,7 @@ def test_an_evaluation_leaves_the_sizes_of_training_constant(run, monkeypatch, f
 
     make_model = globals()["make_model"]
     monkeypatch.setitem(globals(), "make_model", compiled_model)
-    monkeypatch.setattr(distributed, "is_compiled", lambda env: forgets)
+    monkeypatch.setattr(upstream, "is_compiled", lambda: forgets)
     torch._dynamo.reset()
     run(evaluated=[torch.utils.data.default_collate([make_rows()[0]])], eval_steps=2)
     torch._dynamo.reset()

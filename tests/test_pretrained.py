@@ -132,9 +132,14 @@ def test_what_a_model_cannot_do_is_known_before_the_data_are_prepared(said, copy
     """Adapters, attention and the layers to wrap are checked on the meta device, all at once, by a launch too."""
     monkeypatch.setattr("accelerate_recipes.attention.find_spec", lambda name: None)
     adapters = ["--use_peft", "--lora_target_modules", "q_prj"]
-    found = said(copy("llama"), "c4", *adapters, "--attn_implementation", "flash_attention_2")
+    folder, flags = copy("llama"), [*adapters, "--attn_implementation", "flash_attention_2"]
+    found = said(folder, "c4", *flags)
     assert "--lora_target_modules q_prj: no linear layer inside LlamaForCausalLM has that name" in found
     assert "--attn_implementation flash_attention_2: its package flash_attn is not installed" in found
+    c4 = recipe.load(ROOT / "recipes/c4.py")
+    command = [*DATA["c4"], "--model_name_or_path", str(folder), "--max_steps", "1", *flags, "--data_only", "true"]
+    args = parse(c4.Args, command, world_size=1)
+    assert recipe.check_models(args, c4.requirements(args))[1] == []  # data may be prepared where the package is not
 
 
 def test_a_launch_checks_adapters_without_peft(models, monkeypatch):

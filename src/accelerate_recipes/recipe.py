@@ -60,7 +60,7 @@ class Requirements:
 
     `kind` says how the models are loaded, each with its tokenizer unless `tokenizers` are named.
 
-    `new_model` makes the model of a run that begins with a new one; preflight calls it on the meta device. `changes`
+    `new_model` makes the model of a run that begins with a new one; it is first called on the meta device. `changes`
     returns the fields that the run changes in the configuration of a model with this name.
     """
 
@@ -152,6 +152,7 @@ def check_models(
     """Check the models of a run that are here, and if nothing is wrong with the pretrained ones, their tokenizers.
 
     The environment is that of the launch. Of a new model `makes_new` says whether its arguments are good enough to make it.
+    Where only data are wanted, perhaps on another machine than the run's, nothing is asked of the models but their files.
 
     Returns:
         The models on the meta device, and why some cannot be trained so.
@@ -170,6 +171,8 @@ def check_models(
                 load(name)
             except ConfigError as error:
                 problems.append(str(error))
+    if args.data_only:
+        return models, problems
     if needed.new_model and makes_new:
         try:
             with torch.device("meta"):
