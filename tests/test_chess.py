@@ -28,8 +28,8 @@ LOG_LINE = re.compile(
 def tiny(games_file, tmp_path_factory) -> list[str]:
     """Arguments of a run that takes seconds, with one cache of packed games for all runs."""
     preset = {
-        "from_scratch": True, "train_files": [str(games_file)], "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "max_length": 128, "heldout_share": 0.1,
+        "from_scratch": True, "train_files": [str(games_file)], "max_length": 128, "heldout_share": 0.1,
+        "config_overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
         "num_positions": 30, "max_steps": STEPS, "total_batch_size": 8, "per_device_train_batch_size": 2,
         "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 10, "save_total_limit": 0,
         "data_cache_dir": str(tmp_path_factory.mktemp("cache")),

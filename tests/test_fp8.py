@@ -121,4 +121,14 @@ def test_preflight_refuses_experts(monkeypatch):
     preset = ("--config", str(ROOT / "recipes/configs/c4/laptop.yaml"))
     assert "Ready" in preflight([str(config), str(recipe), *preset])[0]
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
-        preflight([str(config), str(recipe), *preset, "--model_type", "mixtral"])
+        preflight(
+            [
+                str(config),
+                str(recipe),
+                *preset,
+                "--model_type",
+                "mixtral",
+                "--config_overrides",
+                "num_key_value_heads=4",
+            ]
+        )
