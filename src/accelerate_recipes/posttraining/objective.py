@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import datasets
@@ -89,11 +88,13 @@ class Collectives:
 def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, **attributes: Any) -> Any:
     """Make a trainer that can only compute its loss, for a trial; what the loss reads, and is missing, is an error."""
     trainer: Any = trainer_class.__new__(trainer_class)
+    model: Any = nn.Module()  # in training
+    model.is_gradient_checkpointing = False
     experts, weight = config.get_text_config(), args.router_aux_loss_coef
     weight = getattr(experts, "router_aux_loss_coef", 0.0) if weight is None else weight
     vars(trainer).update(
         args=copy.copy(args),
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        model=model,
         accelerator=Collectives(),
         balance=weight,
         router_aux_loss_coef=0.0,
