@@ -160,8 +160,6 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         assert words[0] != "python" or words[3] in ("download", "preflight")
         return  # tests/test_download.py
     if words[0] == "python":  # tests/test_ablation.py
-        if words[1] == "benchmarks/arithmetic.py":  # tests/test_benchmarks.py
-            return
         assert words[1] == "benchmarks/ablation.py"
         world_size, words = 1, words[2:]
     else:
