@@ -214,6 +214,7 @@ def test_gpu_batch():
     assert 6 < len(packed["cu_seqlens"]) < 100 and packed["cu_seqlens"][-1] == 8192
 
 
+@pytest.mark.slow
 def test_gpu_predictions_are_those_of_this_version():
     kept = json.loads(gpu_report.PREDICTED.read_text())["predicted"]
     case = gpu_cases.CASES["memory"]

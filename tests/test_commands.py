@@ -6,16 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import tiny_model
 
 from accelerate_recipes import __main__
-from accelerate_recipes.models import new_llama, new_word_tokenizer
-from accelerate_recipes.weights import initialize
-
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+from accelerate_recipes.models import new_word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +21,7 @@ def exported(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "export"
     tokenizer = new_word_tokenizer(["a", "b"])
     ends = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 32}
-    model = initialize(new_llama("sdpa", torch.float32, **SIZES, **ends), 0, "cpu")
-    for part in (model, tokenizer):
+    for part in (tiny_model(**ends), tokenizer):
         part.save_pretrained(folder)
     return folder
 
