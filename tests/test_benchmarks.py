@@ -12,6 +12,7 @@ import gpu_cases
 import gpu_measure
 import gpu_predicted
 import gpu_report
+import harness
 import psutil
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_runs(name, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads((tmp_path / "out.json").read_text())
+
+
+def test_harness(tmp_path):
+    """Each way begins as often as the others; a ratio is of one round; a result has its day, and a cell no column's end."""
+    orders = [harness.turns("abc", number) for number in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert [order[0] for order in orders] == [*"abcabc"]
+    found = harness.ratios({"a": [2.0, 9.0], "b": [1.0, 3.0], "c": [4.0, 4.5]}, "a", ["b", "c"])
+    assert found == {"a/b": [2.0, 3.0], "a/c": [0.5, 2.0]}
+    assert harness.table(["", "b"], [["1|2", "3"]]) == ["|  | b |", "| --- | --- |", "| 1\\|2 | 3 |"]
+    harness.write_json(None, found)
+    harness.write_json(tmp_path / "new/out.json", harness.machine() | {"flags": {"out": tmp_path}})
+    written = json.loads((tmp_path / "new/out.json").read_text())
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", written["date"]) and written["flags"]["out"] == str(tmp_path)
 
 
 def test_results_say_when_they_were_measured():

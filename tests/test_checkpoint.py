@@ -55,7 +55,9 @@ def make_run(tmp_path, monkeypatch):
     def build(resumed_from: Path | None = None, hidden_size: int = 16, **overrides) -> Checkpointer:
         args = TrainArgs(output_dir=str(tmp_path / "run"), save_total_limit=2, **overrides)
         accelerator = Accelerator(cpu=True)
-        model = new_model(tiny_config(vocab_size=50, hidden_size=hidden_size, tie_word_embeddings=True), "sdpa")
+        model = new_model(
+            tiny_config(vocab_size=50, hidden_size=hidden_size, intermediate_size=32, tie_word_embeddings=True), "sdpa"
+        )
         config, generation_config = model.config, model.generation_config
         model, optimizer, _ = prepare(accelerator, model, args)
         scheduler = make_scheduler(optimizer, args, 100)

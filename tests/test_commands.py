@@ -53,8 +53,8 @@ def overwrite(file: Path, **changes: object) -> None:
 DAMAGES = {
     "weights": (lambda out: cut(out / "model.safetensors"), "cannot be loaded: "),
     "no weights": (lambda out: (out / "model.safetensors").unlink(), "cannot be loaded: "),
-    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=2), "lacks the weights model.layers.1."),
-    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=32), "cannot be loaded: "),
+    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=3), "lacks the weights model.layers.2."),
+    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=64), "cannot be loaded: "),
     "a size of words": (lambda out: overwrite(out / "config.json", hidden_size="wide"), "cannot be loaded: "),
     "no architecture": (lambda out: overwrite(out / "config.json", architectures=3), "cannot be loaded: "),
     "config": (lambda out: cut(out / "config.json"), "cannot be loaded: "),

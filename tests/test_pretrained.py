@@ -47,7 +47,7 @@ def models(tmp_path_factory) -> Path:
     tiny = {
         "llama": tiny_model(**SIZES),
         "tied": tiny_model(**SIZES, tie_word_embeddings=True),
-        "mixtral": tiny_model("mixtral", **SIZES),
+        "mixtral": tiny_model("mixtral", **SIZES, num_local_experts=2),
         "gptj": tiny_model("gptj", **SIZES),
         "t5": tiny_model("t5", **SIZES),
         "bert": tiny_model("bert", AutoModelForMaskedLM, **SIZES),
