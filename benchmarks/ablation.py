@@ -39,13 +39,11 @@ from typing import NamedTuple
 
 import matplotlib
 import psutil
+from harness import GIB, ROOT, table
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from accelerate_recipes.strategy import num_accelerators
-
-ROOT = Path(__file__).parents[1]
-GIB = 2**30
 
 
 class Option(NamedTuple):
@@ -140,23 +138,16 @@ class Ablation:
             "memory_gib": flags.memory_gib,
             "steps": flags.steps,
         }
-        self.records = (
-            [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-            if self.path.exists()
-            else []
-        )
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        self.records = [json.loads(line) for line in lines]
         for record in self.records:
             if record["settings"] != self.settings:
                 raise ValueError(
                     f"{self.path} holds launches of {record['settings']}, not of {self.settings}; "
                     "give the same, or another --out"
                 )
-        self.progress = tqdm(
-            total=len(flags.options) * flags.rounds,
-            unit="option",
-            disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
-        )
+        total = len(flags.options) * flags.rounds
+        self.progress = tqdm(total=total, unit="option", disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
     def command(self, name: str, batch: int) -> list[str]:
         option, processes = OPTIONS[name], self.flags.num_processes
@@ -357,11 +348,6 @@ def heading(measured: list[dict], records: list[dict]) -> str:
     return "\n\n".join(lines)
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 def levers(rows: dict[str, dict]) -> str:
     """Format the blog's table: throughput with a lever over throughput without, each at the largest batch that fits."""
     lines = []
@@ -377,7 +363,7 @@ def levers(rows: dict[str, dict]) -> str:
             ratio = pair[0]["tokens_per_second"] / pair[1]["tokens_per_second"]
             lines.append([lever, model, f"{ratio:.2f}x", f"{pair[1]['batch']} -> {pair[0]['batch']}", ""])
     header = ["optimization", "model", "throughput improvement", "batch per device", "why empty"]
-    return "## What each lever brings\n\n" + markdown(header, lines)
+    return "## What each lever brings\n\n" + "\n".join(table(header, lines))
 
 
 def figures(rows: dict[str, dict]) -> str:
@@ -401,7 +387,7 @@ def figures(rows: dict[str, dict]) -> str:
     header = ["option", "batch per device", "tokens/s", "TFLOP/s per device", "peak GiB", "communication", "why empty"]
     return (
         "## Figures\n\n"
-        + markdown(header, lines)
+        + "\n".join(table(header, lines))
         + "\n\nTokens are targets, over all processes. FLOPs follow the formulas in `metrics.py`, without recomputation. "
         "Peak is that of the process that needs most: on a CPU above what it held before the model, on a GPU allocated "
         "tensors. Communication is the share of one profiled step in which a collective runs, as a mean over the "
@@ -429,7 +415,7 @@ def state(rows: dict[str, dict]) -> str:
     header = ["option", "parameters, MiB", "gradients, MiB", "optimizer, MiB", "sum", "sum / ideal", "why empty"]
     return (
         title
-        + markdown(header, lines)
+        + "\n".join(table(header, lines))
         + f"\n\nThe ideal is the sum divided by {whole['num_processes']} processes: {ideal / 2**20:,.1f} MiB. The bytes "
         "are those of the tensors after a step, before the gradients are freed, on the process that holds most."
     )

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
-from machine import machine
+from harness import GIB, machine, peak_begins, status
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -38,7 +38,6 @@ from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
 from accelerate_recipes.strategy import launch_problems, num_accelerators
 
-GIB = 2**30
 # What a traceback says when memory is used up: on a GPU, in Python, torch, C++, a thread, oneDNN.
 NO_MEMORY = re.compile(
     r"OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory|bad_alloc|out of memory|"
@@ -73,12 +72,10 @@ class Trial:
                 # Only the model counts, not the interpreter, the libraries and the data.
                 weights = sum(num_bytes(parameter) for parameter in model.parameters() if not parameter.is_meta)
                 self.held_before = (psutil.Process().memory_info().rss - weights) / GIB
-                Path("/proc/self/clear_refs").write_text(
-                    "5", encoding="utf-8"
-                )  # forget the peak so far: preparing data may need more
+                peak_begins()  # preparing data may have needed more
                 if self.memory_gib:
                     return_freed_memory()
-                    limit_memory(virtual_bytes() - weights + int(self.memory_gib * GIB))
+                    limit_memory(status("VmData") - weights + int(self.memory_gib * GIB))
             original(run, model, *rest, **settings)
 
         return prepare_within_limit
@@ -153,14 +150,9 @@ def return_freed_memory() -> None:
 
 
 def limit_memory(most: int | None) -> None:
-    """Limit what `virtual_bytes` counts to `most`; None removes the limit."""
+    """Limit VmData, private writable memory, used or not, to `most` bytes; None removes the limit."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard if most is None else most, hard))
-
-
-def virtual_bytes() -> int:
-    """Return what RLIMIT_DATA limits: this process's private writable memory, used or not."""
-    return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024
 
 
 def longest_batch(loader: TrainLoader, size: int) -> Batch | None:

@@ -26,14 +26,12 @@ import argparse
 import contextlib
 import copy
 import io
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,10 +39,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import load_from_disk
-from machine import machine
+from harness import ROOT, machine, make_parser, print_ratios, ratios, turns, write_json
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_recipes import engine
@@ -63,25 +61,23 @@ from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
 LOOPS = ("ours", "trainer", "bare")
-GAMES = Path(__file__).parents[1] / "data" / "chess" / "games_20k.parquet"
+GAMES = ROOT / "data/chess/games_20k.parquet"
 
 
-def parse_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, default, text in (
-        ("pairs", 5, "Rounds that count."),
-        ("steps", 10, "Optimizer steps in a segment."),
-        ("micro_batches", 2, "Forward passes per step on one process."),
-        ("per_device_train_batch_size", 1, "Rows per forward pass."),
-        ("max_length", 256, "Tokens in a row."),
-        ("hidden_size", 512, "Width of the model."),
-        ("intermediate_size", 1408, "Width of the model's feed-forward layers."),
-        ("num_hidden_layers", 6, "Layers of the model."),
-        ("num_attention_heads", 8, "Attention heads of the model."),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+def parse_flags(description: str | None) -> argparse.Namespace:
+    parser = make_parser(
+        description,
+        pairs=(5, "Rounds that count."),
+        steps=(10, "Optimizer steps in a segment."),
+        micro_batches=(2, "Forward passes per step on one process."),
+        per_device_train_batch_size=(1, "Rows per forward pass."),
+        max_length=(256, "Tokens in a row."),
+        hidden_size=(512, "Width of the model."),
+        intermediate_size=(1408, "Width of the model's feed-forward layers."),
+        num_hidden_layers=(6, "Layers of the model."),
+        num_attention_heads=(8, "Attention heads of the model."),
+    )
     parser.add_argument("--data_cache_dir", default=".cache/data", help="Folder for the packed games.")
-    parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
     return parser.parse_args()
 
 
@@ -110,6 +106,7 @@ class OurLoop:
         self.training.scheduler = make_scheduler(self.training.optimizer, args, args.max_steps)
         self.training.checkpointer = self
         self.model, self.loader, self.step = self.training.model, loader, 0
+        self.losses: list[float] = []
 
     def run(self, num_steps: int) -> np.ndarray:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -117,7 +114,7 @@ class OurLoop:
             records = engine.train(
                 self.training, self, loss_fn=next_token_loss, count_fn=count_next_tokens, evaluate_fn=lambda step: {}
             )
-        self.last_loss = [record["loss"] for record in records if "loss" in record][-1]
+        self.losses.append([record["loss"] for record in records if "loss" in record][-1])
         return self.seconds
 
     def resume(self) -> int:
@@ -159,6 +156,7 @@ class BareLoop:
         self.model, self.args, self.device = model.train(), args, accelerator.device
         self.optimizer = optimizer_fn(model, args)(model)
         self.micro_batches = iter(loader)
+        self.losses: list[float] = []  # of the last step of each segment
 
     def run(self, num_steps: int) -> np.ndarray:
         start = now()
@@ -166,7 +164,7 @@ class BareLoop:
             loss = self.train_step()
         seconds = now() - start
         dist.all_reduce(loss)
-        self.last_loss = loss.item()
+        self.losses.append(loss.item())
         return seconds
 
     def train_step(self) -> torch.Tensor:
@@ -174,13 +172,8 @@ class BareLoop:
         world_size = dist.get_world_size()
         batches = []
         for _ in range(self.args.accumulation_steps(world_size)):
-            batch = next(self.micro_batches)
-            batches.append(
-                {
-                    name: batch[name].to(self.device, non_blocking=True)
-                    for name in ("input_ids", "position_ids", "labels")
-                }
-            )
+            batch, names = next(self.micro_batches), ("input_ids", "position_ids", "labels")
+            batches.append({name: batch[name].to(self.device, non_blocking=True) for name in names})
         num_targets = torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
         dist.all_reduce(num_targets)
         loss_sum = torch.zeros((), device=self.device)
@@ -206,7 +199,7 @@ class Turns(TrainerCallback):
 
     def __init__(self, plan: Iterable[tuple[str, int]], runs: dict[str, Callable[[int], np.ndarray]]):
         self.plan, self.runs = iter(plan), runs
-        self.seconds: dict[str, list[np.ndarray]] = {name: [] for name in LOOPS}
+        self.seconds: dict[str, list[np.ndarray]] = {name: [] for name in (*runs, "trainer")}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.next_turn()
@@ -237,17 +230,16 @@ def order_of_trainer(args: TrainArgs, num_rows: int, world_size: int) -> list[in
     return order
 
 
-def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
-    """Make a Trainer with the arguments `args`, which reads the rows in the order of `StepOrder`."""
-    same = {name: value for name, value in vars(args).items() if hasattr(TrainingArguments, name)}
-    settings = {
+def settings_of(config_class: type[TrainingArguments], args: TrainArgs, world_size: int) -> dict[str, Any]:
+    """Collect the arguments of a Trainer that does what `args` says, and nothing besides but the entries of its log."""
+    return {name: value for name, value in vars(args).items() if hasattr(config_class, name)} | {
         "gradient_accumulation_steps": args.accumulation_steps(world_size),
         "optim": "adamw_torch_fused",
         "train_sampling_strategy": "sequential",
-        "remove_unused_columns": False,
         "dataloader_pin_memory": torch.cuda.is_available(),
         "logging_strategy": "no",  # `turns` asks for the entries
         "save_strategy": "no",
+        "report_to": "none",
         "disable_tqdm": True,
         "accelerator_config": {
             # TrainingArguments would reset Accelerate's state, which `ours` uses too and which on a CPU only
@@ -256,15 +248,16 @@ def make_trainer(model: nn.Module, rows: Dataset, args: TrainArgs, world_size: i
             "gradient_accumulation_kwargs": {"sync_each_batch": True},
         },
     }
-    training_args = TrainingArguments(**same | settings)
-    trainer = Trainer(
+
+
+def make_trainer(model: nn.Module, rows: PackedRows, args: TrainArgs, world_size: int, turns: Turns) -> Trainer:
+    """Make a Trainer with the arguments `args`, which reads the rows in the order of `StepOrder`."""
+    return Trainer(
         model,
-        training_args,
+        TrainingArguments(**settings_of(TrainingArguments, args, world_size), remove_unused_columns=False),
         train_dataset=Subset(rows, order_of_trainer(args, len(rows), world_size)),
         callbacks=[turns],
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def make_args(flags: argparse.Namespace, output_dir: str, world_size: int) -> TrainArgs:
@@ -307,19 +300,17 @@ def load_rows(flags: argparse.Namespace, seed: int) -> tuple[PackedRows, int]:
     return PackedRows(rows, flags.max_length, tokenizer.pad_token_id, document_mask=True), len(tokenizer)
 
 
-def print_result(result: dict) -> None:
-    print(f"{result['num_parameters']:,} parameters, {result['tokens_per_step']:,} tokens a step; tokens/s:")
-    speeds = result["tokens_per_second"]
-    for i in range(len(speeds["ours"])):
-        print(f"round {i + 1}:", ", ".join(f"{name} {speeds[name][i]:,.1f}" for name in LOOPS))
-    print("median:", ", ".join(f"{name} {median(speeds[name]):,.1f}" for name in LOOPS))
-    for title, ratios in (("speed", result["ratios"]), ("CPU time", result["cpu_ratios"])):
-        for name, values in ratios.items():
-            print(f"{title} {name}: {median(values):.4f} ({min(values):.4f} to {max(values):.4f})")
-    print("last loss:", ", ".join(f"{name} {loss:.6f}" for name, loss in result["last_loss"].items()))
+def compare(
+    flags: argparse.Namespace,
+    output_dir: str,
+    make_trainer: Callable[[PreTrainedModel, PackedRows, TrainArgs, int, Turns], Trainer],
+    names: tuple[str, ...] = LOOPS,
+) -> dict[str, Any]:
+    """Let the loops train in turns; return what was found, which the first process also writes and prints.
 
-
-def main(flags: argparse.Namespace, output_dir: str) -> None:
+    Raises:
+        RuntimeError: if the loops shard other modules, or end with other losses.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     args = make_args(flags, output_dir, world_size)
     rows, vocab_size = load_rows(flags, args.seed)
@@ -328,64 +319,66 @@ def main(flags: argparse.Namespace, output_dir: str) -> None:
     if strategy not in ("FSDP2 full shard", "FSDP2 gradients and optimizer sharded"):
         raise ConfigError(f"no bare loop for {strategy}; use accelerate_configs/fsdp_full.yaml or fsdp_grad_op.yaml")
     model = make_model(flags, vocab_size, accelerator.device)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = model.num_parameters()
 
-    loaders = [make_train_loader(rows, args, accelerator.process_index, world_size) for _ in range(2)]
-    ours = OurLoop(accelerator, copy.deepcopy(model), args, loaders[0])
-    bare = BareLoop(accelerator, copy.deepcopy(model), args, loaders[1])
-    orders = [LOOPS[i % 3 :] + LOOPS[: i % 3] for i in range(1 + flags.pairs)]
-    plan = [(name, flags.steps) for order in orders for name in order]
-    plan += [(name, 1) for name in LOOPS]  # one more step, whose loss is logged alone
-    turns = Turns(plan, {"ours": ours.run, "bare": bare.run})
-    trainer = make_trainer(model, rows, args, world_size, turns)
+    loops = {}
+    for name, make in {"ours": OurLoop, "bare": BareLoop}.items():
+        if name in names:
+            loader = make_train_loader(rows, args, accelerator.process_index, world_size)
+            loops[name] = make(accelerator, copy.deepcopy(model), args, loader)
+    plan = [(name, flags.steps) for i in range(1 + flags.pairs) for name in turns(names, i)]
+    plan += [(name, 1) for name in names]  # one more step, whose loss is logged alone
+    timed = Turns(plan, {name: loop.run for name, loop in loops.items()})
+    trainer = make_trainer(model, rows, args, world_size, timed)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
 
     units = [
         [name for name, module in loop.model.named_modules() if isinstance(module, FSDPModule)]
-        for loop in (ours, trainer, bare)
+        for loop in (*loops.values(), trainer)
     ]
-    if not units[0] == units[1] == units[2]:
+    if any(others != units[0] for others in units):
         raise RuntimeError(f"the loops shard different modules: {units}")
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    losses = {"ours": ours.last_loss, "trainer": logged[-1], "bare": bare.last_loss}
+    losses = {name: loop.losses for name, loop in loops.items()}
+    losses["trainer"] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tokens_per_step = args.total_batch_size * flags.max_length
     # The first round warms up; the last segment only gives the loss.
-    wall, cpu = ({name: [float(s[i]) for s in turns.seconds[name][1:-1]] for name in LOOPS} for i in range(2))
-    result = machine(accelerator.device) | {
+    wall, cpu = ({name: [float(s[i]) for s in timed.seconds[name][1:-1]] for name in names} for i in range(2))
+    speeds = {name: [flags.steps * tokens_per_step / s for s in wall[name]] for name in names}
+    others = [name for name in names if name != "ours"]
+    found = machine(accelerator.device) | {
         "strategy": strategy,
         "mixed_precision": accelerator.mixed_precision,
         "processes": world_size,
         "num_parameters": num_parameters,
-        "flags": vars(flags) | {"out": str(flags.out)},
+        "flags": vars(flags),
         "tokens_per_step": tokens_per_step,
         "seconds_per_segment": wall,
         "cpu_seconds_per_segment": cpu,
-        "tokens_per_second": {name: [flags.steps * tokens_per_step / s for s in wall[name]] for name in LOOPS},
-        "ratios": {
-            f"ours/{other}": [b / a for a, b in zip(wall["ours"], wall[other], strict=True)]
-            for other in ("bare", "trainer")
-        },
-        "cpu_ratios": {
-            f"ours/{other}": [a / b for a, b in zip(cpu["ours"], cpu[other], strict=True)]
-            for other in ("bare", "trainer")
-        },
-        "last_loss": losses,
+        "tokens_per_second": speeds,
+        "ratios": ratios(speeds, "ours", others),
+        "cpu_ratios": ratios(cpu, "ours", others),
+        "losses": losses,
     }
     if accelerator.is_main_process:
-        print_result(result)
-        if flags.out:
-            flags.out.parent.mkdir(parents=True, exist_ok=True)
-            flags.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"{num_parameters:,} parameters, {tokens_per_step:,} tokens a step; tokens/s:")
+        for i in range(flags.pairs):
+            print(f"round {i + 1}:", ", ".join(f"{name} {speeds[name][i]:,.1f}" for name in names))
+        print("median:", ", ".join(f"{name} {median(speeds[name]):,.1f}" for name in names))
+        print_ratios("speed", found["ratios"])
+        print_ratios("CPU time", found["cpu_ratios"])
+        print("last loss:", ", ".join(f"{name} {losses[name][-1]:.6f}" for name in names))
+        write_json(flags.out, found)
     # The Trainer passes the number of targets to the model's forward pass, where FSDP2 casts it to the model's
     # precision: in bf16 the logged loss is off by up to 2**-8.
     tolerances = {"bare": 1e-3, "trainer": 1e-3 if accelerator.mixed_precision == "no" else 1e-2}
-    for name, tolerance in tolerances.items():
-        if abs(losses[name] - losses["ours"]) > tolerance * losses["ours"]:
-            raise RuntimeError(f"ours and {name} did not train the same: losses {losses}, tolerance {tolerance:g}")
+    for name in others:
+        if abs(losses[name][-1] - losses["ours"][-1]) > tolerances[name] * losses["ours"][-1]:
+            raise RuntimeError(f"ours and {name} did not train the same: {losses}, tolerance {tolerances[name]:g}")
     accelerator.end_training()
+    return found
 
 
 if __name__ == "__main__":
-    flags = parse_flags()
-    with tempfile.TemporaryDirectory() as output_dir:
-        main(flags, output_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        compare(parse_flags(__doc__), folder, make_trainer)

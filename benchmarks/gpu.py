@@ -39,9 +39,8 @@ import psutil
 import torch
 from gpu_cases import CASES, Case
 from gpu_report import RESULTS, line_of
-from machine import machine
+from harness import ROOT, machine
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPILED = Path(tempfile.gettempdir()) / "accelerate_recipes_compiled"  # what is compiled names this path
 LARGEST = 2**24  # bytes of COMPILED, packed
 LONGEST_WAIT = 900  # seconds that a launch waits for its turn
@@ -88,7 +87,7 @@ def description() -> str:
 
 def describe_device() -> dict[str, Any]:
     """Describe the device, for the first line of the results, without a CUDA context, whose memory is not given back."""
-    found = machine(torch.device("cpu")) | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
+    found = machine() | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
     found["versions"] |= {package: version_of(package) for package in PACKAGES if version_of(package)}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig
 
 from accelerate_recipes.attention import boundaries
-from accelerate_recipes.losses import IGNORE_INDEX
 from accelerate_recipes.metrics import decoder_flops
 from accelerate_recipes.models import new_model
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 # Layers, width, inner width, heads, heads of keys, words, whether the output layer is the embedding.
 SHAPES = {

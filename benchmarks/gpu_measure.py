@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from gpu_cases import TINY_ROW, Batch, Case, config_of, packed_batch
+from harness import GIB, ROOT
 from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -33,8 +34,6 @@ from accelerate_recipes.models import new_model
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import initialize
 
-GIB = 2**30
-ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["tests/test_gpu.py", "-k", "attention or (trajectory and fsdp_full) or loss_without_logits or waits"]
 
 

@@ -5,16 +5,14 @@
 `gpu_report.py` sets the predictions beside what a GPU needed. They do not depend on the GPU.
 """
 
-import argparse
 import json
 import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from gpu_cases import CASES, Batch, Case, config_of, packed_batch
-from machine import machine
+from harness import ROOT, machine, make_parser, write_json
 
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.launcher import launch_environment
@@ -23,8 +21,6 @@ from accelerate_recipes.models import new_model
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.trial import Trial
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -87,9 +83,7 @@ def predict(case: Case) -> list[dict]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    flags = parser.parse_args()
-    found = machine(torch.device("cpu")) | {"predicted": predict(CASES["memory"])}
-    flags.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    flags = make_parser(__doc__).parse_args()
+    found = machine() | {"predicted": predict(CASES["memory"])}
+    write_json(flags.out, found)
     print(json.dumps(found["predicted"], indent=1))

@@ -7,15 +7,14 @@ Of a case that was measured twice on a kind of GPU the last run counts. Rehearsa
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gpu_cases import CASES, flops_of
+from harness import ROOT, table
 
 from accelerate_recipes.gpus import GPUS
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/gpu", ROOT / "docs/performance.md"
 PREDICTED = ROOT / "benchmarks/results/gpu_predicted.json"  # memory, by gpu_predicted.py
 INTRODUCTION = """\
@@ -99,12 +98,6 @@ def share(value: float | None) -> str:
 
 def gib(record: Record) -> str:
     return f"{record['allocated_gib']:.1f} / {record['reserved_gib']:.1f}" if "allocated_gib" in record else ""
-
-
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    lines = [list(columns), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def speeds(results: dict[tuple[str, str], Record], card: str) -> list[list[str]]:

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from machine import machine
+from harness import GIB, machine, make_parser, write_json
 from torch import nn
 
 from accelerate_recipes import losses
@@ -35,22 +35,19 @@ from accelerate_recipes.models import new_llama
 from accelerate_recipes.weights import initialize
 
 WAYS = ("plain", "ours", "torch")
-GIB = 2**30
 
 
 def parse_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, default, text in (
-        ("vocab_size", 128256, "Words in the model's vocabulary."),
-        ("hidden_size", 512, "Width of the model."),
-        ("num_hidden_layers", 2, "Layers of the model."),
-        ("max_length", 2048, "Tokens of the only row."),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser = make_parser(
+        __doc__,
+        vocab_size=(128256, "Words in the model's vocabulary."),
+        hidden_size=(512, "Width of the model."),
+        num_hidden_layers=(2, "Layers of the model."),
+        max_length=(2048, "Tokens of the only row."),
+    )
     parser.add_argument("--mixed_precision", default="no", choices=["no", "bf16"], help="Precision to use.")
     parser.add_argument("--way", choices=WAYS, help="Run only this way, in this process.")
     parser.add_argument("--folder", type=Path, help="Folder for the result of --way.")
-    parser.add_argument("--out", type=Path, help="Write all numbers to this JSON file.")
     return parser.parse_args()
 
 
@@ -95,7 +92,6 @@ def measure(flags: argparse.Namespace) -> None:
     loss = loss.item() / (flags.max_length - 1)  # waits for a GPU
     result = {
         "step_gib": peak_memory_gib(accelerator.device) - before,
-        "before_gib": before,
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu_start,
         "loss": loss,
@@ -122,12 +118,8 @@ def main(flags: argparse.Namespace) -> None:
             f"{r['seconds']:.1f} s, {r['cpu_seconds']:.1f} s of CPU, loss {r['loss']:.6f}, "
             f"gradients off by {r['gradient_distance']:.1e}"
         )
-    if flags.out:
-        options = {name: value for name, value in vars(flags).items() if name not in ("way", "folder", "out")}
-        flags.out.write_text(
-            json.dumps({"machine": machine(torch.device("cpu")), "flags": options, "ways": results}, indent=1) + "\n",
-            encoding="utf-8",
-        )
+    options = {name: value for name, value in vars(flags).items() if name not in ("way", "folder", "out")}
+    write_json(flags.out, {"machine": machine(), "flags": options, "ways": results})
     if flags.mixed_precision == "no" and max(r["gradient_distance"] for r in results.values()) > 1e-4:
         sys.exit("the gradients differ")
 

@@ -8,7 +8,6 @@ proposed). Each rank may have as many bytes of data as that GPU, and a stated al
 the model was made (RLIMIT_DATA). Cases that are in the file already are not run again.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from machine import machine
-from real_steps import ALLOWANCE, MIB, ROOT, limited, on_cpu, on_ranks, request_of
+from harness import MIB, ROOT, machine, make_parser, write_json
+from real_steps import ALLOWANCE, limited, on_cpu, on_ranks, request_of, words_of
 from transformers import T5Config
 
 from accelerate_recipes.gpus import GPUS, OUTSIDE
 from accelerate_recipes.launch.request import Request
-from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of
+from accelerate_recipes.plan.search import Search, in_words, prediction_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
-
-
-def words(**values: int) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def sizes(**values: int) -> list[str]:
@@ -44,19 +38,24 @@ C4 = [
 ]  # fmt: skip
 # Activations, of rows that are long for the model; weights, gradients and optimizer, of a model that is large for its rows.
 LONG = [
-    *C4, *sizes(vocab_size=1024, hidden_size=512, intermediate_size=1408), *words(max_length=640),
+    *C4, *sizes(vocab_size=1024, hidden_size=512, intermediate_size=1408), *words_of(max_length=640),
 ]  # fmt: skip
 LARGE = [
-    *C4, *sizes(vocab_size=1024, hidden_size=1024, intermediate_size=5632), *words(max_length=16),
+    *C4, *sizes(vocab_size=1024, hidden_size=1024, intermediate_size=5632), *words_of(max_length=16),
 ]  # fmt: skip
 LAYERS_3, LAYERS_4 = sizes(num_hidden_layers=3), sizes(num_hidden_layers=4)
-ROWS_2, ROWS_8 = (words(per_device_train_batch_size=n, total_batch_size=4 * n) for n in (2, 8))
-ONE_ROW = words(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
+ROWS_2, ROWS_8 = (words_of(per_device_train_batch_size=n, total_batch_size=4 * n) for n in (2, 8))
+ONE_ROW = words_of(per_device_train_batch_size=1, total_batch_size=2)  # a step that no more GPUs could share
 VIT = [
     str(ROOT / "recipes/vit.py"), "--from_scratch", "--train_files", str(ROOT / "data/fashion/images_10k.parquet"),
     *sizes(image_size=96, patch_size=6, hidden_size=192, intermediate_size=384, num_attention_heads=6),
 ]  # fmt: skip
-T5 = [str(ROOT / "recipes/t5.py"), *words(max_source_length=384, max_target_length=384), "--model_name_or_path", "T5"]
+T5 = [
+    str(ROOT / "recipes/t5.py"),
+    *words_of(max_source_length=384, max_target_length=384),
+    "--model_name_or_path",
+    "T5",
+]
 T5_CONFIG = T5Config(
     vocab_size=8192, d_model=384, d_kv=64, d_ff=1536, num_layers=3, num_heads=6, decoder_start_token_id=0
 )
@@ -78,7 +77,7 @@ CASES = [
     Case("many rows, recomputed", "fsdp_full", [*FP32, *RECOMPUTE, *LONG, *LAYERS_3, *ROWS_8]),
     Case(
         "every 4th layer recomputed", "fsdp_full",
-        [*FP32, *RECOMPUTE, *LONG, *LAYERS_4, *words(checkpoint_every_n_layers=4), *ONE_ROW]),
+        [*FP32, *RECOMPUTE, *LONG, *LAYERS_4, *words_of(checkpoint_every_n_layers=4), *ONE_ROW]),
     Case("whole logits", "fsdp_full", [*FP32, *LONG, *LAYERS_3, *sizes(vocab_size=48000), "--whole_logits", *ONE_ROW]),
     Case("the whole model on each GPU", "fsdp_grad_op", [*FP32, *LARGE, *LAYERS_3, *ONE_ROW], 0.8),
     Case("states", "fsdp_full", [*FP32, *LARGE, *LAYERS_3, *ONE_ROW]),
@@ -112,12 +111,8 @@ def run_case(simulator: Simulator, case: Case, folder: Path) -> dict[str, Any]:
 
 def search_in(simulator: Simulator, request: Request, job: Job, outcome: Outcome, memory: int) -> Search:
     """Make the search for a GPU of so much memory."""
-
-    def make_job(changes: Sequence[Change]) -> Job:
-        return on_cpu(request, changes)
-
     gpu = replace(GPUS[job.gpu], memory=memory + OUTSIDE)  # nothing lies outside here
-    return Search(simulator, prediction_of(job, outcome, gpu), job, make_job)
+    return Search(simulator, prediction_of(job, outcome, gpu), job, partial(on_cpu, request))
 
 
 def holds(found: dict[str, Any]) -> bool:
@@ -128,11 +123,11 @@ def holds(found: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     args = parser.parse_args()
-    found = json.loads(args.out.read_text(encoding="utf-8"))["cases"] if args.out.exists() else []
+    is_known = args.out and args.out.exists()
+    found = json.loads(args.out.read_text(encoding="utf-8"))["cases"] if is_known else []
     done = {row["case"] for row in found}
     with TemporaryDirectory() as folder, Simulator() as simulator:
         T5_CONFIG.save_pretrained(folder)
@@ -146,8 +141,7 @@ def main() -> None:
                     f"{row['refused']} {row.get('with it')}",
                     flush=True,
                 )
-                result = machine(torch.device("cpu")) | {"allowance": ALLOWANCE, "cases": found}
-                args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_json(args.out, machine() | {"allowance": ALLOWANCE, "cases": found})
 
 
 if __name__ == "__main__":

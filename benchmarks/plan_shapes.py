@@ -6,16 +6,13 @@ Each shape is simulated, and takes two real steps on two ranks over gloo, in fp3
 measured that gloo makes of what it exchanges: the ledger counts them.
 """
 
-import argparse
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import machine
-from real_steps import MIB, ROOT, counted, on_cpu, on_ranks, peak_begins, request_of, resident, status
+from harness import MIB, ROOT, machine, make_parser, peak_begins, status, write_json
+from real_steps import counted, on_cpu, on_ranks, request_of, resident, words_of
 
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator
 
@@ -61,20 +58,12 @@ def copied_by_gloo(job: Job) -> dict[str, Any]:
 def compare(simulator: Simulator, shape: dict[str, Any]) -> dict[str, Any]:
     """Simulate a shape, and take its steps; sizes are in bytes."""
     own = ("max_length", "per_device_train_batch_size")
-    words = [word for name in own for word in (f"--{name}", str(shape[name]))]
-    words += ["--config_overrides"]
-    words += [f"{name}={value}" for name, value in shape.items() if name not in ("recomputes", *own)]
     rows = 2 * 2 * shape["per_device_train_batch_size"]  # two micro-batches on each rank
-    words += [
-        "--total_batch_size",
-        str(rows),
-        "--max_steps",
-        "1",
-    ]
+    words = words_of(**{name: shape[name] for name in own}, total_batch_size=rows, max_steps=1)
+    sizes = [f"{name}={value}" for name, value in shape.items() if name not in ("recomputes", *own)]
+    words += ["--attn_implementation", "sdpa", "--config_overrides", *sizes]
     flags = ["--mixed_precision", "no", "--fsdp_activation_checkpointing", str(shape["recomputes"]).lower()]
-    job = on_cpu(
-        request_of("fsdp_full", [*flags, str(ROOT / "recipes/c4.py"), *words, "--attn_implementation", "sdpa"])
-    )
+    job = on_cpu(request_of("fsdp_full", [*flags, str(ROOT / "recipes/c4.py"), *words]))
     (outcome,) = simulator([job])
     if not isinstance(outcome, Outcome):
         raise outcome
@@ -83,11 +72,7 @@ def compare(simulator: Simulator, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--number", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=20)
-    args = parser.parse_args()
+    args = make_parser(__doc__, number=(12, "Shapes."), seed=(20, "Seed of the shapes.")).parse_args()
     found = []
     job = on_cpu(request_of("fsdp_full", [str(ROOT / "recipes/c4.py")]))
     copies = on_ranks(job, copied_by_gloo)[0]
@@ -102,10 +87,7 @@ def main() -> None:
                 f"one: {shape}",
                 flush=True,
             )
-    args.out.write_text(
-        json.dumps(machine(torch.device("cpu")) | {"copied_by_gloo": copies, "shapes": found}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    write_json(args.out, machine() | {"copied_by_gloo": copies, "shapes": found})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from harness import ROOT, table
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
@@ -33,7 +34,6 @@ from accelerate_recipes.plan.predict import in_gib
 from accelerate_recipes.plan.search import prediction_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks/results/plans.json"
 PRESETS = ROOT / "recipes/configs"
 GPUS_PER_NODE = 8
@@ -241,11 +241,8 @@ def published(name: str, folder: Path) -> Path:
         if name in PUBLISHED:
             (path / "config.json").write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
         else:
-            alike = (
-                p
-                for p in sorted(PRESETS.glob("c4/*.yaml"))
-                if f"\ntokenizer_name: {name}\n" in p.read_text(encoding="utf-8")
-            )
+            line = f"\ntokenizer_name: {name}\n"
+            alike = (p for p in sorted(PRESETS.glob("c4/*.yaml")) if line in p.read_text(encoding="utf-8"))
             command = ["recipes/c4.py", "--config", str(next(alike).relative_to(ROOT))]
             load_trial(Job({"WORLD_SIZE": "1"}, command))[1].config.save_pretrained(path)
     return path
@@ -337,11 +334,7 @@ def with_memory(text: str, comment: str) -> str:
 
 def fit_table(plans: dict[str, Any]) -> list[str]:
     """Write the table of docs/plan.md: what each model needs in each setting, and with which it fits."""
-    columns = [*(f"{setting}, GiB" for setting in SETTINGS), *(f"{size} GB" for size in SIZES)]
-    lines = [
-        f"| | GPUs | {' | '.join(columns)} |",
-        "|---" * (2 + len(columns)) + "|",
-    ]
+    rows = []
     for model in MODELS:
         for number in (n for n in NUMBERS if n <= MOST.get(model, n)):
             needs = {}
@@ -352,32 +345,31 @@ def fit_table(plans: dict[str, Any]) -> list[str]:
             needs["adapters"] = need_of(plans, model, number, "adapters")
             cells = [f"{needs[setting] / GIB:,.1f}" if setting in needs else "" for setting in SETTINGS]
             fits = [next((s for s in needs if needs[s] <= gpu.memory), "no") for gpu in SIZES.values()]
-            lines.append(f"| {model if number == NUMBERS[0] else ''} | {number} | {' | '.join([*cells, *fits])} |")
-    return lines
+            rows.append([model if number == NUMBERS[0] else "", str(number), *cells, *fits])
+    settings = (f"{setting}, GiB" for setting in SETTINGS)
+    return table(["", "GPUs", *settings, *(f"{size} GB" for size in SIZES)], rows)
 
 
 def lever_table(plans: dict[str, Any]) -> list[str]:
     """Write the table of docs/levers.md: what a GPU needs and a step takes with each lever."""
-    lines = ["| | needs, GiB | in use | a step, s | on links, s | MFU at most |", "|---|---|---|---|---|---|"]
+    rows = []
     for lever in LEVERS:
         facts = plans[of_lever(lever)]
         over = "" if facts["needed"] <= GPUS["h100"].memory else ", does not fit"
-        lines.append(
-            f"| {lever} | {facts['needed'] / GIB:.1f}{over} | {facts['in_use'] / GIB:.1f} | {facts['seconds']:.1f} | "
-            f"{facts['communication']:.1f} | {facts['mfu']:.1%} |"
-        )
-    return lines
+        sizes = [f"{facts['needed'] / GIB:.1f}{over}", f"{facts['in_use'] / GIB:.1f}"]
+        rows.append([lever, *sizes, f"{facts['seconds']:.1f}", f"{facts['communication']:.1f}", f"{facts['mfu']:.1%}"])
+    return table(["", "needs, GiB", "in use", "a step, s", "on links, s", "MFU at most"], rows)
 
 
 def long_table(plans: dict[str, Any]) -> list[str]:
     """Write the table of docs/long-context.md: what a GPU needs for a row of each length."""
-    lines = [f"| | | {' | '.join(WAYS)} |", "|---" * (2 + len(WAYS)) + "|"]
+    rows = []
     for model, length in itertools.product(LONG, LENGTHS):
         facts = [plans[of_long_rows(model, length, way)] for way in WAYS]
         over = ["" if one["needed"] <= GPUS["h100"].memory else ", does not fit" for one in facts]
         cells = [f"{one['needed'] / GIB:,.0f}{text}" for one, text in zip(facts, over, strict=True)]
-        lines.append(f"| {model if length == next(iter(LENGTHS)) else ''} | {length} | {' | '.join(cells)} |")
-    return lines
+        rows.append([model if length == next(iter(LENGTHS)) else "", length, *cells])
+    return table(["", "", *WAYS], rows)
 
 
 TABLES = {
@@ -400,8 +392,8 @@ def pages(plans: dict[str, Any]) -> dict[Path, str]:
     for name, gpu in presets().items():
         text = (PRESETS / name).read_text(encoding="utf-8")
         found[PRESETS / name] = with_memory(text, memory_comment(plans[of_preset(name)], gpu, name))
-    for page, (name, table) in TABLES.items():
-        found[ROOT / page] = with_table((ROOT / page).read_text(encoding="utf-8"), name, table(plans))
+    for page, (name, rows_of) in TABLES.items():
+        found[ROOT / page] = with_table((ROOT / page).read_text(encoding="utf-8"), name, rows_of(plans))
     return found
 
 

@@ -7,16 +7,15 @@ import ctypes
 import json
 import math
 import os
-import re
 import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from harness import MIB, ROOT, peak_begins, status
 
 from accelerate_recipes import distributed
 from accelerate_recipes.engine import train_step
@@ -30,12 +29,14 @@ from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
 
-ROOT = Path(__file__).resolve().parents[1]
-MIB = 2**20
 ALL = 2**10  # more micro-batches than a step has
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 # Thread stacks, blocks of malloc below the threshold, and copies that kernels of a CPU make; stated, not derived.
 ALLOWANCE = 48 * MIB
+
+
+def words_of(**values: int) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def request_of(config: str, words: Sequence[str]) -> Request:
@@ -48,17 +49,6 @@ def request_of(config: str, words: Sequence[str]) -> Request:
 def on_cpu(request: Request, changes: Sequence[Change] = ()) -> Job:
     """Make the simulation of a request as it runs on CPUs, with all micro-batches of a step."""
     return replace(job_of(request, "h100", changes), device="cpu", micro_batches=ALL)
-
-
-def status(name: str) -> int:
-    """Return VmRSS, VmHWM or VmData of this process in bytes."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
-
-
-def peak_begins() -> int:
-    """Let the resident peak begin anew; return what is resident, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    return status("VmRSS")
 
 
 @torch.no_grad()

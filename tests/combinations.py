@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 from helpers import REPOSITORY
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from tiny import tiny_model
+from transformers import PreTrainedModel
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import Args, resolve
@@ -169,9 +170,8 @@ def by_mixture() -> dict[str, list[str]]:
 
 
 def mixture() -> PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=16, num_key_value_heads=1, **sizes))
+        return tiny_model("mixtral")
 
 
 def model_problems(model: PreTrainedModel, flags: tuple[str, ...], env: dict[str, str]) -> list[str]:

@@ -34,11 +34,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def exact_vector_math():
-    """Resolve vector math for tests that compute in this process, as `make_accelerator` does for runs."""
+def as_in_forked_runs():
+    """Resolve vector math for tests that compute in this process, as `make_accelerator` does for runs, and keep one thread."""
+    import torch
+
     from accelerate_recipes.upstream import resolve_vector_math
 
     resolve_vector_math()
+    torch.set_num_threads = lambda number: None
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +68,12 @@ def fork_server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forks(request, fork_server):
-    """Run the module's SCRIPT, or another `script`, in forked ranks."""
+    """Run the module's SCRIPT, or another `script`, in forked ranks; `succeed` is for runs that must."""
 
-    def run(*args, script=None, **options) -> int:
-        return fork_server.run(*args, script=script or request.module.SCRIPT, **options)
+    def with_script(run):
+        return lambda *args, script=None, **options: run(*args, script=script or request.module.SCRIPT, **options)
 
-    return SimpleNamespace(run=run)
+    return SimpleNamespace(run=with_script(fork_server.run), succeed=with_script(fork_server.succeed))
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +85,11 @@ def killed_and_resumed(forks, tmp_path_factory):
 
     def run_both(script: Path, *args: object) -> tuple[Path, Path]:
         whole, out = (tmp_path_factory.mktemp(name) / "out" for name in ("whole", "killed"))
-        assert forks.run(whole, *args, script=script) == 0, log_of(whole)[-3000:]
+        forks.succeed(whole, *args, script=script)
         args = (*args, "--dataloader_num_workers", 1)
         assert forks.run(out, *args, script=script, **IN_STEP_5) == -9, log_of(out)[-3000:]
         assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-3"]
-        assert forks.run(out, *args, script=script) == 0, log_of(out)[-3000:]
+        forks.succeed(out, *args, script=script)
         assert sorted(losses(out)) == list(range(1, STEPS + 1))
         for one, other in zip(read_metrics(whole), read_metrics(out), strict=True):
             different = {name for name in one if one[name] != other[name]}

@@ -162,6 +162,12 @@ class ForkServer:
         self.start(out, *args, **options)
         return self.wait()
 
+    def succeed(self, out: Path, *args: object, **options: object) -> str:
+        """Run to a good end; returns the log."""
+        code = self.run(out, *args, **options)
+        assert code == 0, log_of(out)[-3000:]
+        return log_of(out)
+
     def start(
         self,
         out: Path,

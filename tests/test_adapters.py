@@ -14,19 +14,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import toy
-from helpers import CHILDREN, ROOT, read_metrics
+from helpers import CHILDREN, ROOT, log_of, read_metrics
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
-    MixtralConfig,
-    PhiConfig,
-    PhimoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -42,9 +38,8 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
-from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.models import load_model
 from accelerate_recipes.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.weights import initialize
 
 SCRIPT = CHILDREN / "toy.py"
 LAST = 10
@@ -67,7 +62,7 @@ STRATEGIES = {
 }
 CHECKPOINTED = "activation checkpointing"
 FAST = ("one process, accumulation", "ddp", "fsdp2")
-FOUR_BITS = {"fsdp2": (), "ddp": pytest.mark.slow, "activation checkpointing": pytest.mark.slow}
+FOUR_BITS = ("fsdp2", "ddp", CHECKPOINTED)
 DROPOUT = ("--lora_dropout", 0.2, "--use_dora")
 # A recipe refuses 4 bits without a GPU; tests/children/fork_server.py allows it.
 IN_4_BITS = ("--load_in_4bit",)
@@ -75,13 +70,9 @@ ON_CPU = {"FOUR_BITS_ON_CPU": "1"}
 
 
 def make_base(folder: Path, seed: int, **config) -> Path:
-    _, tokenizer = toy.make_model(toy.Args())
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = new_llama(
-        "sdpa", vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=toy.LENGTH, pad_token_id=0,
-        initializer_range=0.1, **(sizes | config),
-    )  # fmt: skip
-    initialize(model, seed, "cpu").save_pretrained(folder)
+    tokenizer = toy.make_tokenizer()
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1}
+    tiny_model(seed=seed, vocab_size=len(tokenizer), **sizes | config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -111,16 +102,11 @@ def run(forks, arguments, tmp_path_factory):
             env = env | (ON_CPU if IN_4_BITS[0] in args else {})
             out = tmp_path_factory.mktemp("run") / "out"
             sizes = ("--per_device_train_batch_size", size)
-            code = forks.run(out, *arguments, *sizes, *args, config=config, num_processes=num_processes, **env)
-            assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+            forks.succeed(out, *arguments, *sizes, *args, config=config, num_processes=num_processes, **env)
             done[name, *args] = out
         return done[name, *args]
 
     return output
-
-
-def log_of(out: Path) -> str:
-    return out.with_suffix(".log").read_text()
 
 
 def trajectory(out: Path) -> list[tuple[float, float]]:
@@ -144,7 +130,9 @@ def loss_of(model: torch.nn.Module) -> float:
     [pytest.param(name, (), id=name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
     + [pytest.param("fsdp2", ("--use_dora",), id="fsdp2, dora", marks=pytest.mark.slow)]
     + [
-        pytest.param(name, IN_4_BITS, id=f"{name}, 4 bits", marks=FOUR_BITS.get(name, pytest.mark.long))
+        pytest.param(
+            name, IN_4_BITS, id=f"{name}, 4 bits", marks=pytest.mark.slow if name in FOUR_BITS else pytest.mark.long
+        )
         for name in islice(STRATEGIES, 1, None)
     ],
 )
@@ -176,7 +164,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["one process, accumulation", "fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one process, accumulation", "ddp"))]
+)
 def test_4_bits_stay_as_they_were_rounded(run, base, no_repacking, name):
     weights = dict(in_4_bits(base, torch.float32).named_parameters())
     packed = {key for key in weights if "_proj" in key}
@@ -185,8 +175,8 @@ def test_4_bits_stay_as_they_were_rounded(run, base, no_repacking, name):
         assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
 
 
-def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
-    """Killed and resumed, 4 bits are the same bit for bit; PEFT loads the adapters beside them."""
+def test_4_bits(run, base, tmp_path, no_repacking):
+    """They train as whole weights do, but for the rounding; PEFT loads the adapters beside them."""
     out = run("fsdp2", *IN_4_BITS)
     for (loss, _), (wanted, _) in zip(trajectory(out), trajectory(run("fsdp2")), strict=True):
         assert loss != wanted and loss == pytest.approx(wanted, rel=0.05)  # 4 bits of weights as coarse as these
@@ -197,14 +187,16 @@ def test_4_bits(run, forks, arguments, base, tmp_path, no_repacking):
     with pytest.raises(ConfigError, match="checkpoint-10 holds adapters of a model in 4 bits"):
         export(out / f"checkpoint-{LAST}", tmp_path / "merged", merge_adapter=True)
 
-    killed, args = (
-        tmp_path / "out",
-        (*arguments, *IN_4_BITS, "--async_save", "false", "--per_device_train_batch_size", 4),
-    )
+
+@pytest.mark.slow
+def test_4_bits_killed_and_resumed(run, forks, arguments, tmp_path):
+    """They are the same bit for bit."""
+    killed = tmp_path / "out"
+    args = (*arguments, *IN_4_BITS, "--async_save", "false", "--per_device_train_batch_size", 4)
     fault = {"rank": 0, "event": "toy.loss", "path": "step 8.", "count": 1, "everyone": True}
     assert forks.run(killed, *args, TOY_FAULT=json.dumps(fault), **ON_CPU) == -9
     assert forks.run(killed, *args, **ON_CPU) == 0 and "(step 6, saved by 2 x" in log_of(killed), log_of(killed)[-3000:]
-    assert trajectory(killed) == trajectory(out)
+    assert trajectory(killed) == trajectory(run("fsdp2", *IN_4_BITS))
 
 
 @pytest.mark.slow
@@ -216,7 +208,7 @@ def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
         out = tmp_path / config
         args = (*arguments, *IN_4_BITS, "--per_device_train_batch_size", 4)
         env = {"ACCELERATE_MIXED_PRECISION": "bf16"} | ON_CPU
-        assert forks.run(out, *args, config=config, num_processes=num_processes, **env) == 0, log_of(out)[-3000:]
+        forks.succeed(out, *args, config=config, num_processes=num_processes, **env)
         for key, tensor in load_file(out / "frozen.safetensors").items():
             assert same_bits(tensor, weights[key.replace(".base_layer", "")].data), key
         losses.append([loss for loss, _ in trajectory(out)])
@@ -288,7 +280,7 @@ def test_first_weights(forks, arguments, base, tmp_path):
         else:
             assert torch.equal(tensor, weights[f"{layer}.weight"].bfloat16().float().norm(dim=1))
     out = tmp_path / "out"
-    assert forks.run(out, *arguments, "--max_steps", 1, "--learning_rate", 0) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *arguments, "--max_steps", 1, "--learning_rate", 0)
     exported = load_file(out / "export/adapter_model.safetensors")
     assert len(exported) == 2 * 7 * 3
     for name, tensor in whole.items():
@@ -383,10 +375,18 @@ def test_export(run, base, variant):
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
 
 
+MERGED = ("fsdp_full", 2, ("--use_peft", "--merge_adapter"))
+
+
 @pytest.mark.parametrize(
-    "config, num_processes, flags", [("fsdp_full", 2, ()), ("fsdp_full", 2, ("--use_peft", "--merge_adapter")), ("single", 1, ())]
+    "head, config, num_processes, flags",
+    [
+        ("own", *MERGED), ("equal", "single", 1, ()),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("own", "fsdp_full", 2, ()), ("own", "single", 1, ()), ("equal", "fsdp_full", 2, ()), ("equal", *MERGED),
+        )),
+    ],
 )  # fmt: skip
-@pytest.mark.parametrize("head", ["own", "equal"])
 def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, head, config, num_processes, flags):
     """The weights in the files decide whether it is the embedding: the run evaluates, and exports, what was read."""
     base = make_base(tmp_path / "base", seed=3)
@@ -399,7 +399,7 @@ def test_an_output_layer_that_the_config_calls_tied(forks, tmp_path, head, confi
     short = ("--max_steps", 2, "--lora_dropout", 0) if flags else ("--max_steps", 2)
     out = tmp_path / "out"
     given = ("--model_name_or_path", base, *short, *flags)
-    assert forks.run(out, *given, config=config, num_processes=num_processes) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *given, config=config, num_processes=num_processes)
     before, after = evaluations(out)
     assert before == pytest.approx(loss_of(AutoModelForCausalLM.from_pretrained(base)), rel=1e-5)
     model = AutoModelForCausalLM.from_pretrained(out / "export")
@@ -435,7 +435,7 @@ def test_bf16(run, forks, arguments, base, tmp_path, config, variant):
     """Frozen weights are kept in bf16, adapters in fp32; the losses are those of fp32 except for rounding."""
     out = tmp_path / "out"
     args = (*arguments, "--per_device_train_batch_size", 4, *variant, "--merge_adapter")
-    assert forks.run(out, *args, config=config, ACCELERATE_MIXED_PRECISION="bf16") == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, config=config, ACCELERATE_MIXED_PRECISION="bf16")
     assert "precision bf16, weights bfloat16" in log_of(out)
     for step, wanted in zip(trajectory(out), trajectory(run("fsdp2", *variant)), strict=True):
         assert step == pytest.approx(wanted, rel=0.02)
@@ -517,7 +517,7 @@ def test_t5(forks, tmp_path):
     )  # fmt: skip
     t5 = {"script": ROOT / "recipes/t5.py"}
     for out, config in ((tmp_path / "one", "single"), (tmp_path / "two", "fsdp_full")):
-        assert forks.run(out, *args, "--merge_adapter", config=config, **t5) == 0, log_of(out)[-3000:]
+        forks.succeed(out, *args, "--merge_adapter", config=config, **t5)
     for step, wanted in zip(trajectory(tmp_path / "two"), trajectory(tmp_path / "one"), strict=True):
         assert step == pytest.approx(wanted, rel=1e-5)
     exported = tmp_path / "two/export"
@@ -540,23 +540,17 @@ def test_t5(forks, tmp_path):
     assert found == pytest.approx([before, after, after], rel=1e-5) and after < before - 0.1
 
     out = tmp_path / "bits"
-    assert forks.run(out, *args, *IN_4_BITS, **ON_CPU, **t5) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, *IN_4_BITS, **ON_CPU, **t5)
     before, after = evaluations(out)
     assert after < before - 0.1
 
 
-SIZES = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1,
-}  # fmt: skip
-QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WEIGHTS = {"max_position_embeddings": toy.LENGTH, "pad_token_id": 0, "initializer_range": 0.1}
 MIXTURES = {
     # Switch off the loss that balances experts, which depends on the rows of a forward pass, not of a step.
-    "mixtral": MixtralConfig(num_local_experts=4, router_aux_loss_coef=0.0, **SIZES),
-    "a layer of qwen2 is no mixture": Qwen2MoeConfig(
-        shared_expert_intermediate_size=24, mlp_only_layers=[0], **QWEN, **SIZES
-    ),
-    "qwen3": Qwen3MoeConfig(head_dim=8, **QWEN, **SIZES),
+    "mixtral": tiny_config("mixtral", router_aux_loss_coef=0.0, **WEIGHTS),
+    "a layer of qwen2 is no mixture": tiny_config("qwen2_moe", mlp_only_layers=[0], **WEIGHTS),
+    "qwen3": tiny_config("qwen3_moe", **WEIGHTS),
 }
 
 
@@ -608,7 +602,8 @@ def test_experts(tmp_path, name, in_parts):
     assert loss_of(loaded) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fsdp2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ddp", CHECKPOINTED))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", CHECKPOINTED])
 def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
     """Experts have one trajectory, also when killed and resumed; both exports give the loss of the last evaluation."""
     base = make_mixture(tmp_path / "base", "mixtral")
@@ -621,7 +616,7 @@ def test_experts_have_one_trajectory(forks, arguments, tmp_path, name):
         sizes = ("--per_device_train_batch_size", size)
         if strategy == name:
             assert forks.run(out, *args, *sizes, TOY_FAULT=json.dumps(fault), **run, **env) == -9, log_of(out)[-3000:]
-        assert forks.run(out, *args, *sizes, **run, **env) == 0, log_of(out)[-3000:]
+        forks.succeed(out, *args, *sizes, **run, **env)
         found.append(trajectory(out))
     assert "(step 6, saved by 2 x" in log_of(out) and len(found[1]) == LAST
     for step, wanted in zip(found[1], found[0], strict=True):
@@ -655,11 +650,10 @@ def test_experts_are_refused_where_they_cannot_be(monkeypatch, tmp_path):
     few = targets(model, toy.Args(**args, lora_dropout=0.0, lora_target_modules=["q_proj", "experts.down_proj"]))
     assert few == {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
     # For this type PEFT takes down_proj and similar names for experts, and leaves out layers with these names.
-    config = Qwen3MoeConfig(head_dim=8, mlp_only_layers=[0], **QWEN, **SIZES)
     with pytest.raises(
         ConfigError, match=r"takes the name of model.layers.0.mlp.down_proj.weight for one of the experts"
     ):
-        add_adapters(AutoModelForCausalLM.from_config(config), toy.Args(**args, lora_dropout=0.0))
+        add_adapters(tiny_model("qwen3_moe", mlp_only_layers=[0]), toy.Args(**args, lora_dropout=0.0))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -702,7 +696,7 @@ def test_new_rows(base, tmp_path, tied):
 
 def test_new_rows_and_a_bias(monkeypatch):
     """PEFT would leave the bias of an output layer out."""
-    model = AutoModelForCausalLM.from_config(PhiConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32))
+    model = tiny_model("phi")
     monkeypatch.setattr("accelerate_recipes.adapters.base_of", lambda config: {})
     with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
@@ -722,8 +716,7 @@ def test_new_rows_and_an_output_layer_that_the_config_calls_tied(tmp_path):
 
 def test_a_router_gets_no_adapter():
     """The router of a Phi-3.5 MoE is a linear layer that returns two values, of which PEFT's adapters know nothing."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(PhimoeConfig(num_key_value_heads=2, vocab_size=64, **sizes))
+    model = tiny_model("phimoe")
     found = targets(model, toy.Args(use_peft=True, lora_dropout=0.0))
     assert found["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
@@ -741,7 +734,7 @@ def test_continued_pretraining(forks, base, tmp_path):
         "--learning_rate", 1e-2, "--logging_steps", 1, "--num_streams", 4,
     )  # fmt: skip
     out = tmp_path / "out"
-    assert forks.run(out, *args, script=ROOT / "recipes/c4.py", **CHECKPOINTING) == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, script=ROOT / "recipes/c4.py", **CHECKPOINTING)
     before, after = evaluations(out)
     assert after < before - 0.2
 

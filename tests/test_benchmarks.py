@@ -2,9 +2,9 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import gpu
@@ -12,9 +12,7 @@ import gpu_cases
 import gpu_measure
 import gpu_predicted
 import gpu_report
-import layer_counts
-import long_documents
-import numpy as np
+import harness
 import psutil
 import pytest
 import torch
@@ -22,45 +20,24 @@ from helpers import CONFIGS, ROOT, environment
 
 from accelerate_recipes.args import parse
 from accelerate_recipes.launcher import launch_environment
-from accelerate_recipes.models import new_llama, new_model
+from accelerate_recipes.models import new_model
 from accelerate_recipes.strategy import environment_problems, lever_problems
-from accelerate_recipes.tokenizers import new_bpe_tokenizer
-from accelerate_recipes.weights import initialize
 
-LAYER_COUNTS = ROOT / "benchmarks/results/layer_counts.json"
+RESULTS = ROOT / "benchmarks/results"
 TINY_LLAMA = "--hidden_size 64 --num_hidden_layers 1"
 TINY_HEADS = "--intermediate_size 64 --num_attention_heads 2"
 LAUNCH = "-m accelerate.commands.launch --main_process_port 0 --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no"
 COMMANDS = {
-    "adapter_memory": "--num_hidden_layers 1",
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
-    "arithmetic": "run --seeds 1 --steps 150 1 1",  # fewer leave DPO without pairs
-    "checkpoint_stall": f"--rounds 1 --steps 1 {TINY_LLAMA} --vocab_size 500",
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
-    "image_throughput": "--images 64 --rounds 1 --workers 0",
-    "export_memory": f"--rounds 1 {TINY_LLAMA} {TINY_HEADS} --vocab_size 500",
-    "long_rows": "--length 256 --slice_length 512",
-    "plan_time": "--large 2 --presets c4/llama3_2_1b.yaml",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
-    "stream_resume": "--documents 2000 --rounds 1 --max_length 128 --vocab_size 500",
 }
-LAUNCHED = ("against_trl", "checkpoint_stall", "engine_overhead")
-LONG = set(COMMANDS) - {"data_throughput", "image_throughput", "long_rows"}
-# In test_ablation, test_plans, test_weights, test_vit, and below.
-ELSEWHERE = {
-    "ablation",
-    "ablation_trial",
-    "attention_maps",
-    "init_memory",
-    "long_documents",
-    "memory_limits",
-    "plan_shapes",
-    "plans",
-    "vision_baselines",
-}
-HELPERS = {"machine", "pages", "real_steps"}
-GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_predicted", "gpu_report", "layer_counts"}
+LAUNCHED = ("against_trl", "engine_overhead")
+LONG = set(COMMANDS) - {"data_throughput"}
+ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...
+HELPERS = {"harness", "real_steps"}
+GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_predicted", "gpu_report"}
 # As on a machine where these are not installed; read by each Python process at its start.
 HIDE = """
 from importlib.machinery import PathFinder
@@ -97,41 +74,39 @@ def test_runs(name, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())
 
 
-@torch.no_grad()
-def test_long_documents(tmp_path, monkeypatch):
-    """Both losses are of the same tokens, and equal where nothing is cut; the rest is what a short text gives."""
-    texts = [" ".join(f"{(i * j) % 97} is no word" for j in range(60)) for i in range(2, 6)]
-    tokenizer = new_bpe_tokenizer(texts, 300)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = initialize(new_llama("sdpa", vocab_size=300, initializer_range=0.2, **sizes), 0, "cpu").eval()
-    tokens = torch.tensor(tokenizer(texts[0])["input_ids"][:70])
-    whole, cut = long_documents.compare(model, tokens, 16, 8)
-    assert len(whole) == len(cut) == 48  # the rest does not fill a block
-    assert cut[:8] == pytest.approx(whole[:8], rel=1e-5) and cut[8:] != pytest.approx(whole[8:], rel=1e-2)
-    position = 35  # in the block from 32 on, which sees 16 tokens before it
-    logits = model(tokens[None, 16:position]).logits[0, -1]
-    assert cut[position - 16] == pytest.approx(-logits.log_softmax(-1)[tokens[position]].item(), rel=1e-4)
+def test_harness(tmp_path):
+    """Each way begins as often as the others; a ratio is of one round; a result has its day, and a cell no column's end."""
+    orders = [harness.turns("abc", number) for number in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert [order[0] for order in orders] == [*"abcabc"]
+    found = harness.ratios({"a": [2.0, 9.0], "b": [1.0, 3.0], "c": [4.0, 4.5]}, "a", ["b", "c"])
+    assert found == {"a/b": [2.0, 3.0], "a/c": [0.5, 2.0]}
+    assert harness.table(["", "b"], [["1|2", "3"]]) == ["|  | b |", "| --- | --- |", "| 1\\|2 | 3 |"]
+    harness.write_json(None, found)
+    harness.write_json(tmp_path / "new/out.json", harness.machine() | {"flags": {"out": tmp_path}})
+    written = json.loads((tmp_path / "new/out.json").read_text())
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", written["date"]) and written["flags"]["out"] == str(tmp_path)
 
-    found = long_documents.paired(np.array([0.1, 0.2, 0.3, 0.15, 0.2, 0.1, 0.2, 0.3]), np.random.default_rng(0))
-    assert (
-        found["mean"] == pytest.approx(0.19375)
-        and 0.1 < found["interval"][0] < found["mean"] < found["interval"][1] < 0.3
-    )
-    assert found["p"] == pytest.approx(2 / 2**8, rel=0.5)  # of 256 ways to flip the signs, two are as far from none
-    assert long_documents.paired(np.array([-0.1, 0.1, -0.2, 0.2]), np.random.default_rng(0))["p"] == 1
 
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "pages.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = {"model": tmp_path, "pages": tmp_path / "pages.json", "length": 70, "context": 16, "stride": 8, "parts": 2}
-    flags |= {"out": tmp_path / "out.json", "picture": tmp_path / "out.png"}
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["long_documents.py", *argv])
-    long_documents.main()
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["documents"] == 4 and [(part["from"], part["to"]) for part in result["parts"]] == [(16, 40), (40, 64)]
-    assert result["parts"][0]["by_document"]["whole"][0] == pytest.approx(whole[:24].mean(), abs=1e-4)
-    assert (tmp_path / "out.png").stat().st_size > 1000
+def test_results_say_when_they_were_measured():
+    """Each result has its date in it, or on the page of results, with the commit that has its benchmark."""
+    page = (RESULTS / "README.md").read_text()
+    dated = dict(re.findall(r"^\| `([\w/.]+)` \| 2\d{3}-\d\d-\d\d \| ([0-9a-f]{7}) \|", page, re.MULTILINE))
+    results = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    kept_up_to_date = {"models.json", "plans.json"}
+    undated = {name for name, found in results.items() if "date" not in found.get("machine", found)} - kept_up_to_date
+    assert undated == dated.keys() - {"ablation/"}
+
+
+def test_benchmarks_that_are_named_exist():
+    """A page names a benchmark of the tree, or a commit that has it."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "data/README.md"]
+    for folder, kind in (("docs", "md"), ("src", "py"), ("recipes", "*"), ("benchmarks", "py"), ("tests", "py")):
+        files += [path for path in (ROOT / folder).rglob(f"*.{kind}") if path.is_file()]
+    named = re.compile(r"(commit [0-9a-f]{7}'s\s+)?`?(benchmarks/\w+\.py)", re.IGNORECASE)
+    found = [(path, *match) for path in files for match in named.findall(path.read_text(errors="ignore"))]
+    gone = [(path, name) for path, commit, name in found if not commit and not (ROOT / name).exists()]
+    assert gone == [] and len(found) > 30
 
 
 def gpu_environment(tmp_path: Path) -> dict[str, str]:
@@ -254,6 +229,7 @@ def test_gpu_batch():
     assert 6 < len(packed["cu_seqlens"]) < 100 and packed["cu_seqlens"][-1] == 8192
 
 
+@pytest.mark.slow
 def test_gpu_predictions_are_those_of_this_version():
     kept = json.loads(gpu_report.PREDICTED.read_text())["predicted"]
     case = gpu_cases.CASES["memory"]
@@ -307,21 +283,9 @@ def test_gpu_page_of_results(tmp_path):
     assert (tmp_path / "performance.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_layer_counts_are_those_of_this_version():
-    kept = json.loads(LAYER_COUNTS.read_text())["layers"]
-    name = "all in bf16, not compiled"
-    assert layer_counts.of_one_layer(layer_counts.SIMULATED[name]) == kept[name]
-    if find_spec("triton"):
-        kernels, moved, activations = layer_counts.in_process(layer_counts.compiled, False)
-        wanted = kept[layer_counts.COMPILED]
-        assert activations == wanted["kept_activations"]
-        assert {part: moved[part] for part in moved} == {part: wanted["bytes"][part] for part in moved}
-        assert {part: kernels[part] for part in kernels} == {part: wanted["kernels"][part] for part in kernels}
-
-
 def test_layer_counts_are_on_the_page():
-    layers = json.loads(LAYER_COUNTS.read_text())["layers"]
-    assert "\n".join(layer_counts.table(layers)) in (ROOT / "docs/levers.md").read_text()
-    # AdamW reads 4 tensors in bf16 and writes 3, the compensation reads and writes 2; a layer of 7B has 202,383,360.
-    assert layers[layer_counts.COMPILED]["bytes"][layer_counts.OPTIMIZER] == pytest.approx(22 * 202_383_360, rel=1e-6)
+    page = (ROOT / "docs/levers.md").read_text()
+    for name, found in json.loads((RESULTS / "layer_counts.json").read_text())["layers"].items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        kernels, kept = sum(found["kernels"].values()), found["kept_activations"] / 1e6
+        assert row.startswith(f"| {name} | {kernels} |") and row.endswith(f"| {kept:.0f} |")

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, launch_ok, losses, read_metrics
+from helpers import ROOT, launch_ok, log_of, losses, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accelerate_recipes.data.files import falls_under
@@ -49,8 +49,8 @@ def arguments(pages) -> tuple:
 def undisturbed(forks, arguments, tmp_path_factory) -> tuple[Path, str]:
     """Output of a whole run on 2 ranks, and what it printed."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    assert forks.run(out, *arguments) == 0, out.with_suffix(".log").read_text()[-3000:]
-    return out, out.with_suffix(".log").read_text()
+    forks.succeed(out, *arguments)
+    return out, log_of(out)
 
 
 # SIGKILL all ranks when rank 0 would log step 7: it has opened the file for the evaluation, for 6 steps and for a copy.
@@ -84,9 +84,7 @@ def test_it_learns_and_what_it_learnt_is_exported(undisturbed):
 
 def resumed(forks, arguments, killed: Path, out: Path, num_processes: int, **options: str) -> dict[int, float]:
     shutil.copytree(killed, out)
-    code = forks.run(out, *arguments, num_processes=num_processes, **options)
-    log = out.with_suffix(".log").read_text()
-    assert code == 0, log[-3000:]
+    log = forks.succeed(out, *arguments, num_processes=num_processes, **options)
     assert re.search(r"Resumed .*checkpoint-(\d+) \(step", log)
     return losses(out)
 
@@ -99,7 +97,7 @@ def killed(forks, arguments, tmp_path_factory):
     def output(num_processes: int, **options: str) -> Path:
         out = tmp_path_factory.mktemp("killed") / "out"
         code = forks.run(out, *arguments, num_processes=num_processes, **options, **AFTER_STEP_6)
-        assert code == -9, out.with_suffix(".log").read_text()[-3000:]
+        assert code == -9, log_of(out)[-3000:]
         assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"] and max(losses(out)) == 6
         return out
 
@@ -119,8 +117,8 @@ def test_a_damaged_tokenizer_is_not_used(forks, arguments, undisturbed, tmp_path
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"add_prefix_space": false', b'"add_prefix_space": true '))
     assert file.read_bytes() != whole
-    assert forks.run(out, *arguments) == 0, out.with_suffix(".log").read_text()[-3000:]
-    assert "the checksum of tokenizer.json is" in out.with_suffix(".log").read_text()
+    forks.succeed(out, *arguments)
+    assert "the checksum of tokenizer.json is" in log_of(out)
     assert (out / "export/tokenizer.json").read_bytes() == whole and losses(out) == losses(undisturbed[0])
 
 
@@ -133,7 +131,7 @@ def test_resumed_on_other_numbers_of_ranks(forks, arguments, killed, undisturbed
 def test_pretokenised_is_the_same_run(forks, arguments, undisturbed, tmp_path):
     """Rows and their order are the same; a second run reads the tokens without the text."""
     tokens = ("--pretokenize", tmp_path / "tokens", "--tokenizer_name", undisturbed[0] / "export")
-    assert forks.run(tmp_path / "out", *arguments, *tokens) == 0, (tmp_path / "out.log").read_text()[-3000:]
+    forks.succeed(tmp_path / "out", *arguments, *tokens)
     assert losses(tmp_path / "out") == losses(undisturbed[0])
 
 
@@ -215,8 +213,8 @@ def test_files_alone(forks, arguments, pages, tmp_path):
     options |= {"--train_files": folder, "--heldout_share": 0.3, "--num_validation_rows": 1000, "--save_steps": 0}
     flags = [value for pair in options.items() for value in pair]
     out, again = tmp_path / "out", tmp_path / "again"
-    assert forks.run(out, *flags, HF_HUB_OFFLINE="1") == 0, out.with_suffix(".log").read_text()[-3000:]
-    printed = out.with_suffix(".log").read_text()
+    forks.succeed(out, *flags, HF_HUB_OFFLINE="1")
+    printed = log_of(out)
     held = [text for text in texts.values() if falls_under(text, 0.3)]
     assert f"Data: {len(texts)} shards, in rows of 64 tokens; validation on " in printed
     assert (
@@ -260,8 +258,7 @@ def test_a_loss_of_any_size_has_its_units(loss, perplexity):
 def test_rows_that_ranks_share(forks, arguments, undisturbed, tmp_path):
     """Two groups of two ranks read the streams as two ranks do: the same losses, and each token counted once."""
     out = tmp_path / "out"
-    code = forks.run(out, *arguments, config="fsdp_long", num_processes=4, PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
-    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    forks.succeed(out, *arguments, config="fsdp_long", num_processes=4, PARALLELISM_CONFIG_DP_SHARD_SIZE="2")
     for found, wanted in zip(read_metrics(out), read_metrics(undisturbed[0]), strict=True):
         for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-5)
@@ -284,5 +281,4 @@ def test_rows_that_ranks_share_are_resumed(forks, arguments, killed, undisturbed
 
 def test_data_only_under_a_launcher(forks, arguments, tmp_path):
     """Each process reads alone, whatever mesh the YAML asks for."""
-    code = forks.run(tmp_path / "out", *arguments, "--data_only", "true", config="fsdp_long", num_processes=2)
-    assert code == 0, (tmp_path / "out.log").read_text()[-3000:]
+    forks.succeed(tmp_path / "out", *arguments, "--data_only", "true", config="fsdp_long", num_processes=2)

@@ -9,20 +9,14 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from helpers import ROOT, read_metrics
+from tiny import tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BloomConfig,
-    GPT2Config,
-    Lfm2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3NextConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -96,31 +90,20 @@ def qwen() -> Tokenizer:
     return tokenizer
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SENTENCEPIECE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 END = "<|endoftext|>"
+LENGTH = {"max_position_embeddings": 96}
 SHAPES = {
-    "llama 2": (lambda: sentencepiece("always"), SENTENCEPIECE, LlamaConfig(**SIZES, max_position_embeddings=96)),
+    "llama 2": (lambda: sentencepiece("always"), SENTENCEPIECE, tiny_config(**LENGTH, num_key_value_heads=4)),
     "llama 3": (
-        llama3,
-        {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-        LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=96),
+        llama3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}, tiny_config(**LENGTH)
     ),
-    "qwen": (
-        qwen,
-        {"eos_token": END, "pad_token": END},
-        Qwen2Config(**SIZES, num_key_value_heads=2, max_position_embeddings=96, tie_word_embeddings=True),
-    ),
+    "qwen": (qwen, {"eos_token": END, "pad_token": END}, tiny_config("qwen2", **LENGTH, tie_word_embeddings=True)),
     "gpt2": (
-        lambda: byte_level([END]),
-        {"bos_token": END, "eos_token": END, "unk_token": END},
-        GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        lambda: byte_level([END]), {"bos_token": END, "eos_token": END, "unk_token": END},
+        tiny_config("gpt2", **LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
     ),
-    "mistral": (
-        lambda: sentencepiece("first"),
-        SENTENCEPIECE,
-        MistralConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=96, sliding_window=32),
-    ),
+    "mistral": (lambda: sentencepiece("first"), SENTENCEPIECE, tiny_config("mistral", **LENGTH, sliding_window=32)),
 }  # fmt: skip
 
 
@@ -173,9 +156,7 @@ def test_trained_evaluated_played_and_exported(folder, forks, tmp_path):
         "model_name_or_path": folder, "train_files": games, "heldout_share": 0.3, "num_positions": 6, "max_length": 96,
         "max_steps": 1, "total_batch_size": 2, "data_cache_dir": tmp_path / "cache",
     }  # fmt: skip
-    code = forks.run(tmp_path / "out", *(part for name, value in arguments.items() for part in (f"--{name}", value)))
-    log = (tmp_path / "out.log").read_text()
-    assert code == 0, log[-3000:]
+    log = forks.succeed(tmp_path / "out", *(part for name, value in arguments.items() for part in (f"--{name}", value)))
     assert all(math.isfinite(record["eval_loss"]) for record in read_metrics(tmp_path / "out") if "eval_loss" in record)
     assert "The model against itself" in log
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/export")
@@ -222,17 +203,17 @@ def test_each_kernel_keeps_attention_inside_a_game(attention):
     check_document_mask(model, torch.device("cpu"))
 
 
-QWEN3_NEXT = Qwen3NextConfig(
-    **SIZES, vocab_size=64, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2,
-    linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+QWEN3_NEXT = tiny_config(
+    "qwen3_next", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "documents", "flash_attention_2"])
 def test_convolutions_cross_documents(attention):
     """A kernel that is told where documents begin does not help what is no attention."""
-    config = Lfm2Config(**SIZES, vocab_size=64, layer_types=["conv", "full_attention"])
+    config = tiny_config("lfm2", layer_types=["conv", "full_attention"])
     for kinds, found in (("conv", Packing.NONE), ("full_attention", Packing.POSITIONS)):
         config.layer_types, config._attn_implementation = [kinds, "full_attention"], attention
         assert packing_of(config) is found
@@ -258,14 +239,12 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
 
     forward, strength = LlamaMLP.forward, 0.0
     monkeypatch.setattr(LlamaMLP, "forward", convolved)
-    torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, vocab_size=64, attn_implementation=attention)
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny_model(attention=attention)
     for strength, has_tiny in ((0.0, True), (1e-6, True), (0.0, False), (1e-2, False)):
         monkeypatch.setattr(probes, "_packing", {})
         if has_tiny:
             assert packing_of(model.config) is (Packing.NONE if strength else Packing.POSITIONS)
-            assert bool(sharing.model_sharing_problems(config, 2)) == bool(strength)
+            assert bool(sharing.model_sharing_problems(model.config, 2)) == bool(strength)
         else:
             monkeypatch.setattr(probes, "tiny_model", lambda *_, **__: None)
         if strength:
@@ -278,10 +257,7 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
 def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):
     monkeypatch.setattr(probes, "tiny_model", lambda *_, **__: None)
     monkeypatch.setattr(probes, "_packing", {})
-    config = OPTConfig(hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4)
-    config.vocab_size = 64
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny_model("opt")
     assert packing_of(model.config) is Packing.UNKNOWN
     with pytest.raises(ConfigError, match="opt models do not keep attention inside"):
         check_document_mask(model, torch.device("cpu"))

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
@@ -42,7 +43,7 @@ from accelerate_recipes.engine import dump_non_finite
 from accelerate_recipes.errors import ConfigError, NonFiniteError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.optim import make_scheduler
 
 
@@ -54,10 +55,9 @@ def make_run(tmp_path, monkeypatch):
     def build(resumed_from: Path | None = None, hidden_size: int = 16, **overrides) -> Checkpointer:
         args = TrainArgs(output_dir=str(tmp_path / "run"), save_total_limit=2, **overrides)
         accelerator = Accelerator(cpu=True)
-        model = new_llama(
-            "sdpa", vocab_size=50, hidden_size=hidden_size, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, tie_word_embeddings=True,
-        )  # fmt: skip
+        model = new_model(
+            tiny_config(vocab_size=50, hidden_size=hidden_size, intermediate_size=32, tie_word_embeddings=True), "sdpa"
+        )
         config, generation_config = model.config, model.generation_config
         model, optimizer, _ = prepare(accelerator, model, args)
         scheduler = make_scheduler(optimizer, args, 100)

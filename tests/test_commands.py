@@ -6,17 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import tiny_model
 
 from accelerate_recipes import __main__
-from accelerate_recipes.models import new_llama
 from accelerate_recipes.tokenizers import new_word_tokenizer
-from accelerate_recipes.weights import initialize
-
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +21,7 @@ def exported(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "export"
     tokenizer = new_word_tokenizer(["a", "b"])
     ends = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 32}
-    model = initialize(new_llama("sdpa", torch.float32, **SIZES, **ends), 0, "cpu")
-    for part in (model, tokenizer):
+    for part in (tiny_model(**ends), tokenizer):
         part.save_pretrained(folder)
     return folder
 
@@ -58,8 +53,8 @@ def overwrite(file: Path, **changes: object) -> None:
 DAMAGES = {
     "weights": (lambda out: cut(out / "model.safetensors"), "cannot be loaded: "),
     "no weights": (lambda out: (out / "model.safetensors").unlink(), "cannot be loaded: "),
-    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=2), "lacks the weights model.layers.1."),
-    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=32), "cannot be loaded: "),
+    "another model": (lambda out: overwrite(out / "config.json", num_hidden_layers=3), "lacks the weights model.layers.2."),
+    "other sizes": (lambda out: overwrite(out / "config.json", hidden_size=64), "cannot be loaded: "),
     "a size of words": (lambda out: overwrite(out / "config.json", hidden_size="wide"), "cannot be loaded: "),
     "no architecture": (lambda out: overwrite(out / "config.json", architectures=3), "cannot be loaded: "),
     "config": (lambda out: cut(out / "config.json"), "cannot be loaded: "),

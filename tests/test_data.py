@@ -25,8 +25,9 @@ from accelerate_recipes.data.rows import (
     num_steps,
 )
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss
+from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_llama
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize
 
 

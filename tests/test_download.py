@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import CHILDREN, CONFIGS, ROOT, environment, read_metrics
+from helpers import CHILDREN, CONFIGS, ROOT, environment, log_of, read_metrics
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 
@@ -211,7 +211,7 @@ def test_runs_without_network(server, home, forks, monkeypatch):
         batch = ["--total_batch_size", 4, "--per_device_eval_batch_size", 2]
         batch += ["--data_cache_dir", home / "data"] if command is CHESS else []
         code = forks.run(out, *command[1:], *more, *batch, script=ROOT / command[0], **hub)
-        assert code == 0, out.with_suffix(".log").read_text()[-4000:]
+        assert code == 0, log_of(out)[-4000:]
         assert read_metrics(out)[-1]["step"] == 2 and (out / "export/model.safetensors").is_file()
     assert len(server.requests) == asked
     assert "1 shards" not in (home / "c4.log").read_text() and "Data: 2 shards" in (home / "c4.log").read_text()

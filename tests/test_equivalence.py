@@ -67,7 +67,6 @@ FAST = (
     "activation checkpointing",
     "rows shared by 2",
     "rows shared by 2, 2 shards",
-    "rows shared by 4, with 2 heads for keys",
     "fsdp1",
 )
 NAMES = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in STRATEGIES]
@@ -88,8 +87,7 @@ def run_steps(forks, tmp_path_factory):
             if "inductor" in flags:  # inductor's workers do not survive a fork
                 launch_ok(tmp_path, config, SCRIPT, "--output_dir", out, *args_of_run, flags=flags)
             else:
-                code = forks.run(out, *args_of_run, config=config, num_processes=world_size, flags=flags)
-                assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+                forks.succeed(out, *args_of_run, config=config, num_processes=world_size, flags=flags)
             done[name, *args] = json.loads((out / "result.json").read_text())
         return done[name, *args]
 
@@ -195,7 +193,7 @@ def test_attention_by_documents(run_steps, name):
     assert found["texts"] == wanted["texts"]
 
 
-IN_BF16 = {"one process", "ddp", "fsdp2", "fsdp1"}
+IN_BF16 = {"one process", "fsdp2"}
 # Half of the last place of a bf16 number is 1/512 of it. Losses of two runs that round at different places differ by less than
 # twice that, even after AdamW, which enlarges small differences of a small gradient.
 BF16 = 2**-8
@@ -213,8 +211,7 @@ def run_bf16(forks, tmp_path_factory):
         flags = (*flags, "--mixed_precision", "bf16")
         args = ("--per_device_train_batch_size", size)
         script = CHILDREN / "precision.py"
-        code = forks.run(out, *args, script=script, config=config, num_processes=world_size, flags=flags)
-        assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+        forks.succeed(out, *args, script=script, config=config, num_processes=world_size, flags=flags)
         return json.loads((out / "result.json").read_text())
 
     return result

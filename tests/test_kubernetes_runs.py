@@ -30,7 +30,7 @@ def at_the_root(monkeypatch):
 def toy_losses(forks, tmp_path_factory) -> dict[int, float]:
     """Losses of the toy on four processes of one machine, undisturbed and without Kubernetes."""
     out = tmp_path_factory.mktemp("toy") / "out"
-    assert forks.run(out, *TOY[1:], num_processes=4) == 0, out.with_suffix(".log").read_text()[-3000:]
+    forks.succeed(out, *TOY[1:], num_processes=4)
     return losses(out)
 
 
@@ -84,8 +84,7 @@ def test_a_pod_is_deleted(toy_losses, tmp_path, node):
 def chess_losses(forks, tmp_path_factory) -> dict[int, float]:
     """Losses of the chess recipe on two processes of one machine, without Kubernetes."""
     out = tmp_path_factory.mktemp("chess") / "out"
-    code = forks.run(out, *CHESS[1:], "--data_cache_dir", out.parent / "cache", script=ROOT / CHESS[0])
-    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    forks.succeed(out, *CHESS[1:], "--data_cache_dir", out.parent / "cache", script=ROOT / CHESS[0])
     return losses(out)
 
 

@@ -10,12 +10,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
-from helpers import CHILDREN, launch_ok, losses
+from helpers import CHILDREN, launch_ok, log_of, losses
 from test_adapters import make_base
+from tiny import tiny_config
 from transformers import AutoModelForCausalLM
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.run import Run
 
 RECOMPUTED = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
@@ -35,9 +36,7 @@ def levers(forks, tmp_path_factory):
         key = (*args, config, *sorted(env.items()))
         if key not in done:
             out = tmp_path_factory.mktemp("levers") / "out"
-            code = forks.run(out, *args, script=CHILDREN / "levers.py", config=config, **env)
-            log = out.with_suffix(".log").read_text()
-            assert code == 0, log[-3000:]
+            log = forks.succeed(out, *args, script=CHILDREN / "levers.py", config=config, **env)
             done[key] = json.loads((out / "result.json").read_text()), log
         return done[key]
 
@@ -78,11 +77,7 @@ def test_compiled_layers_keep_what_the_budget_allows():
         torch._dynamo.reset()
         plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
         run = Run(TrainArgs(activation_memory_budget=budget), Accelerator(cpu=True, dynamo_plugin=plugin))
-        model = new_llama(
-            "sdpa", vocab_size=64, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4,
-        )  # fmt: skip
-        run.shard(model)
+        run.shard(new_model(tiny_config(), "sdpa"))
         kept = {}
 
         def note(tensor, kept=kept):
@@ -149,8 +144,7 @@ def run_toy(forks, out, optim: str, config: str, num_processes: int) -> None:
         flags += ["--hidden_size", 64]  # it leaves smaller parameters in 32 bits
     if config == "ddp" and optim == "adamw_bf16_kahan":
         flags += ["--reduce_dtype", "bf16"]
-    code = forks.run(out, *flags, config=config, num_processes=num_processes)
-    assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+    forks.succeed(out, *flags, config=config, num_processes=num_processes)
 
 
 def tolerance(optim: str) -> float:
@@ -198,7 +192,7 @@ def test_an_optimizer_is_resumed(forks, whole_runs, tmp_path, optim, before, aft
     out.mkdir()
     shutil.copytree(whole / "checkpoint-3", out / "checkpoint-3")
     run_toy(forks, out, optim, config[after], after)
-    assert f"checkpoint-3 (step 3, saved by {before} x" in out.with_suffix(".log").read_text()
+    assert f"checkpoint-3 (step 3, saved by {before} x" in log_of(out)
     if before == after:
         assert losses(out) == losses(whole)
     else:

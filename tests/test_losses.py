@@ -14,7 +14,6 @@ from transformers import LlamaConfig, MixtralConfig
 from accelerate_recipes import losses
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import (
-    IGNORE_INDEX,
     check_head,
     count_next_tokens,
     dtype_of_sum,
@@ -25,6 +24,7 @@ from accelerate_recipes.losses import (
 )
 from accelerate_recipes.models import new_llama, new_model
 from accelerate_recipes.plan.ledger import Ledger
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize
 
 BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400

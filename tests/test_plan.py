@@ -47,13 +47,13 @@ from accelerate_recipes.plan.search import Change, Search, prediction_of, reason
 from accelerate_recipes.plan.simulate import (
     MICRO_BATCHES,
     Job,
-    NotSimulatedError,
     Outcome,
     SimulationError,
     Simulator,
     add_ddp,
     load_trial,
 )
+from accelerate_recipes.trial import NotSimulatedError
 
 CUDA_C4 = [
     *C4,

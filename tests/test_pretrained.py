@@ -14,20 +14,13 @@ import torch
 from helpers import CONFIGS, ROOT, log_of
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tiny import tiny_model
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPTJConfig,
-    GPTJForCausalLM,
+    AutoModel,
+    AutoModelForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     MT5Config,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTModel,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -40,7 +33,7 @@ from accelerate_recipes.models import load_model
 from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.tokenizers import load_tokenizer, new_word_tokenizer
 
-SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 DATA = {
     "c4": ["--train_files", "texts.jsonl", "--validation_files", "texts.jsonl", "--max_length", "16"],
     "t5": ["--train_files", "pairs.jsonl", "--source_column", "a", "--target_column", "b"],
@@ -53,17 +46,14 @@ DATA = {
 def models(tmp_path_factory) -> Path:
     """Folder with a model of each kind."""
     place = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    encoder_decoder = T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    encoder_decoder.decoder_start_token_id = 0
     tiny = {
-        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32)),
-        "tied": LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=32, tie_word_embeddings=True)),
-        "mixtral": MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)),
-        "gptj": GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)),
-        "t5": T5ForConditionalGeneration(encoder_decoder),
-        "bert": BertForMaskedLM(BertConfig(**SIZES)),
-        "vit": ViTModel(ViTConfig(**SIZES, image_size=32, patch_size=16)),
+        "llama": tiny_model(**SIZES),
+        "tied": tiny_model(**SIZES, tie_word_embeddings=True),
+        "mixtral": tiny_model("mixtral", **SIZES, num_local_experts=2),
+        "gptj": tiny_model("gptj", **SIZES),
+        "t5": tiny_model("t5", **SIZES),
+        "bert": tiny_model("bert", AutoModelForMaskedLM, **SIZES),
+        "vit": tiny_model("vit", AutoModel, **SIZES, image_size=32, patch_size=16),
     }
     for name, model in tiny.items():
         model.save_pretrained(place / name, max_shard_size="8kB" if name == "llama" else "1GB")

@@ -9,25 +9,14 @@ import torch
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses, read_metrics
+from tiny import tiny_config, tiny_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPTJConfig,
-    GptOssConfig,
     GraniteMoeHybridConfig,
-    Lfm2Config,
-    Llama4TextConfig,
-    LlamaConfig,
     Mamba2Config,
     MiniMaxConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    Qwen3Config,
-    Qwen3NextConfig,
     T5Config,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,9 +27,9 @@ from accelerate_recipes.attention import DOCUMENTS, boundaries, choose
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launcher import launch_environment, launch_flags
-from accelerate_recipes.losses import IGNORE_INDEX, count_next_tokens, next_token_loss, next_tokens
+from accelerate_recipes.losses import count_next_tokens, next_token_loss, next_tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
-from accelerate_recipes.sequence import attend_shared, part_of_rows, share_attention, whole_rows
+from accelerate_recipes.sequence import IGNORE_INDEX, attend_shared, part_of_rows, share_attention, whole_rows
 from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import lever_problems, lever_warnings
 
@@ -124,43 +113,42 @@ def test_accelerate_still_drops_masks():
     assert layer("a mask") is None
 
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 ROPE = {"rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
     "config, size, words",
     [
-        (LlamaConfig(**TINY), 4, ""),
-        (LlamaConfig(**TINY, rope_parameters={"rope_type": "linear", **ROPE}), 2, ""),
-        (MistralConfig(**TINY, sliding_window=8), 2, ""),
-        (Gemma3TextConfig(**TINY, head_dim=8), 2, ""),
-        (Qwen3Config(**TINY, head_dim=8), 2, ""),
-        (MixtralConfig(**TINY), 2, ""),
+        (tiny_config(), 4, ""),
+        (tiny_config(rope_parameters={"rope_type": "linear", **ROPE}), 2, ""),
+        (tiny_config("mistral", sliding_window=8), 2, ""),
+        (tiny_config("gemma3_text"), 2, ""),
+        (tiny_config("qwen3"), 2, ""),
+        (tiny_config("mixtral"), 2, ""),
         (
-            LlamaConfig(**TINY),
+            tiny_config(),
             3,
             "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4",
         ),
         (
-            LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", **ROPE}),
+            tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}),
             2,
             r"rotary embedding of llama \(dynamic\)",
         ),
-        (Gemma2Config(**TINY, head_dim=8), 2, "gemma2 has softcapped scores"),
-        (GptOssConfig(**TINY, head_dim=8), 2, "gpt_oss has attention sinks"),
-        (GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4), 2, "gptj has an attention of its own"),
+        (tiny_config("gemma2"), 2, "gemma2 has softcapped scores"),
+        (tiny_config("gpt_oss"), 2, "gpt_oss has attention sinks"),
+        (tiny_config("gptj"), 2, "gptj has an attention of its own"),
         (Mamba2Config(), 2, "mamba2 has .*"),
-        (Qwen3NextConfig(**TINY), 2, "qwen3_next has an attention of its own"),
+        (tiny_config("qwen3_next"), 2, "qwen3_next has an attention of its own"),
         (GraniteMoeHybridConfig(), 2, "layers of granitemoehybrid mix positions beside attention"),
         (MiniMaxConfig(), 2, "layers of minimax mix positions beside attention"),
         (
-            Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+            tiny_config("lfm2", layer_types=["conv", "full_attention"]),
             2,
             "layers of lfm2 mix positions beside attention",
         ),
         (
-            Llama4TextConfig(**TINY, layer_types=["chunked_attention", "full_attention"]),
+            tiny_config("llama4_text", layer_types=["chunked_attention", "full_attention"]),
             2,
             "llama4_text has attention in chunks",
         ),
@@ -178,24 +166,24 @@ def test_experts_that_are_balanced_in_another_way(monkeypatch):
     """A model's own loss would be that of a part of a row; without it, ranks can share rows."""
     own = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
     monkeypatch.setattr(own, lambda logits, *_: logits[0].square().mean())
-    (problem,) = model_sharing_problems(MixtralConfig(**TINY), 2)
+    (problem,) = model_sharing_problems(tiny_config("mixtral"), 2)
     assert "mixtral balances its experts by a loss of its own" in problem
-    assert model_sharing_problems(MixtralConfig(**TINY, router_aux_loss_coef=0.0), 2) == []
+    assert model_sharing_problems(tiny_config("mixtral", router_aux_loss_coef=0.0), 2) == []
 
 
 def test_phi3_with_two_tables_of_frequencies():
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
-    config = Phi3Config(**TINY, rope_parameters=factors, original_max_position_embeddings=2048, pad_token_id=0)
+    config = tiny_config("phi3", rope_parameters=factors, original_max_position_embeddings=2048)
     assert "rotary embedding of phi3 (longrope) depends on the last position" in " ".join(
         model_sharing_problems(config, 2)
     )
 
 
 def test_the_kernel_is_documents_unless_the_model_needs_another():
-    llama = LlamaConfig(**TINY)
+    llama = tiny_config()
     assert choose("auto", llama, torch.float32, is_shared=True) == (DOCUMENTS, "ranks share a row")
     assert choose("sdpa", llama, torch.float32, is_shared=True) == ("sdpa", "")
-    narrow = LlamaConfig(**TINY | {"hidden_size": 16})
+    narrow = tiny_config(hidden_size=16)
     assert choose("auto", narrow, torch.float32, is_shared=True) == ("sdpa", "the model has heads 4 wide")
     for name in ("eager", "flex_attention"):
         with pytest.raises(ConfigError, match=rf"{name}: rows that ranks share .* give auto"):
@@ -204,7 +192,7 @@ def test_the_kernel_is_documents_unless_the_model_needs_another():
     check_shared_masks(llama, DOCUMENTS, 2**20)
     with pytest.raises(ConfigError, match=r"--max_length 8200: with sdpa, .* at most 8192 tokens"):
         check_shared_masks(llama, "sdpa", 8200)
-    mixtral = MixtralConfig(**TINY)
+    mixtral = tiny_config("mixtral")
     check_shared_masks(mixtral, DOCUMENTS, 8)
     with pytest.raises(
         ConfigError, match=r"with which mixtral cannot balance its experts; give --attn_implementation doc"
@@ -313,12 +301,9 @@ def shared_attention():
 
 def bytes_kept(size: int, length: int) -> tuple[int, int]:
     """Return the bytes that a forward pass keeps on a rank, and the most elements of a tensor of the whole step."""
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=256, intermediate_size=640, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=length, attn_implementation=DOCUMENTS,
-    )  # fmt: skip
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 4}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = tiny_model(attention=DOCUMENTS, max_position_embeddings=length, **sizes)
     positions = torch.cat([torch.arange(length // 4), torch.arange(length - length // 4)])[None]
     batch = boundaries(positions)
     batch |= {"input_ids": torch.empty_like(positions, device="meta"), "position_ids": positions.to("meta")}
@@ -363,7 +348,7 @@ KILLED_IN_STEP_5 = {
 def test_architectures(forks, tmp_path):
     """Loss and gradients are those of whole rows: with windows, tied weights, experts, and one to as many heads for keys."""
     out, script = tmp_path / "out", CHILDREN / "shared_models.py"
-    assert forks.run(out, script=script, config="fsdp_long") == 0, log_of(out)[-3000:]
+    forks.succeed(out, script=script, config="fsdp_long")
     found = json.loads((out / "result.json").read_text())
     (balanced, _), (alone, _) = (found[name]["losses"] for name in ("mixtral, balanced", "mixtral"))
     assert balanced > 1.05 * alone
@@ -381,9 +366,9 @@ def test_killed_and_resumed(forks, tmp_path):
     whole, out = tmp_path / "whole/out", tmp_path / "out"
     args = ("--dropout", 0.1, "--save_steps", 3, "--async_save", "false")
     whole.parent.mkdir()
-    assert forks.run(whole, *args, config="fsdp_long") == 0, log_of(whole)[-3000:]
+    forks.succeed(whole, *args, config="fsdp_long")
     assert forks.run(out, *args, config="fsdp_long", **KILLED_IN_STEP_5) == -9, log_of(out)[-3000:]
-    assert forks.run(out, *args, config="fsdp_long") == 0, log_of(out)[-3000:]
+    forks.succeed(out, *args, config="fsdp_long")
     assert "Resumed" in log_of(out) and "rows shared by 2" in log_of(out)
     assert losses(out) == losses(whole)
     assert [r["eval_loss"] for r in read_metrics(out) if "eval_loss" in r] == [
@@ -398,7 +383,7 @@ def test_resumed_on_other_meshes(forks, tmp_path):
     alone, out = tmp_path / "alone/out", tmp_path / "out"
     alone.parent.mkdir()
     args = ("--num_rows", 96, "--num_train_epochs", 1, "--save_steps", 3, "--async_save", "false")
-    assert forks.run(alone, *args, config="single", num_processes=1) == 0, log_of(alone)[-3000:]
+    forks.succeed(alone, *args, config="single", num_processes=1)
     chain = [
         ("fsdp_long", 4, {"PARALLELISM_CONFIG_CP_SIZE": "4"}),
         ("fsdp_long", 4, {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),

@@ -28,7 +28,8 @@ from transformers import (
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.export import export
-from accelerate_recipes.checkpoint.published import Published, read_json
+from accelerate_recipes.checkpoint.published import Published
+from accelerate_recipes.disk import read_json
 from accelerate_recipes.encoder_decoders import load_encoder_decoder
 from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.run import Run

@@ -37,7 +37,7 @@ from accelerate_recipes.data.text import TextArgs, TextShards, validation_rows
 from accelerate_recipes.data.token_shards import TokenShards, open_text, pretokenize
 from accelerate_recipes.disk import is_full
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.losses import IGNORE_INDEX
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("worker_server")

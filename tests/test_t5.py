@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, losses, read_metrics
+from helpers import ROOT, log_of, losses, read_metrics
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
@@ -58,8 +58,7 @@ def run(forks, arguments, tmp_path_factory):
         key = (args, config, num_processes)
         if key not in done:
             out = tmp_path_factory.mktemp("run") / "out"
-            code = forks.run(out, *arguments, *args, config=config, num_processes=num_processes)
-            assert code == 0, out.with_suffix(".log").read_text()[-3000:]
+            forks.succeed(out, *arguments, *args, config=config, num_processes=num_processes)
             done[key] = out
         return done[key]
 
@@ -74,7 +73,7 @@ EVALUATED = ("--eval_steps", 3)
 def undisturbed(run) -> tuple[Path, str]:
     """Output of a whole run on 2 ranks, and what it printed."""
     out = run(*EVALUATED)
-    return out, out.with_suffix(".log").read_text()
+    return out, log_of(out)
 
 
 def trajectory(out: Path) -> list[tuple[float, float]]:
@@ -153,7 +152,7 @@ def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path
     whole, _ = undisturbed
     args = (*arguments, *EVALUATED, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS}")
     out, log = tmp_path / "out", tmp_path / "out.log"
-    assert forks.run(out, *args) == 0, log.read_text()[-3000:]
+    forks.succeed(out, *args)
     assert predictions(out) == predictions(whole) and "from the best chrf to the worst" in log.read_text()
     assert forks.run(tmp_path / "less", *args, "--max_steps", 3, config="single", num_processes=1) == 2
     said = (tmp_path / "less.log").read_text()
@@ -164,7 +163,7 @@ def test_the_end_of_a_run_that_had_ended(forks, arguments, undisturbed, tmp_path
 def test_activations_recomputed(forks, arguments, run, tmp_path):
     out = tmp_path / "out"
     assert forks.run(out, *arguments, FSDP_ACTIVATION_CHECKPOINTING="true") == 0
-    assert "activations of 4 of 4 layers recomputed" in out.with_suffix(".log").read_text()
+    assert "activations of 4 of 4 layers recomputed" in log_of(out)
     assert trajectory(out) == [pytest.approx(step, rel=1e-5) for step in trajectory(run(*EVALUATED))]
 
 
@@ -208,7 +207,7 @@ def test_killed_and_resumed_is_as_if_it_had_not_been(forks, arguments, run, tmp_
     assert forks.run(out, *arguments, *dropout, TOY_FAULT=json.dumps(fault)) == -9
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"] and max(losses(out)) >= 4
     arguments = (*arguments, "--dataloader_num_workers", 2)
-    assert forks.run(out, *arguments, *dropout) == 0, out.with_suffix(".log").read_text()[-3000:]
+    forks.succeed(out, *arguments, *dropout)
     whole = run(*dropout)
     assert trajectory(out) == trajectory(whole) != trajectory(run(*EVALUATED))
     assert predictions(out) == predictions(whole)

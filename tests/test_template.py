@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, blocks, losses, read_metrics
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
+from helpers import ROOT, blocks, log_of, losses, read_metrics
+from tiny import tiny_model
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from accelerate_recipes import recipe
 from accelerate_recipes.checkpoint.files import candidates, step_of
@@ -19,10 +20,6 @@ from accelerate_recipes.tokenizers import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
 WORDS = [f"w{i}" for i in range(40)]
-
-
-def log_of(out: Path) -> str:
-    return out.with_suffix(".log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +42,9 @@ def arguments(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
     tokenizer = new_word_tokenizer(WORDS)
     tokenizer.save_pretrained(folder / "model")
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(folder / "model")
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    bert = tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes)
+    bert.save_pretrained(folder / "model")
     # The label says whether the words are even or odd; there are more even ones.
     rows = [
         {

@@ -12,14 +12,15 @@ import pytest
 import torch
 from datasets import Dataset, load_from_disk
 from helpers import ROOT
-from transformers import T5Config, T5ForConditionalGeneration
+from tiny import tiny_model
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.files import falls_under
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader
 from accelerate_recipes.data.text_pairs import PairArgs, Pairs, prepare_pairs
 from accelerate_recipes.errors import ConfigError, DataError
-from accelerate_recipes.losses import IGNORE_INDEX, count_labels, sequence_to_sequence_loss
+from accelerate_recipes.losses import count_labels, sequence_to_sequence_loss
+from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SHIPPED = ROOT / "data/en_fr/libreoffice.jsonl"
@@ -254,12 +255,7 @@ def test_loaders(world_size):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        initializer_factor=1.0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config).eval()
+    return tiny_model("t5", vocab_size=50).eval()
 
 
 def loss_and_gradients(model, batch) -> tuple[float, torch.Tensor]:

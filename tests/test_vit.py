@@ -10,12 +10,10 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import attention_maps
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import vision_baselines
 import yaml
 from datasets import Dataset
 from helpers import IN_STEP_5, ROOT, launch_ok, log_of, losses, read_metrics
@@ -247,23 +245,6 @@ def test_export_predicts_alone_what_the_last_evaluation_did(run, fork_server, im
     fork_server.run_python(
         tmp_path, code, out / "export", file, images_file, *rows, HF_MODULES_CACHE=tmp_path / "modules"
     )
-
-
-def test_maps_of_neighbouring_layers_are_compared(run, monkeypatch):
-    """The benchmark reads the maps of an export: two layers have one value each way."""
-    monkeypatch.setattr(attention_maps, "NUM_IMAGES", 3)
-    found = attention_maps.similarities(run() / "export")
-    assert [len(values) for values in found.values()] == [1, 1] and all(abs(v) <= 1 for (v,) in found.values())
-
-
-def test_baselines_and_the_paired_test():
-    """The nearest mean is the nearest; 1 and 8 images that only one has right: 10 of 512 outcomes on each side."""
-    train, labels = np.array([[0.0, 0], [2, 0], [9, 9], [9, 11]]), np.array([0, 0, 1, 1])
-    assert vision_baselines.nearest_mean(train, labels, np.array([[1.0, 1], [6, 8]])).tolist() == [0, 1]
-    one, other = np.arange(30) < 20, np.arange(30) < 12
-    other[29] = True
-    assert vision_baselines.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 2**9)
-    assert vision_baselines.mcnemar(one, one) == 1
 
 
 def test_reattention_is_the_papers_formula():

@@ -71,7 +71,7 @@ def test_a_value_depends_on_seed_and_name_only():
 @pytest.mark.slow
 def test_no_process_holds_the_model(tmp_path):
     """The benchmark, with Llama 3.2 1B on two processes, fails if one holds more than its shard and a parameter."""
-    command = [sys.executable, "benchmarks/init_memory.py", "--ways", "ours"]
+    command = [sys.executable, "benchmarks/init_memory.py"]
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 

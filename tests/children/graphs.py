@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import toy
 from accelerate.utils import set_seed
+from tiny import tiny_config
 from torch._dynamo.backends import registry
 from toy import requirements
 
@@ -20,7 +21,7 @@ from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import count_next_tokens, next_token_loss_without_logits
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 from accelerate_recipes.tokenizers import new_word_tokenizer
@@ -96,12 +97,8 @@ def main(args: Args) -> None:
         torch._dynamo.reset()
         has_attention = note_graphs()
         run = Run(args, accelerator)
-        run.shard(
-            new_llama(
-                args.attn_implementation, args.param_dtype, vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=2,
-                num_hidden_layers=num_layers, max_position_embeddings=128,
-            )
-        )  # fmt: skip
+        config = tiny_config(num_hidden_layers=num_layers, max_position_embeddings=128)
+        run.shard(new_model(config, args.attn_implementation, args.param_dtype))
         result[num_layers] = count_graphs(run, tokenizer, has_attention)
         run.release()
     if accelerator.is_main_process:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 import toy
+from tiny import tiny_config
 from toy import requirements
 
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import evaluate_loss, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -30,12 +31,10 @@ class Args(toy.Args):
 
 def main(args: Args) -> None:
     accelerator = make_accelerator(args)
-    model = new_llama(
-        "sdpa", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=max(LENGTHS), initializer_range=0.5,
-    )  # fmt: skip
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = tiny_config(**sizes, max_position_embeddings=max(LENGTHS), initializer_range=0.5)
     run = Run(args, accelerator)
-    run.shard(model)
+    run.shard(new_model(config, "sdpa"))
     model = run.model
     generator = torch.Generator().manual_seed(0)
 

@@ -10,17 +10,10 @@ from pathlib import Path
 import torch
 import toy
 from accelerate.utils import set_seed
+from tiny import tiny_config
 from torch.distributed.tensor import DTensor
 from toy import requirements
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from accelerate_recipes.attention import choose
 from accelerate_recipes.data.packing import PackedRows, collate
@@ -31,22 +24,18 @@ from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group, whole_rows
 
-SIZES = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0,
-}  # fmt: skip
-EXPERTS = SIZES | {"head_dim": 8, "moe_intermediate_size": 16}
+WEIGHTS = {"initializer_range": 0.2, "pad_token_id": 0}
 KINDS = ["sliding_attention", "full_attention"]
 MODELS = {
-    "as many heads for keys as queries": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
-    "one head for keys": LlamaConfig(**SIZES | {"num_key_value_heads": 1}),
-    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.0),
-    "mixtral, balanced": MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=1.0),
-    "qwen3 moe, balanced": Qwen3MoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=1.0),
-    "qwen3": Qwen3Config(**SIZES, head_dim=8),
-    "mistral with a window": MistralConfig(**SIZES, sliding_window=5),
-    "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=5, layer_types=KINDS),
+    "as many heads for keys as queries": tiny_config(**WEIGHTS, num_key_value_heads=4),
+    "one head for keys": tiny_config(**WEIGHTS, num_key_value_heads=1),
+    "tied": tiny_config(**WEIGHTS, tie_word_embeddings=True),
+    "mixtral": tiny_config("mixtral", **WEIGHTS, router_aux_loss_coef=0.0),
+    "mixtral, balanced": tiny_config("mixtral", **WEIGHTS, router_aux_loss_coef=1.0),
+    "qwen3 moe, balanced": tiny_config("qwen3_moe", **WEIGHTS, router_aux_loss_coef=1.0),
+    "qwen3": tiny_config("qwen3", **WEIGHTS),
+    "mistral with a window": tiny_config("mistral", **WEIGHTS, sliding_window=5),
+    "gemma3": tiny_config("gemma3_text", **WEIGHTS, sliding_window=5, layer_types=KINDS),
 }
 
 
