@@ -37,13 +37,13 @@ from accelerate_recipes.vision.classifiers import (
     LAYERS,
     flops_per_image,
     image_loss,
+    image_size_problems,
     images_trial,
     load_classifier,
     load_image_processor,
     new_classifier,
     new_image_processor,
     new_vision_config,
-    size_problems,
 )
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
@@ -67,7 +67,7 @@ class Args(ImageArgs, TrainArgs, Architecture):
     has_new_layer = True
 
     def problems(self, world_size: int) -> list[str]:
-        return super().problems(world_size) + (size_problems(self) if self.from_scratch else [])
+        return super().problems(world_size) + (image_size_problems(self) if self.from_scratch else [])
 
 
 def requirements(args: Args) -> Requirements:

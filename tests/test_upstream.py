@@ -31,7 +31,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.attention import varlen
 from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.distributed import fake_pg
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from trl.kernels import chunked_logprob
 
@@ -112,6 +119,7 @@ TOUCHED = [
     (Accelerator, "ao_recipe_handler", "distributed", "which layers compute in fp8", None),
     (launch, "_validate_launch_command", "launcher", "what the launcher would start", "args"),
     # transformers
+    (AutoModelForCausalLM, "_model_mapping", "architecture", "which architectures there are of a kind of models", None),
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "strategy", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "upstream", "without what holds the embedding", None),

@@ -32,9 +32,9 @@ from accelerate_recipes.vision.classifiers import (
     LAYERS,
     flops_per_image,
     image_loss,
+    image_size_problems,
     new_classifier,
     new_vision_config,
-    size_problems,
 )
 from accelerate_recipes.weights import initialize
 
@@ -349,7 +349,7 @@ def architecture(model_type: str, **more: Any) -> Args:
 def test_new_models_and_their_layers(model_type):
     """Each architecture is made on the meta device, gets first weights by its own rule, and has three layers to gather."""
     args = architecture(model_type)
-    assert size_problems(args) == [] and new_vision_config(args).to_dict().get("drop_path_rate", 0) == 0
+    assert image_size_problems(args) == [] and new_vision_config(args).to_dict().get("drop_path_rate", 0) == 0
     size = args.config_overrides["image_size"]
     model = new_classifier(args, ["a", "b", "c"], torch.float32)
     (layer,) = model._no_split_modules
@@ -429,9 +429,9 @@ def test_all_problems_at_once(images_file):
         "--crop_area is 0; it must be above 0",
     ):
         assert expected in str(caught.value)
-    assert "a deepvit has no field depths" in size_problems(architecture("deepvit", depths=[2, 2]))[0]
+    assert "a deepvit has no field depths" in image_size_problems(architecture("deepvit", depths=[2, 2]))[0]
     for wrong in ({"depths": [1, 2, 1]}, {"num_heads": [3, 6]}):
-        found = size_problems(architecture("swin", **wrong))
+        found = image_size_problems(architecture("swin", **wrong))
         assert "the widths are [32, 64" in found[0] and "must have a divisor of each" in found[0]
 
 

@@ -45,7 +45,7 @@ def new_vision_config(args: Architecture) -> PreTrainedConfig:
     return new_config(args, **{"drop_path_rate": 0.0} if args.model_type == "swin" else {})
 
 
-def size_problems(args: Architecture) -> list[str]:
+def image_size_problems(args: Architecture) -> list[str]:
     """List the sizes from which no new model can be made, one sentence each."""
     if found := args.architecture_problems(None):
         return found
