@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-from accelerate_recipes.args import OutOfRangeError, Range, arg
+from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError, error_list, one_line, suggestion
+from accelerate_recipes.flags import OutOfRangeError, Range
 from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.positions import max_positions

@@ -11,12 +11,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
-from accelerate_recipes.attention import (
-    READ_BOUNDARIES,
-    boundaries,
-    boundary_arguments,
-    document_masks,
-)
+from accelerate_recipes.attention import READ_BOUNDARIES, boundaries, boundary_arguments, document_masks
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped

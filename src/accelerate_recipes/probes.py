@@ -8,13 +8,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from accelerate_recipes.attention import (
-    READ_BOUNDARIES,
-    document_masks,
-    of_layers,
-    unsupported_kernels,
-    width_of_heads,
-)
+from accelerate_recipes.attention import READ_BOUNDARIES, document_masks, of_layers, unsupported_kernels, width_of_heads
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.sequence import whole_rows
 

@@ -5,15 +5,7 @@ import math
 import torch
 from transformers import PreTrainedConfig
 
-from accelerate_recipes.attention import (
-    CHUNKS,
-    DOCUMENTS,
-    OWN,
-    SINKS,
-    SOFTCAP,
-    beyond_documents,
-    of_layers,
-)
+from accelerate_recipes.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
 from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row

@@ -13,11 +13,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import collate, pack_row
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE
-from accelerate_recipes.encoder_decoders import (
-    check_encoder_decoder,
-    dropouts,
-    encoder_decoder_on_meta,
-)
+from accelerate_recipes.encoder_decoders import check_encoder_decoder, dropouts, encoder_decoder_on_meta
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss

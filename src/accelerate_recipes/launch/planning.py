@@ -20,8 +20,9 @@ from accelerate_recipes.launcher import launch_environment, yaml_problems
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of, reason_of
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Refusal, SimulationError, Simulator
+from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
 from accelerate_recipes.strategy import environment_problems
+from accelerate_recipes.trial import NotSimulatedError
 
 SHOWN = 6  # proposals of each sort
 

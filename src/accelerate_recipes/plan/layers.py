@@ -12,16 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.plan.simulate import (
-    Job,
-    NotSimulatedError,
-    Outcome,
-    Refusal,
-    Simulator,
-    layers_of,
-    load_trial,
-)
-from accelerate_recipes.trial import is_staged
+from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, Simulator, layers_of, load_trial
+from accelerate_recipes.trial import NotSimulatedError, is_staged
 
 # The fewest layers of which those in the middle have neighbours that are treated alike: from 3 an extrapolation was too low.
 STEADY = 4

@@ -12,8 +12,9 @@ from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.gpus import Gpu
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
-from accelerate_recipes.plan.simulate import Job, NotSimulatedError, Outcome, Simulator, load_trial
+from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.trial import NotSimulatedError
 
 RECOMPUTE = ("--fsdp_activation_checkpointing", "true")
 OFFLOAD = ("--fsdp_offload_params", "true")
