@@ -1,7 +1,6 @@
 """Tests that the shipped YAMLs say what they do, and that preflight finds what Accelerate would silently drop."""
 
 import errno
-import json
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ from huggingface_hub import constants
 
 from accelerate_recipes import disk, recipe
 from accelerate_recipes import launcher as launcher_module
+from accelerate_recipes.checkpoint.files import write_marker
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launcher import launch_environment, launcher_problems, yaml_problems
@@ -443,7 +443,7 @@ def test_the_checkpoint_to_go_on_from(tmp_path):
     for name, data in files.items():
         (checkpoint / name).write_bytes(data)
     entries = {name: {"size": len(data), "checksum": xxhash.xxh3_128_hexdigest(data)} for name, data in files.items()}
-    (checkpoint / "complete.json").write_text(json.dumps({"step": 7, "files": entries}))
+    write_marker(checkpoint, {"step": 7, "files": entries})
     argv = [str(CONFIGS / "fsdp_full.yaml"), *LAPTOP, "--output_dir", str(tmp_path)]
     assert f"The run continues from {checkpoint}; its checksums are right" in preflight(argv)[0]
     (checkpoint / "weights").write_bytes(b"1235")

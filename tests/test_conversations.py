@@ -883,7 +883,7 @@ def check_adapters_alone(out: Path, base: Path, tied: bool, alone: Path) -> None
     found = {"folder": str(alone)}
     exec(lines, found)
     for model in (found["model"], AutoPeftModelForCausalLM.from_pretrained(alone)):
-        torch.testing.assert_close(model.eval()(ids).logits, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.eval()(ids).logits, wanted, rtol=1e-4, atol=3e-5)
 
 
 # Forty steps: the model is ready after fewer, and killed after step 19 it goes on from step 10.

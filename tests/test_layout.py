@@ -132,6 +132,7 @@ MAY_IMPORT = {
         "ranks",
         "recipe",
         "strategy",
+        "trial",
     },
     "posttraining": {
         "adapters",

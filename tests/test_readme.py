@@ -220,7 +220,7 @@ def test_every_lever_exists_and_has_its_line():
     keys = {action.dest for action in launch_command_parser()._actions} | {"fsdp_config", "dynamo_config"}
     assert set(re.findall(r"\b(?:fsdp|dynamo|parallelism_config)_\w+(?!\w|\.yaml)", page)) <= keys
     assert set(re.findall(r"`(\w+)\.yaml`", page)) <= CONFIG_NAMES
-    own = {"attn_implementation"}  # argument of recipes with packed rows
+    own = {"attn_implementation", "packing"}  # arguments of recipes with packed rows
     assert set(re.findall(r"(?<![\w-])--([a-z_0-9]+)", page)) <= set(TrainArgs.__dataclass_fields__) | own
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(OPTIMIZERS)
     for lever in (

@@ -74,6 +74,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "models", "the same, before the weights are read", None),
+    (PreTrainedConfig, "_attn_implementation", "trainers", "whether ranks can share packed rows of SFT", None),
     (PreTrainedConfig, "_attn_implementation", "run", "whether rows that ranks share need a mask", None),
     (PreTrainedConfig, "_attn_implementation", "recipe", "the same, with all other checks of a model", None),
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),

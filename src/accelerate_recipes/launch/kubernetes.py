@@ -132,23 +132,23 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
         "tolerations": list(map(as_toleration, job.toleration)),
         "workers": nodes - 1,
     }
-    documents = fill(TEMPLATES["shared"] + TEMPLATES[kind], holes)
+    documents = fill_holes(TEMPLATES["shared"] + TEMPLATES[kind], holes)
     header = "# Rendered by `python -m accelerate_recipes k8s`; to change it, render again.\n"
     # Write each list and text in full: PyYAML's defaults would use anchors and folded lines.
     return header + yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=10_000)
 
 
-def fill(part: Any, holes: Mapping[str, Any]) -> Any:
+def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
     """Fill the holes of a template, as `jobs.yaml` describes them; None, an empty text, list or section are no values."""
     if isinstance(part, str) and part.startswith("$"):
         return None if (value := holes[part[1:]]) in ("", [], {}) else value
     if isinstance(part, list):
-        return [value for item in part if (value := fill(item, holes)) is not None]
+        return [value for item in part if (value := fill_holes(item, holes)) is not None]
     if not isinstance(part, dict) or not part:
         return part
-    if "when" in part and not fill(part["when"], holes):
+    if "when" in part and not fill_holes(part["when"], holes):
         return None
-    filled = {key: fill(value, holes) for key, value in part.items() if key != "when"}
+    filled = {key: fill_holes(value, holes) for key, value in part.items() if key != "when"}
     return {key: value for key, value in filled.items() if value is not None} or None
 
 
