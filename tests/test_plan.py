@@ -89,19 +89,26 @@ GPU_COMMANDS = {
     "t5": ([*T5, "FLAN"], 83),
     "t5 with adapters": ([*T5, "FLAN", *ADAPTERS], 77),
     "template": ([*TEMPLATE, "BERT"], 8),
-    "sft": (WIDE_SFT, 48),
+    "sft": (WIDE_SFT, 52),
     "sft with packed rows": ([*WIDE_SFT, "--packing"], 48),
-    "sft with adapters": ([*WIDE_SFT, *ADAPTERS], 45),
+    "sft with adapters": ([*WIDE_SFT, *ADAPTERS], 49),
     "dpo": (WIDE_DPO, 62),
     "dpo with adapters": ([*WIDE_DPO, *ADAPTERS], 59),
-    "grpo": (WIDE_GRPO, 164),  # with three passes that draw
-    "grpo with adapters": ([*WIDE_GRPO, *ADAPTERS, "--beta", "0.1"], 163),
+    "grpo": (WIDE_GRPO, 165),  # with three passes that draw
+    "grpo with adapters": ([*WIDE_GRPO, *ADAPTERS, "--beta", "0.1"], 164),
     "chess_dpo": ([*CHESS_DPO, "WIDE"], 62),
-    "chess_grpo": ([*CHESS_GRPO, "WIDE"], 164),
+    "chess_grpo": ([*CHESS_GRPO, "WIDE"], 165),
     "vit": (DEEPVIT, 39),
 }
 # Waits for numbers that trl logs, in each micro-batch.
-WAITS = {"dpo": 15, "dpo with adapters": 15, "chess_dpo": 15, "grpo": 8, "grpo with adapters": 9, "chess_grpo": 8}
+WAITS = dict.fromkeys(("sft", "sft with packed rows", "sft with adapters"), 5) | {
+    "dpo": 15,
+    "dpo with adapters": 15,
+    "chess_dpo": 15,
+    "grpo": 8,
+    "grpo with adapters": 9,
+    "chess_grpo": 8,
+}
 COPIES = ("_to_copy", "copy_", "clone", "cat")
 SEES_DOCUMENTS = ("c4", "chess", "sft with packed rows")  # their rows have 72 tokens
 

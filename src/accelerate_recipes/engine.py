@@ -109,7 +109,7 @@ def train_step(
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
     # A step waits for the device only here. All values are sums over all ranks, so all ranks decide alike.
     are_finite = torch.isfinite(loss_sums).all(), torch.isfinite(grad_norm.to(loss_sums.device))
-    flags = torch.cat([torch.stack([*are_finite, num_targets[-1] > 0]), num_wishes > 0])
+    flags = torch.stack([*are_finite, num_targets[-1] > 0, *(num_wishes > 0)])
     loss_is_finite, norm_is_finite, has_targets, *wanted = flags.tolist()
     step = Step(loss_sums, num_targets, grad_norm, *wanted)
     if not (loss_is_finite and norm_is_finite):

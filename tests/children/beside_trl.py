@@ -1,7 +1,8 @@
 """Train sft.py, dpo.py or grpo.py (RECIPE), and the same base by trl's own trainer and loop, in one process.
 
 trl gets the prepared rows in our order, all of a step as one micro-batch, our optimizer, and for answers our numbers. Written
-to beside.json: how far apart the weights are at the end, and how far trl's have moved; both relative to their length.
+to beside.json: how far apart the weights are at the end, and how far trl's have moved, both relative to their length; and the
+largest relative difference of the norms of gradients.
 """
 
 import json
@@ -82,6 +83,12 @@ class Compared(getattr(module, OURS)):
         theirs, ours = vector(trainer.model), vector(self.run.model)
         length = theirs.norm()
         found = {"apart": ((ours - theirs).norm() / length).item(), "moved": ((theirs - first).norm() / length).item()}
+        # Adam does not see a factor of the loss; the norms of the gradients do.
+        norms = [
+            [entry["grad_norm"] for entry in log if "grad_norm" in entry]
+            for log in (records, trainer.state.log_history)
+        ]
+        found["norms"] = max(abs(one / other - 1) for one, other in zip(*norms, strict=True))
         (self.run.output_dir / "beside.json").write_text(json.dumps(found), encoding="utf-8")
         return records
 

@@ -312,8 +312,9 @@ class Ledger(TorchDispatchMode):
             self.tag(args[0], WHOLE_GRADIENTS)
         elif name in ("_varlen_attn_backward", "_scaled_dot_product_flash_attention_backward"):
             self.needs(inside_flash_backward(args[1], args[2]))
+        first = func._overloadpacket in (aten.addmm, aten.addmm_)  # factors in bf16 may be summed in fp32
         if flops:
-            self.flops[f"{name} {str(tensors[0].dtype)[6:]}"] += flops
+            self.flops[f"{name} {str(tensors[first].dtype)[6:]}"] += flops
             if builds_graph(func) and torch._C._current_graph_task_id() != -1:
                 self.recomputed += flops
         self.calls[name] += 1
@@ -323,7 +324,7 @@ class Ledger(TorchDispatchMode):
             if func is fsdp.split_with_sizes_copy.default:
                 arrived = self.clock.gathers.pop(args[0].untyped_storage()._cdata, 0.0)
                 self.clock.now = max(self.clock.now, arrived)
-            self.clock.work(flops, moved, tensors[0].dtype)
+            self.clock.work(flops, moved, tensors[first].dtype)
             if func is fsdp.split_with_sizes_copy.default:
                 self.clock.copied = self.clock.now
         for t in tree_leaves(out):
@@ -406,10 +407,15 @@ def packed_attention_backward_flops(
     return 2 * query.numel() * max_q * 5
 
 
+def addmm_flops(summand, a, b, *args, out_val=None, **kwargs) -> int:
+    """Count the FLOPs of `addmm` in all its forms, also with a dtype of its own for the result."""
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
 CUSTOM_FORWARD = (torch.ops.torch_attn._varlen_attn.default,)
-# torch 2.13 forgets `addmm_`, and takes each boundary for a document of the greatest length.
+# torch 2.13 forgets `addmm_` and `addmm` with a dtype, and takes each boundary for a document of the greatest length.
 FLOPS = flop_registry | {
-    aten.addmm_: flop_registry[aten.addmm],
+    **dict.fromkeys((aten.addmm, aten.addmm_), addmm_flops),
     torch.ops.torch_attn._varlen_attn: packed_attention_flops,
     torch.ops.torch_attn._varlen_attn_backward: packed_attention_backward_flops,
 }
