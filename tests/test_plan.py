@@ -384,7 +384,7 @@ def test_all_that_the_search_proposes_can_be_launched(simulator, bases, config, 
     found = search.simulate(
         [(change,) for change in [*savings(before.args, first.env), *speedups(before.args, first.env)]]
     )
-    assert list(planning.failed(search)) == refused
+    assert list(planning.failed(search)) == refused, planning.failed(search)
     assert {p.prediction.world_size for p in found} <= {number, 2 * number}
     needs = {str(p.changes[0]): p.prediction.outcome.peak for p in found if p.keeps_trajectory}
     whole = [change for change in needs if change.startswith("config fsdp_full.yaml")]

@@ -271,8 +271,8 @@ def supervised_trial(args: Any) -> Trial:
         pad_token_id=0, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
     )
     batch = collator([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
-    if rows == 1:  # then nothing is padded, and attention has no mask
-        batch.pop("attention_mask", None)
+    if rows == 1 and batch.pop("attention_mask", None) is not None:  # then nothing is padded, and attention has no mask
+        batch["position_ids"] = torch.arange(length)[None]
     return Trial(
         config,
         partial(
