@@ -109,6 +109,14 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     }
 
 
+def test_a_window_of_a_loss_of_parts():
+    """Each part is divided by its own targets, of all steps; the last are the tokens of the speed."""
+    window = metrics.Window()
+    window.add(torch.tensor([6.0, 10.0]), torch.tensor([2, 10]), samples=2, seconds=1, data_seconds=0)
+    window.add(torch.tensor([2.0, 20.0]), torch.tensor([2, 50]), samples=2, seconds=1, data_seconds=0)
+    assert (window.num_targets, window.mean_loss) == (60, 8 / 4 + 30 / 60)
+
+
 def test_a_step_has_its_evaluation_or_not(tmp_path):
     """The log knows whether a step has its evaluation, so a run stopped between the two knows what is left to do."""
     log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=10, flops=None)
