@@ -43,7 +43,7 @@ from harness import ROOT, machine, make_parser, print_ratios, ratios, turns, wri
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Subset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_recipes import engine
 from accelerate_recipes.args import TrainArgs
@@ -54,7 +54,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, prepare_games
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
 from accelerate_recipes.tokenizers import new_word_tokenizer
@@ -276,15 +276,17 @@ def make_args(flags: argparse.Namespace, output_dir: str, world_size: int) -> Tr
 
 def make_model(flags: argparse.Namespace, vocab_size: int, device: torch.device) -> PreTrainedModel:
     """Make and initialise the model before it is sharded, so that its copies start from the same weights."""
-    model = new_llama(
+    model = new_model(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=flags.hidden_size,
+            intermediate_size=flags.intermediate_size,
+            num_hidden_layers=flags.num_hidden_layers,
+            num_attention_heads=flags.num_attention_heads,
+            num_key_value_heads=flags.num_attention_heads,
+            max_position_embeddings=flags.max_length,
+        ),
         "sdpa",
-        vocab_size=vocab_size,
-        hidden_size=flags.hidden_size,
-        intermediate_size=flags.intermediate_size,
-        num_hidden_layers=flags.num_hidden_layers,
-        num_attention_heads=flags.num_attention_heads,
-        num_key_value_heads=flags.num_attention_heads,
-        max_position_embeddings=flags.max_length,
     )
     return initialize(model, TrainArgs.seed, device)
 

@@ -27,11 +27,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from harness import GIB, machine, make_parser, write_json
 from torch import nn
+from transformers import LlamaConfig
 
 from accelerate_recipes import losses
 from accelerate_recipes.losses import next_token_loss, next_token_loss_without_logits
 from accelerate_recipes.metrics import device_name, peak_memory_gib
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.weights import initialize
 
 WAYS = ("plain", "ours", "torch")
@@ -71,14 +72,16 @@ def measure(flags: argparse.Namespace) -> None:
         losses.linear_cross_entropy = linear_cross_entropy_of_torch
     loss_fn = next_token_loss if flags.way == "plain" else next_token_loss_without_logits
     accelerator = Accelerator(mixed_precision=flags.mixed_precision)
-    model = new_llama(
+    model = new_model(
+        LlamaConfig(
+            vocab_size=flags.vocab_size,
+            hidden_size=flags.hidden_size,
+            intermediate_size=2 * flags.hidden_size,
+            num_hidden_layers=flags.num_hidden_layers,
+            num_attention_heads=flags.hidden_size // 64,
+            max_position_embeddings=flags.max_length,
+        ),
         "sdpa",
-        vocab_size=flags.vocab_size,
-        hidden_size=flags.hidden_size,
-        intermediate_size=2 * flags.hidden_size,
-        num_hidden_layers=flags.num_hidden_layers,
-        num_attention_heads=flags.hidden_size // 64,
-        max_position_embeddings=flags.max_length,
     )
     model = accelerator.prepare(initialize(model, 0, accelerator.device))
     ids = torch.randint(flags.vocab_size, (1, flags.max_length), generator=torch.Generator().manual_seed(0))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import LlamaConfig
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import prepared
@@ -26,7 +27,7 @@ from accelerate_recipes.data.rows import (
 )
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize
 
@@ -99,10 +100,7 @@ def test_no_first_token_is_a_target(packed):
 
 def test_packed_losses_are_those_of_the_documents_alone(packed):
     """Losses agree token for token: neither attention nor positions cross from one document to the next."""
-    model = new_llama(
-        "sdpa", vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64,
-    )  # fmt: skip
+    model = new_model(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64), "sdpa")  # fmt: skip
     initialize(model, 0, "cpu").eval()
     texts = documents(30, 30)
     rows = PackedRows(packed(texts, 64), 64, pad_token_id=0, document_mask=True)

@@ -18,6 +18,7 @@ import pytest
 from helpers import CHILDREN, CONFIGS, ROOT, environment, log_of, read_metrics
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
+from transformers import LlamaConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
@@ -36,7 +37,7 @@ from accelerate_recipes.hub.cache import (
     pinned,
     repository,
 )
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
@@ -65,10 +66,7 @@ configs:
 def tiny_model(folder: Path) -> dict[str, bytes]:
     """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
     tokenizer = new_word_tokenizer(all_uci_moves())
-    model = new_llama(
-        "sdpa", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+    model = new_model(LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, bos_token_id=1, eos_token_id=2), "sdpa")  # fmt: skip
     initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
     tokenizer.save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()

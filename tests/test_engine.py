@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, Trainer, TrainingArguments
 
 from accelerate_recipes import agenda as agenda_module
 from accelerate_recipes import engine, metrics, upstream
@@ -23,7 +23,7 @@ from accelerate_recipes.engine import evaluate_loss, to_device, train, train_ste
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import initialize
@@ -39,10 +39,7 @@ ARGS = TrainArgs(
 
 
 def make_model():
-    model = new_llama(
-        "sdpa", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=32,
-    )  # fmt: skip
+    model = new_model(LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32), "sdpa")  # fmt: skip
     return initialize(model, 0, "cpu")
 
 

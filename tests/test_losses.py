@@ -22,7 +22,7 @@ from accelerate_recipes.losses import (
     next_token_loss_without_logits,
     summed_cross_entropy,
 )
-from accelerate_recipes.models import new_llama, new_model
+from accelerate_recipes.models import new_model
 from accelerate_recipes.plan.ledger import Ledger
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.weights import initialize
@@ -35,7 +35,7 @@ def make_model(**overrides):
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "initializer_range": 0.2,
     }  # fmt: skip
-    return initialize(new_llama("sdpa", **sizes | overrides), 0, "cpu")
+    return initialize(new_model(LlamaConfig(**sizes | overrides), "sdpa"), 0, "cpu")
 
 
 def make_batch() -> dict[str, torch.Tensor]:

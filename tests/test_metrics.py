@@ -13,7 +13,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, MixtralConfig
 from accelerate_recipes import metrics
 from accelerate_recipes.agenda import tracker_settings
 from accelerate_recipes.life.status import read_status, update_status
-from accelerate_recipes.models import new_llama
+from accelerate_recipes.models import new_model
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA_7B = LlamaConfig(
@@ -37,7 +37,7 @@ def test_flops_per_token():
 
 def test_flops_by_two_conventions():
     """Documents of 100 tokens in rows of 400."""
-    model = new_llama("sdpa", **SMALL)
+    model = new_model(LlamaConfig(**SMALL), "sdpa")
     found = metrics.flops_per_token(model, 100.0, 400)
     assert found.full_rows - found.attended == 12 * 2 * 32 * 300
     assert found.attended == metrics.decoder_flops(model.config, model.num_parameters(), 100)

@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -184,8 +183,3 @@ def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.floa
     config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
     with torch.device("meta"):
         return made(AutoModelForImageClassification, config, dtype=dtype)
-
-
-def new_llama(attn_implementation: str, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
-    """Make a Llama of these sizes, as `new_model` does."""
-    return new_model(LlamaConfig(**config), attn_implementation, dtype)

@@ -15,13 +15,14 @@ import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import requirements
+from transformers import LlamaConfig
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.attention import boundaries
 from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.engine import to_device, train_step
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.recipe import run_recipe
 from accelerate_recipes.run import Run
 
@@ -76,7 +77,7 @@ def main(args: Args) -> None:
     if args.model_name_or_path:
         run.shard(load_model(args.model_name_or_path, "sdpa", **load_settings(args)))
     else:
-        run.shard(new_llama(args.attn_implementation, args.param_dtype, **sizes))
+        run.shard(new_model(LlamaConfig(**sizes), args.attn_implementation, args.param_dtype))
     ids = torch.arange(8)[None] + 4
     positions = torch.arange(8)[None]
     batch = {"input_ids": ids, "position_ids": positions, "labels": ids} | boundaries(positions)

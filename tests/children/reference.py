@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from trl.trainer import dpo_trainer
 
 from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
@@ -60,4 +61,9 @@ class PreferenceTrainer(dpo.PreferenceTrainer):
         return records
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("trl loads a second model, whole on each rank")
+
+
 dpo.make_model, dpo.PreferenceTrainer = make_checked_model, PreferenceTrainer
+dpo_trainer.create_model_from_path = refuse

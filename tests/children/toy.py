@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import load_settings
@@ -32,7 +32,7 @@ from accelerate_recipes.data.rows import RowLoader, StepLoader, make_eval_loader
 from accelerate_recipes.engine import Batch, LossFn, evaluate_loss, train
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
-from accelerate_recipes.models import load_model, new_llama
+from accelerate_recipes.models import load_model, new_model
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.recipe import Requirements
 from accelerate_recipes.run import Run
@@ -87,11 +87,7 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = make_tokenizer()
     if args.model_name_or_path:
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args)), tokenizer
-    model = new_llama(
-        args.attn_implementation, args.param_dtype, vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0,
-        attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
-    )  # fmt: skip
+    model = new_model(LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0, attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings), args.attn_implementation, args.param_dtype)  # fmt: skip
     return model, tokenizer
 
 

@@ -6,7 +6,7 @@ number of its own. So a run draws the same answers on any number of processes, a
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -248,9 +248,7 @@ class AnswerTrainer(Objective, GRPOTrainer):
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
         self.current_gradient_accumulation_steps = 1
         self._entropy_bonus_enabled = False  # see `sum_parts`
-
-    def row_collator(self) -> Callable[[list[dict]], dict[str, Any]]:
-        return as_rows
+        self.data_collator = as_rows
 
     def batch_of(self, rows: list[dict]) -> Any:
         """Make a batch of the prompts alone: the answers are drawn in training."""

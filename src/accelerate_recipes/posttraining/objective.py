@@ -61,6 +61,7 @@ from accelerate_recipes.metrics import Flops
 from accelerate_recipes.posttraining.trainers import TrainerArgs, check_trl_packing, make_model
 from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
+from accelerate_recipes.sequence import IGNORE_INDEX
 
 # trl 1.16 uses an old name of transformers 5.23 in every step that generates.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -71,7 +72,7 @@ REFERENCE = {"ref_chosen_logps", "ref_rejected_logps"}  # columns that DPOTraine
 class Collectives:
     """Stand-in for an Accelerator, with what a loss of trl asks of it."""
 
-    is_main_process, sync_gradients, parallelism_config = False, True, None
+    is_main_process, parallelism_config = False, None
     autocast = nullcontext  # the model's forward pass does it
     gather = gather_for_metrics = staticmethod(gather)
     pad_across_processes, reduce = staticmethod(pad_across_processes), staticmethod(reduce)
@@ -107,6 +108,8 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
         **attributes,
     )
     trainer.args.average_tokens_across_devices = False
+    if getattr(args, "disable_dropout", False):
+        args.lora_dropout = 0.0  # of the adapters, which the trial's model gets later
     return trainer
 
 
@@ -168,8 +171,13 @@ class Numbered(NamedTuple):
         return self.collate([row for _, row in rows]) | {"row": torch.tensor([number for number, _ in rows])}
 
 
-def with_number(row: dict, number: int) -> tuple[int, dict]:
-    return number, row
+def numbered_row(row: dict, number: int) -> tuple[int, dict]:
+    return number, without_targets(row, number)
+
+
+def without_targets(row: dict, number: int) -> dict:
+    """Return a row as trl prepared it; number -1 gets no targets."""
+    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
 
 
 @contextlib.contextmanager
@@ -206,7 +214,6 @@ class Objective:
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     order_class: ClassVar[type[StepOrder]] = WholeSteps
-    make_row: Callable[[dict, int], tuple[int, dict]] = staticmethod(with_number)
     lengths: np.ndarray | None = None  # of the rows, if rows of similar length are trained together
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
     draw: DrawFn | None = None
@@ -336,10 +343,6 @@ class Objective:
         """Make a batch of rows as the model reads them."""
         return self.data_collator(rows)
 
-    def row_collator(self) -> Callable[[list[dict]], dict[str, Any]]:
-        """Return what makes a batch of rows, in a data worker too."""
-        return self.data_collator
-
     def complete_rows(self) -> None:
         """Add to the rows what the model itself must compute. It is sharded, and has its first weights, on a resume too."""
 
@@ -350,9 +353,8 @@ class Objective:
         """Do nothing: a run sends no telemetry."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do nothing: the run has its Accelerator already."""
-        self.is_deepspeed_enabled = False
-        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
+        """Do nothing: the run has its Accelerator already. Where trl sees FSDP, it loads a second model, whole on a rank."""
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
     def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
         """Shard the model, then train to the end; see `engine.train`.
@@ -397,12 +399,12 @@ class Objective:
         # What the reference says of a row differs in the last bits by the number of processes and the micro-batch.
         own = [name for name in rows.column_names if name not in REFERENCE]
         return make_train_loader(
-            Rows(rows, self.make_row),
+            Rows(rows, numbered_row),
             run.args,
             run.data_rank,
             run.data_world_size,
             lengths=self.lengths,
-            collate_fn=Numbered(self.row_collator()),
+            collate_fn=Numbered(self.data_collator),
             content=on_first_rank(lambda: checksum_of_rows(rows, own)),
             order_class=self.order_class,
         )

@@ -84,21 +84,12 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
     return args.sides(read, asked), list(first)  # pyright: ignore[reportReturnType]
 
 
-def without_targets(row: dict, number: int) -> dict:
-    """Return a row as trl prepared it; number -1 gets no targets."""
-    return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
-
-
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
     """Return what the model reads of a batch. Of rows that ranks share, labels stand where they are predicted."""
     inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
     if "sequence_group" in batch:
         inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
     return inputs
-
-
-def numbered_or_empty(row: dict, number: int) -> tuple[int, dict]:
-    return number, without_targets(row, number)
 
 
 class SupervisedTrainer(Objective, SFTTrainer):
@@ -108,7 +99,6 @@ class SupervisedTrainer(Objective, SFTTrainer):
     """
 
     order_class = StepOrder
-    make_row = staticmethod(numbered_or_empty)
 
     def __init__(self, *args: Any, source_rows: list[dict], **settings: Any):
         self.source_rows = source_rows
