@@ -30,7 +30,7 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.preferences import DPOArgs, PairTrainer, preference_trial
-from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start

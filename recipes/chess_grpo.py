@@ -25,7 +25,7 @@ from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_r
 from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
-from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.tokenizers import load_tokenizer

@@ -31,7 +31,7 @@ from accelerate_recipes.posttraining.preferences import (
     preference_trial,
     to_pairs,
 )
-from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start

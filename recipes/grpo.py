@@ -36,7 +36,7 @@ from accelerate_recipes.posttraining.answers import (
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.rewards import check_column_names, load_rewards, reward_problems
 from accelerate_recipes.posttraining.samples import Samples
-from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 from accelerate_recipes.ranks import on_first_of_machine_before_others
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import Result, before_and_after, finish, start

@@ -427,7 +427,7 @@ def packing_by_trl(model: Model) -> None:
     from trl import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from accelerate_recipes.posttraining.trainers import check_trl_packing
+    from accelerate_recipes.posttraining.settings import check_trl_packing
 
     net = load_model(str(model.base), "auto", packed=True).eval()
     check_trl_packing(SFTConfig(packing=True, output_dir=str(model.folder), use_cpu=True, report_to="none"), net)

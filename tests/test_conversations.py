@@ -42,7 +42,7 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.models import load_model
 from accelerate_recipes.posttraining import supervised
-from accelerate_recipes.posttraining.trainers import make_or_load_model
+from accelerate_recipes.posttraining.settings import make_or_load_model
 from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"

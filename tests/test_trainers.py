@@ -42,8 +42,8 @@ from accelerate_recipes.games.preferences import is_worse
 from accelerate_recipes.games.rewards import REWARDS, stockfish_reward
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.posttraining.objective import WholeSteps, num_whole_steps
+from accelerate_recipes.posttraining.settings import trl_config
 from accelerate_recipes.posttraining.supervised import load_sides
-from accelerate_recipes.posttraining.trainers import trl_config
 from accelerate_recipes.run import Run
 from accelerate_recipes.tokenizers import new_bpe_tokenizer, new_word_tokenizer
 

@@ -74,7 +74,7 @@ TOUCHED = [
     (PreTrainedConfig, "_attn_implementation", "losses", "whether attention is told where documents begin", None),
     (PreTrainedConfig, "_attn_implementation", "probes", "with which attention packing is tried", None),
     (PreTrainedConfig, "_attn_implementation", "models", "the same, before the weights are read", None),
-    (PreTrainedConfig, "_attn_implementation", "trainers", "whether ranks can share packed rows of SFT", None),
+    (PreTrainedConfig, "_attn_implementation", "settings", "whether ranks can share packed rows of SFT", None),
     (PreTrainedConfig, "_attn_implementation", "run", "whether rows that ranks share need a mask", None),
     (PreTrainedConfig, "_attn_implementation", "recipe", "the same, with all other checks of a model", None),
     (torch.nn.Module, "_buffers", "upstream", "buffers of the first rank", None),
@@ -130,7 +130,7 @@ TOUCHED = [
     (torch.nn.Module, "_parameters", "adapters", "a weight with trained rows in it", None),
     (BaseTunerLayer, "_disable_adapters", "adapters", "the base alone computes, and the same weights are trained", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
-    (TrainingArguments, "_n_gpu", "trainers", "one GPU a process", None),
+    (TrainingArguments, "_n_gpu", "settings", "one GPU a process", None),
     (Trainer, "create_accelerator_and_postprocess", "objective", "our Accelerator", "self"),
     # trl, datasets
     (SFTTrainer, "_send_telemetry", "objective", "a run tells nobody of itself", "self"),

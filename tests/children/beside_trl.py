@@ -21,7 +21,7 @@ from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.posttraining.answers import drawn_by, numbers_of
-from accelerate_recipes.posttraining.trainers import make_model, trl_config
+from accelerate_recipes.posttraining.settings import make_model, trl_config
 
 NAME = os.environ["RECIPE"]
 module = recipe.load(Path(__file__).resolve().parents[2] / f"recipes/{NAME}.py")

@@ -16,7 +16,7 @@ from trl.trainer import dpo_trainer
 from accelerate_recipes import recipe
 from accelerate_recipes.agenda import EvaluateFn
 from accelerate_recipes.distributed import local_numel
-from accelerate_recipes.posttraining.trainers import make_model
+from accelerate_recipes.posttraining.settings import make_model
 from accelerate_recipes.ranks import max_over_ranks, rank
 
 dpo = recipe.load(Path(__file__).resolve().parents[2] / "recipes/dpo.py")

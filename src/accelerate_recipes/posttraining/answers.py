@@ -40,7 +40,7 @@ from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.rewards import Reward, weighted
 from accelerate_recipes.posttraining.samples import Samples
-from accelerate_recipes.posttraining.trainers import SYNC_REFERENCE, TrainerArgs
+from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import seed_of

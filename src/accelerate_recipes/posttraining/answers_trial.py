@@ -15,7 +15,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.attention import choose
 from accelerate_recipes.posttraining.answers import AnswerTrainer, room_for_prompts
 from accelerate_recipes.posttraining.objective import bare
-from accelerate_recipes.posttraining.trainers import pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import data_world_size
 from accelerate_recipes.trial import Trial, config_of, refuse
 

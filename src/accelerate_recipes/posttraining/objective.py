@@ -58,7 +58,7 @@ from accelerate_recipes.data.shown import NUM_ROWS, HasRows
 from accelerate_recipes.engine import DrawFn, train
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import Flops
-from accelerate_recipes.posttraining.trainers import TrainerArgs, check_trl_packing, make_model
+from accelerate_recipes.posttraining.settings import TrainerArgs, check_trl_packing, make_model
 from accelerate_recipes.ranks import data_world_size, on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import IGNORE_INDEX

@@ -35,7 +35,7 @@ from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
-from accelerate_recipes.posttraining.trainers import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse

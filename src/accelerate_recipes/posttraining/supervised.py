@@ -33,7 +33,7 @@ from accelerate_recipes.errors import ConfigError, error_list
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
-from accelerate_recipes.posttraining.trainers import pad_multiple, with_fused_head
+from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
