@@ -1,9 +1,6 @@
 """What one GPU reaches: attention by itself, and training steps of models whose speed others publish. Seven minutes.
 
-    python benchmarks/gpu.py --describe
-    python benchmarks/gpu.py
-    python benchmarks/gpu.py --second --compiled benchmarks/results/gpu/compiled.tar.gz
-    python benchmarks/gpu_report.py
+    python benchmarks/gpu.py --describe    # the commands
 
 Models are made from their shapes and rows of random tokens: nothing is downloaded, and needed are torch, transformers,
 accelerate, peft and this library (where it is not installed, by PYTHONPATH=src), but not datasets, trl and chess. A step is
@@ -15,8 +12,7 @@ starts and imports meanwhile, and waits for its turn. A case that the time, the 
 out is left out, and said so. What is found is appended to OUT/gpu.jsonl line by line, so that a run cut off anywhere leaves
 figures; what the launches print, to OUT/gpu.log. What was compiled is kept in OUT/compiled.tar.gz, for the next run.
 
---tiny is a rehearsal on any machine, on models of two layers: cases of the same launch share a process, and compile by
-the backend `eager`. Its numbers mean nothing.
+--tiny is a rehearsal on any machine, on models of two layers and compiled by `eager`: its numbers mean nothing.
 """
 
 import argparse
@@ -30,7 +26,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,9 +57,7 @@ def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--second", action="store_true", help="Measure the second list.")
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="Only these, of either list.")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="Folder of the results; by default benchmarks/results/gpu."
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="Folder; by default benchmarks/results/gpu.")
     parser.add_argument("--minutes", type=float, help="Time of all cases; by default 7, of the second list 3.")
     parser.add_argument("--compiled", type=Path, help="The compiled.tar.gz of an earlier run.")
     parser.add_argument("--tiny", action="store_true", help="A rehearsal with tiny models.")
@@ -88,20 +82,13 @@ def description() -> str:
 def describe_device() -> dict[str, Any]:
     """Describe the device, for the first line of the results, without a CUDA context, whose memory is not given back."""
     found = machine() | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
-    found["versions"] |= {package: version_of(package) for package in PACKAGES if version_of(package)}
+    found["versions"] |= {found.name: found.version for found in distributions() if found.name in PACKAGES}
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
         name, mebibytes, driver = done.stdout.splitlines()[0].split(", ")
         found |= {"is_gpu": True, "device": name, "gib": float(mebibytes) / 1024, "driver": driver}
     return found
-
-
-def version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
@@ -120,24 +107,15 @@ class Launch:
         self.log = self.turn.with_suffix(".log")
         command = [sys.executable]
         if case.config:
-            command += [
-                "-m",
-                "accelerate.commands.launch",
-                "--config_file",
-                f"{ROOT}/accelerate_configs/{case.config}.yaml",
-            ]
-            command += ["--num_processes", "1", "--main_process_port", "0", *case.launch.split()]
-            command += ["--dynamo_backend", "eager"] * (flags.tiny and case.is_compiled)
+            config = f"{ROOT}/accelerate_configs/{case.config}.yaml"
+            command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "1"]
+            command += ["--main_process_port", "0", *case.launch.split()]
+            command += ["--dynamo_backend", "eager"] * flags.tiny
         command += [__file__, "--out", str(flags.out), "--turn", str(self.turn), *["--tiny"] * flags.tiny]
         command += ["--run", *(c.name for c in cases)]
-        environment = os.environ | {
-            "TORCHINDUCTOR_CACHE_DIR": str(COMPILED),
-            "TRITON_CACHE_DIR": str(COMPILED / "triton"),
-        }
-        with self.log.open("w", encoding="utf-8") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
-            )
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "TRITON_CACHE_DIR": str(COMPILED / "triton")}
+        with self.log.open("wb") as log, open(os.devnull) as nothing:
+            self.process = subprocess.Popen(command, stdin=nothing, stdout=log, stderr=log, env=os.environ | caches)
 
     def measure(self, seconds: float) -> str:
         """Give it its turn; returns how it failed, if it did."""
@@ -153,11 +131,11 @@ class Launch:
 
     def end(self) -> None:
         """End it with the processes that it started: torchrun puts them into sessions of their own."""
-        with contextlib.suppress(psutil.NoSuchProcess):
+        if self.process.poll() is None:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self.process.kill()
+            self.process.kill()
         self.process.wait()
 
 
@@ -168,22 +146,19 @@ def run(flags: argparse.Namespace) -> None:
     path = flags.out / "gpu.jsonl"
     device = describe_device() | {"command": shlex.join(["python", *sys.argv]), "tiny": flags.tiny}
     write(path, {"what": "machine", "unix_time": time.time()} | device)
-    if flags.compiled and not flags.compiled.exists():  # the run before kept none, or had no time for it
-        print(f"{flags.compiled} is not there: everything is compiled anew", flush=True)
-    elif flags.compiled:
+    if flags.compiled and flags.compiled.exists():
         with tarfile.open(flags.compiled) as packed:
             packed.extractall(COMPILED, filter="data")
-
+    elif flags.compiled:  # the run before kept none, or had no time for it
+        print(f"{flags.compiled} is not there: everything is compiled anew", flush=True)
     todo = []
     for case in CASES.values():
         if case.name not in flags.cases if flags.cases else case.is_second != flags.second:
             continue
-        why = ""
         if case.package and find_spec(case.package) is None:
-            why = f"{case.package} is not installed"
+            write(path, {"case": case.name, "skipped": f"{case.package} is not installed"})
         elif device["gib"] < case.gib and not flags.tiny:
             why = f"needs a GPU with {case.gib:.0f} GiB, this one has {device['gib']:.1f}"
-        if why:
             write(path, {"case": case.name, "skipped": why})
         else:
             todo.append(case)
@@ -196,14 +171,12 @@ def run(flags: argparse.Namespace) -> None:
     print(f"{path}: {time.monotonic() - start:.0f} s", flush=True)
 
 
-def run_launches(
-    launches: list[list[Case]], flags: argparse.Namespace, path: Path, folder: Path, deadline: float
-) -> None:
+def run_launches(launches: list[list[Case]], flags: argparse.Namespace, path: Path, folder: Path, end: float) -> None:
     """Give each launch its turn as long as the time lasts; while one measures, the next one imports."""
     running: list[Launch] = []  # the one that measures, and the one that waits
     try:
         for number, cases in enumerate(launches):
-            left, needed = deadline - time.monotonic(), sum(case.seconds for case in cases)
+            left, needed = end - time.monotonic(), sum(case.seconds for case in cases)
             if left < needed and not flags.tiny:
                 while running:
                     running.pop().end()
@@ -236,10 +209,7 @@ def pack(path: Path) -> None:
         packed.add(COMPILED, "")
     if (size := path.stat().st_size) > LARGEST:
         path.unlink()
-        print(
-            f"what was compiled is not kept: it has {size / 2**20:.1f} MiB, at most {LARGEST / 2**20:.0f} are",
-            flush=True,
-        )
+        print(f"what was compiled is not kept: it has {size / 2**20:.1f} MiB, at most {LARGEST / 2**20:.0f} are")
 
 
 def run_cases(flags: argparse.Namespace) -> None:
@@ -251,10 +221,8 @@ def run_cases(flags: argparse.Namespace) -> None:
         if time.monotonic() - waited > LONGEST_WAIT:
             sys.exit("no turn came")  # whoever started this is gone
         time.sleep(0.02)
-    path = flags.out / "gpu.jsonl"
-    gpu_measure.measure([CASES[name] for name in flags.run], flags.tiny, lambda record: write(path, record))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    cases, path = [CASES[name] for name in flags.run], flags.out / "gpu.jsonl"
+    gpu_measure.measure(cases, flags.tiny, lambda name, found: write(path, {"case": name} | found))
     os._exit(0)  # tearing down process groups has been seen to hang
 
 

@@ -8,6 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig
 
 from accelerate_recipes.attention import boundaries
@@ -24,12 +25,10 @@ SHAPES = {
     "8B": (32, 4096, 14336, 32, 8, 128256, False),  # Llama 3
     "tiny": (2, 64, 96, 4, 2, 128, False),
 }
-TINY_ROW = 128  # tokens
 # Tokens of C4's documents: a log-normal law of this median, and of the mean 427, which is 156 billion tokens of 365 million
 # documents (Dodge et al. 2021, "Documenting Large Webtext Corpora", table 1).
 MEDIAN_TOKENS, SIGMA = 259.0, 1.0
 
-REGIONAL = "--dynamo_backend inductor --dynamo_use_regional_compilation"
 KAHAN = {"optim": "adamw_bf16_kahan"}
 LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
 
@@ -55,8 +54,7 @@ class Batch(NamedTuple):
 
     @property
     def name(self) -> str:
-        packed = "" if self.documents == "one" else ", packed documents"
-        return f"{self.rows} x {self.length} x {self.micro_batches}{packed}"
+        return f"{self.rows} x {self.length} x {self.micro_batches}{', packed documents' * (self.documents != 'one')}"
 
 
 class Case(NamedTuple):
@@ -69,22 +67,16 @@ class Case(NamedTuple):
     batches: tuple[Batch, ...] = ()
     config: str = ""  # YAML of accelerate_configs/; without one it is a plain process
     launch: str = ""  # flags of `accelerate launch`
-    attention: str = "documents"
     args: dict[str, Any] = {}  # noqa: RUF012  of the recipe, as TrainArgs has them
-    layers: int = 0  # 0: all
     gib: float = 0.0  # GPU memory that it needs
     package: str = ""  # that must be installed
     is_second: bool = False  # of the second list
-
-    @property
-    def is_compiled(self) -> bool:
-        return REGIONAL in self.launch or self.config in ("single_bf16", "single_fp8")
 
 
 LLM_Q, IN_CUDA = "llm.q, README (rows of 1,024, its default)", "C++ and CUDA"
 OF_QWEN = f"{IN_CUDA}; Qwen2.5-7B, of 7.6 billion parameters"
 BUDGET = KAHAN | {"activation_memory_budget": 0.8}
-_CASES = [
+CASES = {case.name: case for case in [
     Case("attention", 20, "attention"),
     Case(
         "0.6B", 45, model="0.6B", config="single_bf16", args=KAHAN, gib=30,
@@ -96,7 +88,8 @@ _CASES = [
         ),
     ),
     Case(
-        "8B: LoRA", 50, model="8B", config="single", launch=REGIONAL, args=LORA, gib=50,
+        "8B: LoRA", 50, model="8B", config="single", args=LORA, gib=50,
+        launch="--dynamo_backend inductor --dynamo_use_regional_compilation",
         batches=(Batch(2, 4096, 4, predicted=14_800, anchors=(
             Anchor("NeMo AutoModel, performance summary", 12_473, "16 micro-batches"),
             Anchor("the same: Qwen2.5-7B, LoRA", 14_110, "another model"),
@@ -134,20 +127,14 @@ _CASES = [
             Anchor("Megatron-Bridge, performance summary", 14_451, "8B; a GPU of eight"),
         )),),
     ),
-    # Peaks of memory that `gpu_predicted.py` takes from the simulation of `plan`, which knows nothing of compiled code.
-    Case(
-        "memory", 25, model="7B", layers=4, config="fsdp_full", gib=50, is_second=True,
-        batches=(Batch(1, 4096), Batch(4, 4096, 2, "c4")),
-    ),
     Case("tests", 55, "tests", package="datasets", is_second=True),
-]  # fmt: skip
-CASES = {case.name: case for case in _CASES}
+]}  # fmt: skip
 
 
 def config_of(case: Case) -> LlamaConfig:
     layers, width, inner, heads, narrow, words, is_tied = SHAPES[case.model]
     return LlamaConfig(
-        num_hidden_layers=case.layers or layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=inner, num_attention_heads=heads,
         num_key_value_heads=narrow, head_dim=max(width // heads, 128 if width >= 1024 else 0), vocab_size=words,
         tie_word_embeddings=is_tied, max_position_embeddings=8192,
     )  # fmt: skip
@@ -160,23 +147,17 @@ def flops_of(case: Case, batch: Batch) -> float:
     return decoder_flops(config, parameters, batch.length)
 
 
-def document_lengths(kind: str, row: int, generator: torch.Generator) -> list[int]:
-    """Choose the lengths of the documents of a row of `row` tokens: `one`, or as `c4` has them."""
-    if kind == "one":
-        return [row]
-    lengths: list[int] = []
-    while (left := row - sum(lengths)) > 0:
-        drawn = torch.empty(()).log_normal_(math.log(MEDIAN_TOKENS), SIGMA, generator=generator).item()
-        lengths.append(min(left, max(1, round(drawn))))
-    return lengths
-
-
 def packed_batch(batch: Batch, vocab_size: int, seed: int) -> dict[str, Any]:
     """Make a micro-batch of random tokens, with the keys of `data.packing.collate`, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = [document_lengths(batch.documents, batch.length, generator) for _ in range(batch.rows)]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in of_row]) for of_row in lengths])
-    ids = torch.randint(vocab_size, (batch.rows, batch.length), generator=generator)
+    shape = (batch.rows, batch.length)
+    drawn = torch.empty(shape).log_normal_(math.log(MEDIAN_TOKENS), SIGMA, generator=generator).round().clamp(min=1)
+    ends = drawn.long().cumsum(1) if batch.documents == "c4" else torch.full(shape, batch.length)
+    tokens = torch.arange(batch.length).expand(shape).contiguous()
+    # A token's document begins where the last one before it ended; the last document of a row is cut.
+    number = torch.searchsorted(ends, tokens, right=True)
+    positions = tokens - F.pad(ends, (1, 0)).gather(1, number)
+    ids = torch.randint(vocab_size, shape, generator=generator)
     labels = ids.masked_fill(positions == 0, IGNORE_INDEX)  # the first token of a document is no target
     found = {"input_ids": ids, "position_ids": positions, "labels": labels, "row": torch.arange(batch.rows)}
     return found | boundaries(positions)

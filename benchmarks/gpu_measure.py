@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from gpu_cases import TINY_ROW, Batch, Case, config_of, packed_batch
-from harness import GIB, ROOT
+from gpu_cases import Batch, Case, config_of, packed_batch
+from harness import CPU, GIB, ROOT
 from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -34,7 +34,8 @@ from accelerate_recipes.models import new_model
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import initialize
 
-TESTS = ["tests/test_gpu.py", "-k", "attention or (trajectory and fsdp_full) or loss_without_logits or waits"]
+Report = Callable[[dict[str, Any]], None]  # writes what a case finds, as it finds it
+TINY_ROW = 128  # tokens
 
 
 @dataclasses.dataclass
@@ -44,22 +45,16 @@ class Args(TrainArgs):
     model_name_or_path: str = arg("", "A folder with weights.")
 
 
-class Report:
-    """Writes what a case finds, as it finds it."""
-
-    def __init__(self, write: Callable[[dict[str, Any]], None], case: str):
-        self.write, self.case = write, case
-
-    def attempt(self, setting: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Write what a measurement finds, or how it failed: the next one has its chance."""
-        try:
-            found = measure()
-        except Exception as error:  # whatever it is, it is the result
-            found = {"error": f"{type(error).__name__}: {error}"[:600]}
-        self.write({"case": self.case, "setting": setting} | found)
-        gc.collect()  # an error holds the tensors of its frames
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def attempt(report: Report, setting: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Report what a measurement finds, or how it failed: the next one has its chance."""
+    try:
+        found = measure()
+    except Exception as error:  # whatever it is, it is the result
+        found = {"error": f"{type(error).__name__}: {error}"[:600]}
+    report({"setting": setting} | found)
+    gc.collect()  # an error holds the tensors of its frames
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def wait() -> None:
@@ -93,13 +88,14 @@ def attention(case: Case, tiny: bool, report: Report) -> None:
         ends = boundaries(packed_batch(Batch(1, length, documents=kind), 8, 0)["position_ids"])
         exact, longest = ends["cu_seqlens"].to(device), ends["max_seqlen"]
         torch.manual_seed(0)
-        *leaves, gradient = (
-            torch.randn(1, heads, length, 128, device=device, dtype=dtype, requires_grad=True)
-            for heads in (32, 8, 8, 32)
-        )
+        make = functools.partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
+        *leaves, gradient = (make(1, heads, length, 128) for heads in (32, 8, 8, 32))
 
         def ours(ends: torch.Tensor, longest=longest, leaves=leaves) -> torch.Tensor:
-            found, _ = documents(torch.nn.Identity(), *leaves, None, cu_seq_lens_q=ends, max_length_q=longest)
+            query, keys, values = leaves
+            found, _ = documents(
+                torch.nn.Identity(), query, keys, values, None, cu_seq_lens_q=ends, max_length_q=longest
+            )
             return found.transpose(1, 2)
 
         def causal(backend: SDPBackend, leaves=leaves) -> torch.Tensor:
@@ -115,20 +111,20 @@ def attention(case: Case, tiny: bool, report: Report) -> None:
             ways["flash"] = functools.partial(causal, SDPBackend.FLASH_ATTENTION)
         flops = 12 * 32 * 128 * exact.double().diff().square().sum().item()
         for way, attend in ways.items():
-            both = functools.partial(output_and_gradients, attend, leaves, gradient)
-            exactly = functools.partial(output_and_gradients, ways["exact"], leaves, gradient)
-            report.attempt(f"{way}, {kind}", functools.partial(compare, both, exactly, flops, 2 if tiny else 20))
+            measured = functools.partial(compare, attend, ways["exact"], leaves, gradient, flops, 2 if tiny else 20)
+            attempt(report, f"{way}, {kind}", measured)
 
 
-def output_and_gradients(attend, leaves: list[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
-    output = attend()
-    return [output, *torch.autograd.grad(output, leaves, gradient)]
-
-
-def compare(both, exactly, flops: float, repeats: int) -> dict[str, Any]:
+def compare(attend, exact, leaves: list[torch.Tensor], gradient: torch.Tensor, flops: float, repeats: int):
     """Time a kernel, and say how far its output and gradients are from those of another, relative to their norms."""
-    pairs = zip(both(), exactly(), strict=True)
-    off = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+
+    def both(attend=attend) -> list[torch.Tensor]:
+        output = attend()
+        return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+    off = max(
+        ((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(both(), both(exact), strict=True)
+    )
     times = seconds_of(both, repeats, 3)
     return {
         "what": "attention", "milliseconds": 1000 * median(times), "range": [1000 * min(times), 1000 * max(times)],
@@ -142,16 +138,15 @@ def trained(case: Case, accelerator: Accelerator) -> Iterator[tuple[Run, Callabl
     with tempfile.TemporaryDirectory() as folder:
         args = Args(output_dir=folder, **case.args)
         run = Run(args, accelerator)
-        model = new_model(config_of(case), case.attention, torch.bfloat16 if args.use_peft else args.param_dtype)
+        model = new_model(config_of(case), "documents", torch.bfloat16 if args.use_peft else args.param_dtype)
         if args.use_peft:
             initialize(model, args.seed, accelerator.device)
             # A checkpoint would say by a checksum of these files which model an adapter belongs to.
             args.model_name_or_path = folder
             save_file({"weight": torch.zeros(1)}, Path(folder, "model.safetensors"))
         run.adapter = add_adapters(model, args)
-        flops = functools.partial(
-            decoder_flops, model.config, model.num_parameters(), trained_share=trained_share(model)
-        )
+        share = trained_share(model)
+        flops = functools.partial(decoder_flops, model.config, model.num_parameters(), trained_share=share)
         run.shard(model)
         use_flash_3()  # as `run.prepare` does
         del model
@@ -173,25 +168,18 @@ def steps(case: Case, tiny: bool, report: Report, accelerator: Accelerator) -> N
             attended /= batch.rows * batch.length * batch.micro_batches
             rows = [to_device(one, device) for one in made]
             step = functools.partial(train_step, run, rows, next_token_loss_without_logits, count_next_tokens)
-            report.attempt(batch.name, functools.partial(measure_steps, step, batch, device, flops, attended, tiny))
-            report.attempt(f"{batch.name}: kernels", functools.partial(kernels, step))
+            attempt(report, batch.name, functools.partial(measure_steps, step, batch, flops, attended, tiny))
+            attempt(report, f"{batch.name}: kernels", functools.partial(kernels, step))
 
 
-def measure_steps(
-    step: Callable[[], Step],
-    batch: Batch,
-    device: torch.device,
-    flops: Callable[..., float],
-    attended: float,
-    tiny: bool,
-) -> dict[str, Any]:
+def measure_steps(step: Callable[[], Step], batch: Batch, flops, attended: float, tiny: bool) -> dict[str, Any]:
     done: list[Step] = []
     first, _ = seconds_of(lambda: done.append(step()), 2, 0)  # the first compiles
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     times = seconds_of(lambda: done.append(step()), 2 if tiny else 5, 0)
     tokens = batch.rows * batch.length * batch.micro_batches
-    speed, peak = tokens / median(times), peak_flops(device)
+    speed, peak = tokens / median(times), peak_flops(torch.accelerator.current_accelerator() or CPU)
     found = {
         "what": "steps", "tokens_per_second": speed, "range": [tokens / max(times), tokens / min(times)],
         "seconds": times, "first_seconds": first, "attended_length": attended,
@@ -199,11 +187,9 @@ def measure_steps(
         "mfu_attended": peak and speed * flops(attended_length=attended) / peak,
         "loss": done[-1].loss.item(), "grad_norm": done[-1].grad_norm.item(),
     }  # fmt: skip
-    if device.type == "cuda":
-        found |= {
-            "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        }
+    if torch.cuda.is_available():
+        found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return found
 
 
@@ -213,44 +199,41 @@ def kernels(step: Callable[[], Step]) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
         step()
         wait()
-    times = {
-        e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000 for e in trace.key_averages()
-    }
-    most = sorted(times, key=lambda name: -times[name])[:15]
-    return {
-        "what": "kernels",
-        "milliseconds": sum(times.values()),
-        "kernels": {name[:120]: times[name] for name in most},
-    }
+    clock = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    times = sorted(((getattr(event, clock) / 1000, event.key[:120]) for event in trace.key_averages()), reverse=True)
+    most = {name: time for time, name in times[:15]}
+    return {"what": "kernels", "milliseconds": sum(time for time, _ in times), "kernels": most}
 
 
 def tests(case: Case, tiny: bool, report: Report) -> None:
     """Run the tests that compare a GPU with a CPU; a rehearsal only collects them."""
 
     def run() -> dict[str, Any]:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *["--collect-only"] * tiny]
+        names = "attention or (trajectory and fsdp_full) or loss_without_logits or waits or simulated"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py", "-k", names]
+        command += ["--collect-only"] * tiny
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         print(done.stdout, done.stderr, flush=True)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
         return {"what": "tests", "code": done.returncode, "summary": done.stdout.splitlines()[-1:], "failed": failed}
 
-    report.attempt("tests/test_gpu.py", run)
+    attempt(report, "tests/test_gpu.py", run)
 
 
-def measure(cases: list[Case], tiny: bool, write: Callable[[dict[str, Any]], None]) -> None:
+def measure(cases: list[Case], tiny: bool, write: Callable[[str, dict[str, Any]], None]) -> None:
     """Measure cases of one launch in this process."""
     accelerator = None
     for case in cases:
-        report = Report(write, case.name)
+        report = functools.partial(write, case.name)
         try:
             if tiny:
                 torch.set_num_threads(1)  # more would wait for each other
                 batches = tuple(b._replace(rows=min(b.rows, 2), length=TINY_ROW) for b in case.batches)
-                case = case._replace(model="tiny", batches=batches, layers=0)
+                case = case._replace(model="tiny", batches=batches)
             if case.measure == "steps":
                 accelerator = accelerator or make_accelerator(Args())
                 steps(case, tiny, report, accelerator)
             else:
                 {"attention": attention, "tests": tests}[case.measure](case, tiny, report)
         except Exception as error:  # such as a ConfigError of the launch: it is the result of the case
-            report.write({"case": case.name, "error": f"{type(error).__name__}: {error}"[:600]})
+            report({"error": f"{type(error).__name__}: {error}"[:600]})

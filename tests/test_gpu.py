@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CHILDREN, launch_ok, read_metrics
+from helpers import CHILDREN, ROOT, launch_ok, read_metrics
 from safetensors.torch import load_file
 from test_adapters import make_base
 from test_attention import CONFIGS, loss_and_gradients, make, packed
@@ -169,6 +169,31 @@ def test_waits_in_a_step(tmp_path, config, attention, waits):
     args = ("--output_dir", out, "--attn_implementation", attention)
     launch_ok(tmp_path, config, CHILDREN / "copies.py", *args, flags=flags, gpu=True)
     assert json.loads((out / "result.json").read_text())["waits"] == waits
+
+
+def test_peak_is_the_simulated_one(tmp_path):
+    """What `plan` says of tensors in use, of a model of a hundred million weights; the context of CUDA is not counted."""
+    pytest.importorskip("chess")
+    sizes = ("hidden_size=1024", "intermediate_size=4096", "num_attention_heads=8", "num_hidden_layers=6")
+    recipe = (
+        ROOT / "recipes/chess.py", "--config", ROOT / "recipes/configs/chess/laptop.yaml", "--config_overrides", *sizes,
+        "--output_dir", tmp_path / "out", "--max_steps", 2, "--logging_steps", 2, "--num_positions", 60,
+        "--per_device_eval_batch_size", 8,
+    )  # fmt: skip
+    flags = ("--num_processes", "1", *BF16)
+    launch_ok(tmp_path, "fsdp_full", *recipe, flags=flags, gpu=True)
+    found = next(r["peak_memory_gib"] for r in read_metrics(tmp_path / "out") if "loss" in r)
+    command = [
+        "plan",
+        ROOT / "accelerate_configs/fsdp_full.yaml",
+        *flags,
+        "--no-search",
+        "--json",
+        tmp_path / "plan.json",
+    ]
+    subprocess.run([sys.executable, "-m", "accelerate_recipes", *map(str, (*command, *recipe))], cwd=ROOT, check=True)
+    planned = json.loads((tmp_path / "plan.json").read_text())["memory"]["in_use"] / 2**30
+    assert found == pytest.approx(planned, rel=0.03)
 
 
 def test_the_optimizers_kernel_computes_the_bits_of_operators(monkeypatch):
