@@ -179,7 +179,7 @@ def measure_steps(step: Callable[[], Step], batch: Batch, flops, attended: float
         torch.cuda.reset_peak_memory_stats()
     times = seconds_of(lambda: done.append(step()), 2 if tiny else 5, 0)
     tokens = batch.rows * batch.length * batch.micro_batches
-    speed, peak = tokens / median(times), peak_flops(torch.accelerator.current_accelerator() or CPU)
+    speed, peak = tokens / median(times), peak_flops(torch.accelerator.current_accelerator(True) or CPU)
     found = {
         "what": "steps", "tokens_per_second": speed, "range": [tokens / max(times), tokens / min(times)],
         "seconds": times, "first_seconds": first, "attended_length": attended,
