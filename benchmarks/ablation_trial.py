@@ -31,12 +31,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
-from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.engine import Batch, CountFn, LossFn, TrainLoader, to_device, train_step
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import peak_memory_gib
 from accelerate_recipes.run import Run
-from accelerate_recipes.strategy import launch_problems, num_accelerators
+from accelerate_recipes.strategy import launch_problems, num_accelerators, strategy_name
 
 # What a traceback says when memory is used up: on a GPU, in Python, torch, C++, a thread, oneDNN.
 NO_MEMORY = re.compile(

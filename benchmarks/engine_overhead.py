@@ -49,7 +49,7 @@ from accelerate_recipes import engine
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.data.rows import make_train_loader, rows_of_step
-from accelerate_recipes.distributed import make_accelerator, strategy_name
+from accelerate_recipes.distributed import make_accelerator
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import GamesArgs, prepare_games
@@ -57,6 +57,7 @@ from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.models import new_model
 from accelerate_recipes.optim import make_scheduler, optimizer_fn
 from accelerate_recipes.run import Run
+from accelerate_recipes.strategy import strategy_name
 from accelerate_recipes.tokenizers import new_word_tokenizer
 from accelerate_recipes.weights import initialize
 
@@ -96,11 +97,12 @@ class OurLoop:
     log is no part of a step), and as its checkpointer, whose `save` is the last act of a run and stops it.
     """
 
-    newest = None
+    newest = resumed_from = None
     data_states: ClassVar[list] = []
     is_uneven = False
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, args: TrainArgs, loader: DataLoader):
+        self.args, self.accelerator = args, accelerator
         self.training = Run(args, accelerator)
         self.training.shard(model)
         self.training.scheduler = make_scheduler(self.training.optimizer, args, args.max_steps)

@@ -56,8 +56,8 @@ from transformers import (  # noqa: E402
     T5Config,
 )
 
+from accelerate_recipes.adapter_args import ALL_LINEAR  # noqa: E402
 from accelerate_recipes.adapters import ending_with, load_settings  # noqa: E402
-from accelerate_recipes.args import ALL_LINEAR  # noqa: E402
 from accelerate_recipes.attention import choose  # noqa: E402
 from accelerate_recipes.data.packing import PackedRows, collate  # noqa: E402
 from accelerate_recipes.data.text_pairs import Pairs  # noqa: E402

@@ -118,8 +118,8 @@ def run(tmp_path, monkeypatch):
         run.total_steps, run.flops = args.max_steps, metrics.Flops(1e6)
         run.scheduler = make_scheduler(run.optimizer, args, args.max_steps)
         run.checkpointer = SimpleNamespace(
-            newest=None, data_states=[], resume=lambda: resumed_at, save=lambda step, data_state: done.append(("save", step)),
-            wait=lambda: None,
+            args=args, accelerator=run.accelerator, resumed_from=None, newest=None, data_states=[], resume=lambda: resumed_at,
+            save=lambda step, data_state: done.append(("save", step)), wait=lambda: None,
         )  # fmt: skip
 
         def evaluate_fn(step: int) -> dict[str, float]:
@@ -226,7 +226,7 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     monkeypatch.setattr(stop, "step_took", lambda seconds: None)
     agenda = Agenda.__new__(Agenda)
     agenda.step_timeout = None
-    agenda.run = SimpleNamespace(args=replace(ARGS, ddp_timeout=300, step_timeout=300))
+    agenda.args = replace(ARGS, ddp_timeout=300, step_timeout=300)
     agenda.log = SimpleNamespace(progress=SimpleNamespace(update=lambda: None))
     limits = []
     for seconds in (100.0, 1000.0, 1.0):

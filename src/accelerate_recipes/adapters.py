@@ -31,7 +31,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.fsdp import is_fsdp_enabled
 
-from accelerate_recipes.args import ALL_LINEAR, TrainArgs
+from accelerate_recipes.adapter_args import ALL_LINEAR
+from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache

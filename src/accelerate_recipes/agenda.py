@@ -8,30 +8,30 @@ from pathlib import Path
 
 from accelerate.utils import set_seed
 
+from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.resume import check_not_beyond
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
-from accelerate_recipes.metrics import MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
 from accelerate_recipes.ranks import max_over_ranks
-from accelerate_recipes.run import Run
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
 
 
-def tracker_settings(run: Run) -> dict[str, dict[str, str]]:
+def tracker_settings(output_dir: Path, is_resumed: bool) -> dict[str, dict[str, str]]:
     """Return what each tracker needs to know a run by its output directory, and again when it is resumed there.
 
     status.json keeps the id. A run that begins anew in the directory of another one gets a new id. (Names of directories are
     not unique, but trackio finds a run to resume by its name. TensorBoard finds it by its folder.)
     """
-    known = read_status(run.output_dir).get("run") if run.resumed_from else None
+    known = read_status(output_dir).get("run") if is_resumed else None
     number = known or uuid.uuid4().hex[:8]
-    update_status(run.output_dir, run=number)
-    name = run.output_dir.resolve().name
+    update_status(output_dir, run=number)
+    name = output_dir.resolve().name
     trackio = {"name": f"{name}-{number}", "resume": "allow" if known else "never"}
     return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio}
 
@@ -53,17 +53,28 @@ class Agenda:
     begun_at = trained_at = 0  # steps completed when this run began, and at the last log line with a target
     stopped: Stopped | None = None  # set once a rank was asked to stop
 
-    def __init__(self, run: Run, evaluate_fn: EvaluateFn, data_state_fn: Callable[[], dict]):
-        self.run = run
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        total_steps: int,
+        flops: Flops | None,
+        evaluate_fn: EvaluateFn,
+        data_state_fn: Callable[[], dict],
+    ):
+        self.checkpointer, self.args, self.accelerator = checkpointer, checkpointer.args, checkpointer.accelerator
+        self.output_dir = Path(self.args.output_dir)
+        self.total_steps, self.flops = total_steps, flops
         self.evaluate_fn = evaluate_fn
         self.data_state_fn = data_state_fn
         self.step_timeout: float | None = None  # seconds; known after the first step
-        if run.is_first:
-            run.output_dir.mkdir(parents=True, exist_ok=True)
-            run.args.save(run.output_dir / "args.yaml")
+        if self.accelerator.is_main_process:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.args.save(self.output_dir / "args.yaml")
         # Do not listen earlier: before there is something to save, a signal should end the process, even a waiting one.
-        stop.listen(run.output_dir)
-        set_seed(run.args.seed, device_specific=True)  # the weights are made; from here on ranks draw different dropout
+        stop.listen(self.output_dir)
+        set_seed(
+            self.args.seed, device_specific=True
+        )  # the weights are made; from here on ranks draw different dropout
 
     def begin(self) -> int:
         """Restore the checkpoint that is to be resumed, and measure the model before the first step.
@@ -75,12 +86,11 @@ class Agenda:
             ConfigError: for a checkpoint beyond the last step, and if --metric_for_best_model is not among what the
                 evaluation gives.
         """
-        run, args = self.run, self.run.args
-        checkpoint = run.resumed_from
+        args, checkpoint = self.args, self.checkpointer.resumed_from
         if checkpoint:
-            check_not_beyond(checkpoint, run.total_steps)
-        self.step = self.begun_at = self.trained_at = run.checkpointer.resume()
-        self.log = MetricsLog(run.accelerator, run.output_dir, run.total_steps, run.flops)
+            check_not_beyond(checkpoint, self.total_steps)
+        self.step = self.begun_at = self.trained_at = self.checkpointer.resume()
+        self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops)
         self.log.restore(checkpoint)
         if args.trackers:
             # TensorBoard takes plain values only.
@@ -89,11 +99,13 @@ class Agenda:
                 for name, value in args.values().items()
             }
             # The script is the project; a run in it is named after its output directory.
-            settings = tracker_settings(run) if run.is_first else {}
-            run.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config, init_kwargs=settings)
-        if run.is_first:
-            newest = str(run.checkpointer.newest or "")
-            update_status(run.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
+            settings = (
+                tracker_settings(self.output_dir, checkpoint is not None) if self.accelerator.is_main_process else {}
+            )
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config, init_kwargs=settings)
+        if self.accelerator.is_main_process:
+            newest = str(self.checkpointer.newest or "")
+            update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
         # Evaluate if it is due, as before the first step, unless this run was stopped here after it had evaluated.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
@@ -109,11 +121,13 @@ class Agenda:
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
         """Tell the watch what this rank does next. The first step may compile, and start the data's workers."""
-        watch.expect(what, self.step_timeout or self.run.args.ddp_timeout, progress)
+        watch.expect(what, self.step_timeout or self.args.ddp_timeout, progress)
 
     def save_is_overdue(self) -> bool:
         """Tell whether --save_minutes have passed; rank 0's clock counts."""
-        return self.run.is_first and 0 < 60 * self.run.args.save_minutes < time.perf_counter() - self.last_save
+        return (
+            self.accelerator.is_main_process and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
+        )
 
     def completed(self, step: int, seconds: float, *, wants_save: bool, wants_stop: bool) -> None:
         """Note a step, its duration, and whether a rank wants a checkpoint.
@@ -123,28 +137,28 @@ class Agenda:
         self.step, self.wants_save = step, wants_save
         stop.step_took(seconds)
         if self.step_timeout is None:
-            self.step_timeout = max(self.run.args.step_timeout, 4 * seconds)
+            self.step_timeout = max(self.args.step_timeout, 4 * seconds)
         self.log.progress.update()
-        watch.expect(f"what follows step {step}", self.run.args.ddp_timeout)
-        self.stopped = Stopped(stop.reason(self.run.accelerator)) if wants_stop else None
+        watch.expect(f"what follows step {step}", self.args.ddp_timeout)
+        self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
 
     @property
     def log_is_due(self) -> bool:
-        return self.ends or self.step % self.run.args.logging_steps == 0
+        return self.ends or self.step % self.args.logging_steps == 0
 
     @property
     def evaluation_is_due(self) -> bool:
-        eval_steps = self.run.args.eval_steps
-        return self.step in (0, self.run.total_steps) or (eval_steps > 0 and self.step % eval_steps == 0)
+        eval_steps = self.args.eval_steps
+        return self.step in (0, self.total_steps) or (eval_steps > 0 and self.step % eval_steps == 0)
 
     @property
     def save_is_due(self) -> bool:
-        save_steps = self.run.args.save_steps
+        save_steps = self.args.save_steps
         return self.wants_save or self.ends or (save_steps > 0 and self.step % save_steps == 0)
 
     @property
     def ends(self) -> bool:
-        return self.stopped is not None or self.step == self.run.total_steps
+        return self.stopped is not None or self.step == self.total_steps
 
     @property
     def something_is_due(self) -> bool:
@@ -158,12 +172,12 @@ class Agenda:
         """
         if window.num_targets:
             self.trained_at = self.step
-        elif self.step - self.trained_at >= min(MOST_IDLE, self.run.total_steps - self.begun_at):
+        elif self.step - self.trained_at >= min(MOST_IDLE, self.total_steps - self.begun_at):
             raise DataError(
                 f"no row of the steps {self.trained_at + 1} to {self.step} has a target of the loss: all are masked, empty "
-                f"or broken; look at the first rows in {self.run.output_dir}, and mend the data"
+                f"or broken; look at the first rows in {self.output_dir}, and mend the data"
             )
-        device = self.run.accelerator.device
+        device = self.accelerator.device
         gib = max_over_ranks(peak_memory_gib(device), device)
         self.log.log_step(self.step, window, grad_norm, learning_rate, gib, values)
 
@@ -173,10 +187,9 @@ class Agenda:
         Raises:
             Stopped: where a rank was asked to stop, also during the evaluation; what was done until then is saved.
         """
-        run = self.run
         if not self.stopped and self.evaluation_is_due:
             # A whole evaluation may take hours; each of its batches has the time of a collective.
-            limit = run.args.ddp_timeout
+            limit = self.args.ddp_timeout
             watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
                 self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
@@ -184,12 +197,12 @@ class Agenda:
                 self.stopped = error
             watch.expect(f"what follows step {self.step}", limit)
         if self.save_is_due:
-            run.checkpointer.save(self.step, self.data_state_fn())
+            self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
-            run.checkpointer.wait()
+            self.checkpointer.wait()
         if self.stopped:
-            run.accelerator.end_training()
+            self.accelerator.end_training()
             raise self.stopped
 
     def end(self) -> list[dict]:

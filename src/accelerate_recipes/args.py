@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,8 +17,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import yaml
 
+from accelerate_recipes.adapter_args import AdapterArgs
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.flags import Merge, Parser, Range, check_group, group_flags, read_preset, tokens
+from accelerate_recipes.flags import Merge, Parser, Range, arg, check_group, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
 # Flags that other scripts have, but that the accelerate YAML or another argument decides here.
@@ -39,27 +40,10 @@ OWNED_ELSEWHERE = {
 
 OPTIMIZERS = ["adamw_torch_fused", "adamw_bf16_kahan", "adafactor", "adamw_8bit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ALL_LINEAR = "all-linear"
-
-
-def arg(
-    default: Any, help: str, *, choices: Sequence[str] | Range | None = None, fixed: bool | None = None, **bounds: float
-) -> Any:
-    """Declare a dataclass field with its help text, as HfArgumentParser reads it. `bounds` of a number are those of `Range`.
-
-    If a `fixed` argument changes, a checkpoint cannot be continued: it decides the model, the order of the data, or the
-    optimizer's state. Default: a recipe's own fields are fixed, those of TrainArgs are not.
-    """
-    metadata = {"help": help, "fixed": fixed}
-    if choices or bounds:
-        metadata["choices"] = choices or Range(**bounds)
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
-class TrainArgs:
+class TrainArgs(AdapterArgs):
     """Arguments that every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
 
     output_dir: str = arg("outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.")
@@ -129,23 +113,6 @@ class TrainArgs:
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
-    use_peft: bool = arg(
-        False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.", fixed=True
-    )
-    load_in_4bit: bool = arg(
-        False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.", fixed=True
-    )
-    lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
-    lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", fixed=True, min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 if experts get adapters.", min=0, below=1)
-    lora_target_modules: list[str] = arg(
-        [ALL_LINEAR],
-        "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
-        fixed=True,
-    )
-    use_rslora: bool = arg(False, "Scale adapters by --lora_alpha / sqrt(--lora_r): for high ranks.", fixed=True)
-    use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
-    merge_adapter: bool = arg(False, "Export the model with the adapter merged in, and also the adapter.")
     push_to_hub: str = arg(
         "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
     )
@@ -162,9 +129,6 @@ class TrainArgs:
 
     # Whether rows of any length are padded until the ranks that share one can divide it.
     pads_rows: ClassVar[bool] = False
-
-    # Whether the model gets a new output layer, which adapters would leave as it is.
-    has_new_layer: ClassVar[bool] = False
 
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
@@ -218,45 +182,6 @@ class TrainArgs:
             Reasons why this launch cannot continue with the saved values, one sentence each.
         """
         return []
-
-    def adapter_problems(self) -> list[str]:
-        """List what is wrong with the arguments of adapters, one sentence each."""
-        names = [name for name in TrainArgs.__dataclass_fields__ if name.startswith("lora_")]
-        names += ["use_rslora", "use_dora", "merge_adapter", "load_in_4bit"]
-        if not self.use_peft:
-            default = TrainArgs()
-            changed = [name for name in names if getattr(self, name) != getattr(default, name)]
-            return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]
-        found = []
-        if self.has_new_layer:
-            found.append("--use_peft would leave the new output layer as it is; remove it")
-        if not self.lora_target_modules or (ALL_LINEAR in self.lora_target_modules and self.lora_target_modules[1:]):
-            found.append(
-                f"--lora_target_modules is {' '.join(self.lora_target_modules) or 'empty'}; give names of layers, or "
-                f"{ALL_LINEAR} alone"
-            )
-        if self.optim == "adamw_bf16_kahan":
-            found.append(
-                "--optim adamw_bf16_kahan keeps trained weights in bf16, --use_peft its few in fp32: nothing would be "
-                "saved; choose another --optim"
-            )
-        if self.load_in_4bit and find_spec("bitsandbytes") is None:
-            found.append("--load_in_4bit: bitsandbytes is not installed; run: pip install bitsandbytes")
-        if self.load_in_4bit and self.merge_adapter:
-            found.append(
-                "--merge_adapter would add the adapter to the model's own weights, but with --load_in_4bit it is trained "
-                "beside rounded ones; remove one of the two: PEFT loads the adapter beside a 4-bit model"
-            )
-        if self.load_in_4bit and self.use_dora:
-            found.append(
-                "--use_dora needs the exact length of each row of a weight, but --load_in_4bit rounds it; remove one"
-            )
-        if not self.base_model:
-            found.append(
-                "--use_peft trains adapters of a pretrained model, and this run makes a new one, whose random weights "
-                "would stay as they are; remove it, or name a model"
-            )
-        return found
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
         """List what is missing or of an unknown kind of an argument's files, or of `files` of them, one sentence each."""

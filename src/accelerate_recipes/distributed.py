@@ -6,7 +6,6 @@ What libraries get wrong is corrected in `upstream`.
 """
 
 import contextlib
-import math
 import os
 import sys
 import tempfile
@@ -44,7 +43,14 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
-from accelerate_recipes.strategy import fp8_layers, launch_warnings, num_accelerators
+from accelerate_recipes.strategy import (
+    fp8_layers,
+    launch_warnings,
+    num_accelerators,
+    num_replicas,
+    shard_world_size,
+    strategy_name,
+)
 from accelerate_recipes.weights import initialize
 
 
@@ -290,41 +296,6 @@ def local_numel(parameter: nn.Parameter) -> int:
 def is_no_shard(accelerator: Accelerator) -> bool:
     plugin = accelerator.state.fsdp_plugin
     return plugin.fsdp_version == 1 and getattr(plugin.sharding_strategy, "name", "") == "NO_SHARD"
-
-
-def shard_world_size(accelerator: Accelerator) -> int:
-    """Count the ranks among which one copy of the parameters is divided."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return 1
-    mesh = accelerator.torch_device_mesh
-    if mesh is None:
-        return accelerator.num_processes
-    return math.prod(mesh[name].size() for name in ("dp_shard", "cp") if name in mesh.mesh_dim_names)
-
-
-def num_replicas(accelerator: Accelerator) -> int:
-    """Count the whole copies of the parameters over all ranks."""
-    return accelerator.num_processes // shard_world_size(accelerator)
-
-
-def strategy_name(accelerator: Accelerator) -> str:
-    """Name the strategy in words, for the first log line, the checkpoint and the model card."""
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return "DDP" if accelerator.num_processes > 1 else "single process"
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version == 1:
-        name = f"FSDP1 {plugin.sharding_strategy.name}"
-    else:
-        name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
-    if num_replicas(accelerator) > 1:
-        name += f" in {num_replicas(accelerator)} replicas"
-    if ranks_a_row() > 1:
-        name += f", rows shared by {ranks_a_row()}"
-    if plugin.activation_checkpointing:
-        name += ", activation checkpointing"
-    if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
-        name += ", CPU offload"
-    return name
 
 
 def report_strategy(

@@ -145,7 +145,7 @@ def train(
         DataError: for many steps without a target.
     """
     accelerator, args, checkpointer = run.accelerator, run.args, run.checkpointer
-    agenda = Agenda(run, evaluate_fn, train_loader.state)
+    agenda = Agenda(checkpointer, run.total_steps, run.flops, evaluate_fn, train_loader.state)
     step = agenda.begin()
     train_loader.start_at(step, checkpointer.data_states)
     micro_batches = iter(train_loader)

@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +44,22 @@ class Range:
 
     def __iter__(self) -> Iterator[str]:
         yield str(self)  # in --help
+
+
+def arg(
+    default: Any, help: str, *, choices: Sequence[str] | Range | None = None, fixed: bool | None = None, **bounds: float
+) -> Any:
+    """Declare a dataclass field with its help text, as HfArgumentParser reads it. `bounds` of a number are those of `Range`.
+
+    If a `fixed` argument changes, a checkpoint cannot be continued: it decides the model, the order of the data, or the
+    optimizer's state. Default: a recipe's own fields are fixed, those of TrainArgs are not.
+    """
+    metadata = {"help": help, "fixed": fixed}
+    if choices or bounds:
+        metadata["choices"] = choices or Range(**bounds)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Parser(HfArgumentParser):

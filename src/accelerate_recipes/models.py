@@ -1,23 +1,12 @@
 """Models: from a name, a folder or a configuration."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import choose
-from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
@@ -28,20 +17,6 @@ from accelerate_recipes.sharing import check_sharing
 from accelerate_recipes.tokenizers import load_tokenizer
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
-
-# So that no code of a folder is run: transformers prefers a registered class to the copy in an export.
-AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
-AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
-
-
-def model_class(name: str) -> type[PreTrainedModel]:
-    """Return the class of a model that a config.json names.
-
-    Raises:
-        AttributeError: if transformers has no such class, and it is not ours.
-    """
-    ours = DeepViTForImageClassification
-    return ours if name == ours.__name__ else getattr(transformers, name)
 
 
 def load_model(
@@ -100,25 +75,6 @@ def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
         head.weight = embedding.weight if is_tied else nn.Parameter(torch.empty_like(embedding.weight))
     model.config.tie_word_embeddings = is_tied
     return model
-
-
-def output_is_embedding(settings: Mapping[str, Any]) -> bool:
-    """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
-
-    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
-    """
-    return settings.get("tie_word_embeddings", True)
-
-
-def tied_names(model: PreTrainedModel, folder: Path) -> set[str]:
-    """Return the names that are aliases of another weight, in a model saved in `folder`.
-
-    For an encoder-decoder the saved configuration decides, which `share_embedding` has corrected.
-    """
-    tied = set(model.all_tied_weights_keys)
-    if not output_is_embedding(json.loads((folder / "config.json").read_text(encoding="utf-8"))):
-        tied.discard("lm_head.weight")
-    return tied
 
 
 def check_decoder(config: PreTrainedConfig, name: str) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,17 @@ import transformers
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
@@ -36,6 +44,28 @@ PREFIXES = {
     "module.": "DDP: save the state dict of `model.module`",
     "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
 }
+
+# So that no code of a folder is run: transformers prefers a registered class to the copy in an export.
+AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
+AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """Return the class of a model that a config.json names.
+
+    Raises:
+        AttributeError: if transformers has no such class, and it is not ours.
+    """
+    ours = DeepViTForImageClassification
+    return ours if name == ours.__name__ else getattr(transformers, name)
+
+
+def output_is_embedding(settings: Mapping[str, Any]) -> bool:
+    """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
+
+    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
+    """
+    return settings.get("tie_word_embeddings", True)
 
 
 @dataclass(frozen=True)

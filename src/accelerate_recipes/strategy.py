@@ -1,13 +1,17 @@
-"""Checks of the strategy: find what is wrong with a launch, or with arguments under it, before anything starts.
+"""The strategy: what is wrong with a launch, or with arguments under it, before anything starts; and its name.
 
 All checks read the environment that `accelerate launch` makes from a YAML; preflight makes the same one on a login node.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, TrainArgs
@@ -360,3 +364,38 @@ def launch_warnings(args: TrainArgs, num_cores: int) -> list[str]:
 def launch_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
     """List what is wrong with a launch with these arguments; `env` and `num_devices` are as for `environment_problems`."""
     return environment_problems(env, num_devices) + lever_problems(args, env, num_devices)
+
+
+def shard_world_size(accelerator: Accelerator) -> int:
+    """Count the ranks among which one copy of the parameters is divided."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return 1
+    mesh = accelerator.torch_device_mesh
+    if mesh is None:
+        return accelerator.num_processes
+    return math.prod(mesh[name].size() for name in ("dp_shard", "cp") if name in mesh.mesh_dim_names)
+
+
+def num_replicas(accelerator: Accelerator) -> int:
+    """Count the whole copies of the parameters over all ranks."""
+    return accelerator.num_processes // shard_world_size(accelerator)
+
+
+def strategy_name(accelerator: Accelerator) -> str:
+    """Name the strategy in words, for the first log line, the checkpoint and the model card."""
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return "DDP" if accelerator.num_processes > 1 else "single process"
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version == 1:
+        name = f"FSDP1 {plugin.sharding_strategy.name}"
+    else:
+        name = f"FSDP2 {'full shard' if plugin.reshard_after_forward else 'gradients and optimizer sharded'}"
+    if num_replicas(accelerator) > 1:
+        name += f" in {num_replicas(accelerator)} replicas"
+    if ranks_a_row() > 1:
+        name += f", rows shared by {ranks_a_row()}"
+    if plugin.activation_checkpointing:
+        name += ", activation checkpointing"
+    if getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy)):
+        name += ", CPU offload"
+    return name

@@ -17,8 +17,8 @@ from accelerate_recipes.encoder_decoders import check_encoder_decoder, dropouts,
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
-from accelerate_recipes.models import new_model, output_is_embedding
-from accelerate_recipes.pretrained import load_config
+from accelerate_recipes.models import new_model
+from accelerate_recipes.pretrained import load_config, output_is_embedding
 
 
 class NotSimulatedError(Exception):

@@ -50,13 +50,13 @@ from accelerate_recipes.checkpoint.files import (
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.disk import fsync, read_json, read_json_lines
-from accelerate_recipes.distributed import strategy_name
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
 from accelerate_recipes.optim import local_shard
 from accelerate_recipes.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
+from accelerate_recipes.strategy import strategy_name
 from accelerate_recipes.weights import WRAPPERS
 
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"

@@ -30,8 +30,7 @@ from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.models import model_class, tied_names
-from accelerate_recipes.pretrained import model_checksum
+from accelerate_recipes.pretrained import model_checksum, model_class, output_is_embedding
 
 
 def export(
@@ -371,11 +370,17 @@ def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, t
 
 
 def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
-    """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight."""
+    """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight.
+
+    For an encoder-decoder the saved configuration decides which they are; `share_embedding` has corrected it.
+    """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     with torch.device("meta"):
         model = model_class(config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
-    return model, tied_names(model, checkpoint)
+    tied = set(model.all_tied_weights_keys)
+    if not output_is_embedding(read_json(checkpoint / "config.json")):
+        tied.discard("lm_head.weight")
+    return model, tied
 
 
 def write_shards(
