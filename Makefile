@@ -116,7 +116,7 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/codespell
-	$(BIN)/shellcheck .ci/run slurm/*.sh
+	$(BIN)/shellcheck .ci/run .ci/notes slurm/*.sh
 	$(BIN)/hadolint Dockerfile
 
 fix: .venv/dev

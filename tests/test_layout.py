@@ -4,6 +4,8 @@ import ast
 import graphlib
 import math
 import re
+import shutil
+import subprocess
 import tokenize
 from dataclasses import dataclass, fields
 
@@ -413,3 +415,22 @@ def test_lists_of_tests_name_files():
     names = listed.replace("\\\n", " ").split()
     assert len(names) > 10
     assert [name for name in (*names, *LONGEST) if not (ROOT / f"tests/test_{name}.py").exists()] == []
+
+
+def test_notes_of_a_release(tmp_path):
+    """The tag is the version, and its section of the changes is neither absent nor empty."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/notes", tmp_path / ".ci")
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.2.0"\n')
+
+    def notes(tag: str, changes: str) -> tuple[int, str]:
+        (tmp_path / "CHANGELOG.md").write_text(changes)
+        done = subprocess.run([tmp_path / ".ci/notes", tag], capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    assert notes("v0.2.0", "# Changes\n\n## 0.2.0\n\n- New.\n\n## 0.1.0\n\n- Old.\n") == (0, "\n- New.\n")
+    assert notes("v0.1.0", "## 0.1.0\n\n- Old.\n")[0] == 1
+    assert notes("v0.2.0", "## Unreleased\n\n- New.\n") == (
+        1, 'CHANGELOG.md has nothing under "## 0.2.0": rename "## Unreleased"\n',
+    )  # fmt: skip
+    assert notes("v0.2.0", "## 0.2.0\n\n## 0.1.0\n\n- Old.\n")[0] == 1
