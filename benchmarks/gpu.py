@@ -114,7 +114,7 @@ class Launch:
         command += [__file__, "--out", str(flags.out), "--turn", str(self.turn), *["--tiny"] * flags.tiny]
         command += ["--run", *(c.name for c in cases)]
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "TRITON_CACHE_DIR": str(COMPILED / "triton")}
-        with self.log.open("wb") as log, open(os.devnull) as nothing:
+        with self.log.open("wb") as log, open(os.devnull, "rb") as nothing:
             self.process = subprocess.Popen(command, stdin=nothing, stdout=log, stderr=log, env=os.environ | caches)
 
     def measure(self, seconds: float) -> str:
