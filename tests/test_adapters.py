@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BitsAndBytesConfig,
-    T5Config,
 )
 
 from accelerate_recipes.adapters import NAME, add_adapters, base_tensors, merged, peft_name, targets
@@ -501,10 +500,8 @@ def test_t5(forks, tmp_path):
     tokenizer = new_bpe_tokenizer(pairs, 300, "$A </s>")
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-        decoder_start_token_id=ids["pad_token_id"], **ids,
-    )  # fmt: skip
+    ids |= {"decoder_start_token_id": ids["pad_token_id"]}
+    config = tiny_config("t5", vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", **ids)
     model = new_encoder_decoder(config, "sdpa", torch.float32)
     for artifact in (model, tokenizer):
         artifact.save_pretrained(tmp_path / "t5")

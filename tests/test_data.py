@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig
+from tiny import tiny_config
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.data import prepared
@@ -100,7 +100,7 @@ def test_no_first_token_is_a_target(packed):
 
 def test_packed_losses_are_those_of_the_documents_alone(packed):
     """Losses agree token for token: neither attention nor positions cross from one document to the next."""
-    model = new_model(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64), "sdpa")  # fmt: skip
+    model = new_model(tiny_config(max_position_embeddings=64), "sdpa")
     initialize(model, 0, "cpu").eval()
     texts = documents(30, 30)
     rows = PackedRows(packed(texts, 64), 64, pad_token_id=0, document_mask=True)

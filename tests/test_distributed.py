@@ -12,8 +12,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import CONFIGS, environment
+from tiny import tiny_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import GenerationMixin
 
 from accelerate_recipes import distributed, upstream
 from accelerate_recipes.args import TrainArgs
@@ -310,9 +311,7 @@ def test_dropout_by_a_function_is_the_same_in_the_recomputation():
     """OPT's dropout is no module, and only its config knows of it: gradients must belong to the mask of the loss."""
 
     def gradient(is_recomputed: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 20, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = OPTForCausalLM(OPTConfig(**sizes, dropout=0.5, attention_dropout=0.0, word_embed_proj_dim=8))
+        model = tiny_model("opt", dropout=0.5, attention_dropout=0.0, num_hidden_layers=1)
         if is_recomputed:
             layers = model.model.decoder.layers
             layers[0] = checkpoint_wrapper(layers[0], preserve_rng_state=False)  # as Accelerate does
@@ -431,15 +430,7 @@ def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
 
 def test_one_process_of_a_machine_reads_the_weights(run_python, tmp_path):
     """The others get theirs later, but not their buffers. When the third is True, remove adapters.gets_weights_later."""
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_model(num_hidden_layers=1, num_attention_heads=8).save_pretrained(tmp_path / "model")
     code = f"""
         import os
         import torch

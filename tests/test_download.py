@@ -18,7 +18,7 @@ import pytest
 from helpers import CHILDREN, CONFIGS, ROOT, environment, log_of, read_metrics
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
-from transformers import LlamaConfig
+from tiny import tiny_config
 
 from accelerate_recipes import recipe
 from accelerate_recipes.__main__ import main
@@ -66,7 +66,10 @@ configs:
 def tiny_model(folder: Path) -> dict[str, bytes]:
     """Make a repository's files: weights in two files, the same weights in other formats, and a tokenizer."""
     tokenizer = new_word_tokenizer(all_uci_moves())
-    model = new_model(LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, bos_token_id=1, eos_token_id=2), "sdpa")  # fmt: skip
+    config = tiny_config(
+        vocab_size=len(tokenizer), intermediate_size=32, num_hidden_layers=1, bos_token_id=1, eos_token_id=2
+    )
+    model = new_model(config, "sdpa")
     initialize(model, 0, "cpu").save_pretrained(folder, max_shard_size="300KB")
     tokenizer.save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()

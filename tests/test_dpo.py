@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOTrainer
 
 from accelerate_recipes import recipe
@@ -32,17 +33,10 @@ SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tokenizer = new_character_tokenizer("0123456789+=")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        initializer_range=0.3,
-        max_position_embeddings=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        **sizes,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_model(
+        vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=32, num_attention_heads=2,
+        bos_token_id=1, eos_token_id=2,
+    ).save_pretrained(folder)  # fmt: skip
     tokenizer.save_pretrained(folder)
     return folder
 

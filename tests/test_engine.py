@@ -11,7 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from transformers import LlamaConfig, Trainer, TrainingArguments
+from tiny import tiny_config
+from transformers import Trainer, TrainingArguments
 
 from accelerate_recipes import agenda as agenda_module
 from accelerate_recipes import engine, metrics, upstream
@@ -39,7 +40,7 @@ ARGS = TrainArgs(
 
 
 def make_model():
-    model = new_model(LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=32), "sdpa")  # fmt: skip
+    model = new_model(tiny_config(num_key_value_heads=4, max_position_embeddings=32), "sdpa")
     return initialize(model, 0, "cpu")
 
 

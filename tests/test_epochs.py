@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT, TIMES, log_of, losses, read_metrics
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model
 
 from accelerate_recipes.tokenizers import new_character_tokenizer
 
@@ -28,12 +27,9 @@ def folder(tmp_path_factory) -> Path:
     """Folder with a base, and with files of rows for each recipe, of which no two have the same length and content."""
     folder = tmp_path_factory.mktemp("epochs")
     tokenizer = new_character_tokenizer("0123456789+=")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {"initializer_range": 0.3, "max_position_embeddings": 64, "num_attention_heads": 2}
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=64, **sizes, **ids)
-    ).save_pretrained(folder / "base")
+    tiny_model(vocab_size=len(tokenizer), **settings, **ids).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     chance = random.Random(0)
 

@@ -6,7 +6,7 @@ import yaml
 from helpers import CHILDREN, CONFIGS, ROOT, launch_ok, losses
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, MixtralConfig
+from tiny import tiny_config
 
 from accelerate_recipes import strategy
 from accelerate_recipes.args import TrainArgs
@@ -19,12 +19,12 @@ from accelerate_recipes.weights import initialize
 SCRIPT = CHILDREN / "toy.py"
 FP8 = ("--mixed_precision", "fp8")
 EAGER = ("--dynamo_backend", "no")
-SIZES = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def test_layers():
     """Not the output layer, nor what a GPU does not multiply, nor adapters."""
-    model = new_model(LlamaConfig(vocab_size=64, **SIZES), "sdpa")
+    model = new_model(tiny_config(**SIZES), "sdpa")
     wanted = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
     assert fp8_layers(model) == wanted
     model = initialize(model, 0, "cpu")
@@ -33,7 +33,7 @@ def test_layers():
         "model.layers.0.self_attn.q_proj.base_layer"
     }
     with pytest.raises(ConfigError, match="MixtralForCausalLM keeps the experts of a layer in one weight"):
-        fp8_layers(new_model(MixtralConfig(num_local_experts=2, **SIZES), "sdpa"))
+        fp8_layers(new_model(tiny_config("mixtral", **SIZES), "sdpa"))
 
 
 def test_what_it_needs(monkeypatch):

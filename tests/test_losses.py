@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from helpers import CHILDREN, launch_ok
+from tiny import tiny_config
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, MixtralConfig
 
 from accelerate_recipes import losses
 from accelerate_recipes.errors import ConfigError
@@ -31,11 +31,8 @@ BATCH_SIZE, LENGTH, VOCABULARY = 3, 300, 400
 
 
 def make_model(**overrides):
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "initializer_range": 0.2,
-    }  # fmt: skip
-    return initialize(new_model(LlamaConfig(**sizes | overrides), "sdpa"), 0, "cpu")
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "initializer_range": 0.2}
+    return initialize(new_model(tiny_config(**settings | overrides), "sdpa"), 0, "cpu")
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -261,10 +258,8 @@ def test_no_gradient_that_nobody_wants():
 @pytest.mark.parametrize("loss_fn", [next_token_loss, next_token_loss_without_logits])
 def test_experts_are_balanced_as_transformers_does_it(loss_fn):
     """Experts are balanced only in training; the loss of an evaluation is that of the text alone."""
-    config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5, initializer_range=0.2,
-    )  # fmt: skip
+    balance = {"router_aux_loss_coef": 0.5, "initializer_range": 0.2}
+    config = tiny_config("mixtral", vocab_size=VOCABULARY, intermediate_size=16, **balance)
     model, batch = initialize(new_model(config, "sdpa"), 0, "cpu"), make_batch()
     num_targets = count_next_tokens(batch)
     for is_training in (True, False):
@@ -274,7 +269,7 @@ def test_experts_are_balanced_as_transformers_does_it(loss_fn):
 
 
 def test_a_model_that_changes_its_logits_is_refused():
-    config = LlamaConfig(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = tiny_config()
     for name, value in (("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.0625)):
         changed = copy.deepcopy(config)
         setattr(changed, name, value)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from helpers import CONFIGS, ROOT
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig, T5Config
+from tiny import tiny_config
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma3TextConfig, LlamaConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.architecture import Architecture, check_belong_together, new_config
@@ -339,11 +340,10 @@ def test_a_vocabulary_that_does_not_fit():
 
 def test_a_new_encoder_decoder_depends_on_the_seed_alone():
     """It does not depend on numbers drawn since the seed was set, in which ranks may differ."""
-    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     torch.manual_seed(3)
-    first = new_encoder_decoder(T5Config(**sizes), "sdpa", torch.float32)
+    first = new_encoder_decoder(tiny_config("t5"), "sdpa", torch.float32)
     torch.rand(5)
-    second = new_encoder_decoder(T5Config(**sizes), "sdpa", torch.float32)
+    second = new_encoder_decoder(tiny_config("t5"), "sdpa", torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 

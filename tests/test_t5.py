@@ -11,8 +11,9 @@ import pytest
 import torch
 from helpers import ROOT, log_of, losses, read_metrics
 from safetensors.torch import load_file, save_file
+from tiny import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, T5Config
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig
 
 from accelerate_recipes import recipe
 from accelerate_recipes.args import parse
@@ -317,8 +318,7 @@ def test_all_problems_at_once(pairs_file):
 
 def test_flops_are_what_a_counter_counts():
     """The FLOPs equal those counted in forward and backward pass, with attention as matrix products, most of them here."""
-    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 32, "d_ff": 32, "num_layers": 3, "num_heads": 4}
-    config = T5Config(**sizes, feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    config = tiny_config("t5", d_kv=32, d_ff=32, num_hidden_layers=3, feed_forward_proj="gated-gelu")
     t5 = new_encoder_decoder(config, "eager", torch.float32)
     sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 256))}
     config = BartConfig(vocab_size=50, d_model=256, max_position_embeddings=192, **sides)

@@ -20,11 +20,10 @@ from accelerate import PartialState
 from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metrics
 from peft import PeftModel
 from safetensors.torch import load_file
+from tiny import tiny_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
     TrainingArguments,
 )
@@ -71,12 +70,8 @@ def evaluations(out: Path, name: str = "eval_loss") -> list[float]:
 
 
 def save_base(folder: Path, tokenizer, **config) -> Path:
-    torch.manual_seed(0)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, initializer_range=0.1, **sizes, **ids, **config)
-    ).save_pretrained(folder)
+    tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, **ids, **config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import ROOT, environment
 from models_table import ARCHITECTURES, ENCODER_DECODERS, EncoderDecoder, Model
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3NextConfig
+from tiny import tiny_config
+from transformers import PreTrainedConfig, Qwen3NextConfig
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.models import new_model
@@ -19,7 +20,7 @@ SIZES = {
 }  # fmt: skip
 # Beside those of the table, one whose rules compute values from a module's numbers, and layers of several kinds.
 CONFIGS: dict[str, PreTrainedConfig] = ARCHITECTURES | {
-    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama, tied": tiny_config(**SIZES, tie_word_embeddings=True),
     "Qwen3-Next": Qwen3NextConfig(
         **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
@@ -55,10 +56,10 @@ def test_as_transformers_does(name):
 
 def test_a_value_depends_on_seed_and_name_only():
     """A value does not depend on the rest of the model: a deeper model begins with the same layers."""
-    deeper = LlamaConfig(**SIZES | {"num_hidden_layers": 3})
+    deeper = tiny_config(**SIZES | {"num_hidden_layers": 3})
     one, other, another_seed = (
         dict(initialize(new_model(config, "sdpa"), seed, "cpu").named_parameters())
-        for config, seed in ((LlamaConfig(**SIZES), 0), (deeper, 0), (deeper, 1))
+        for config, seed in ((tiny_config(**SIZES), 0), (deeper, 0), (deeper, 1))
     )
     assert len(other) > len(one)
     for key, value in one.items():
@@ -77,7 +78,7 @@ def test_no_process_holds_the_model(tmp_path):
 
 
 def test_what_the_rule_does_not_know_is_named():
-    model = new_model(LlamaConfig(**SIZES), "sdpa")
+    model = new_model(tiny_config(**SIZES), "sdpa")
     model.model.layers[1].mlp.register_parameter("gain", torch.nn.Parameter(torch.empty(3, device="meta")))
     with pytest.raises(
         ConfigError, match=r"a new llama cannot be made: .* does not give model\.layers\.1\.mlp\.gain a value"

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
+from tiny import tiny_config
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from accelerate_recipes import recipe
 from accelerate_recipes.adapters import load_settings
@@ -87,8 +88,11 @@ def make_model(args: Args) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = make_tokenizer()
     if args.model_name_or_path:
         return load_model(args.model_name_or_path, args.attn_implementation, **load_settings(args)), tokenizer
-    model = new_model(LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden_size, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=0, attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings), args.attn_implementation, args.param_dtype)  # fmt: skip
-    return model, tokenizer
+    config = tiny_config(
+        vocab_size=len(tokenizer), hidden_size=args.hidden_size, num_hidden_layers=3, max_position_embeddings=LENGTH,
+        pad_token_id=0, attention_dropout=args.dropout, tie_word_embeddings=args.tie_word_embeddings,
+    )  # fmt: skip
+    return new_model(config, args.attn_implementation, args.param_dtype), tokenizer
 
 
 def make_data(run: Run[Args]) -> tuple[PreTrainedTokenizerBase, StepLoader, RowLoader, list[str]]:
