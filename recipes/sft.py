@@ -18,7 +18,7 @@ import torch
 from trl import SFTConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
@@ -43,7 +43,7 @@ TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other 
 
 
 @dataclass
-class Args(RowsArgs, NewModelArgs, SFTConfig):
+class Args(FormatArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(
