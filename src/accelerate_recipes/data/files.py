@@ -27,7 +27,7 @@ SUFFIXES = (*KINDS, *PACKED)  # ends of the names of files that are read
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
-def kind_of(file: str) -> str | None:
+def file_kind(file: str) -> str | None:
     """Return how a file is read, by the end of its name; None if it is not."""
     suffix = next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "")
     return KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
@@ -42,7 +42,7 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
     Raises:
         DataError: for a file that is damaged, or has no rows.
     """
-    kind, sums = kind_of(files[0]), []
+    kind, sums = file_kind(files[0]), []
     for file in files:
         with reading(file):
             sums.append(checksum(Path(file)))
@@ -87,7 +87,7 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
         names = cache.names_in(split)
         if lost := {*names} - {*files}:
             raise ValueError(f"there is no split {min(lost)}; there are {', '.join(map(str, files))}")
-        kinds = {kind_of(file) for name in names for file in files[name]}
+        kinds = {file_kind(file) for name in names for file in files[name]}
         is_usual = options == ({"sep": "\t"} if kinds == {"tsv"} else {})
         if is_typed or not is_usual or len(kinds) > 1 or None in kinds:
             return datasets.load_dataset(**arguments, split=split, cache_dir=str(root))

@@ -1,7 +1,7 @@
 """Forms in which people have conversations and pairs: recognised by their columns, and turned into what trl reads.
 
-What trl reads is `messages`, `prompt` and `completion`, or a text; of pairs `prompt`, `chosen` and `rejected`. docs/rows.md shows
-a row of each form, and what becomes of it.
+trl reads `messages`, `prompt` and `completion`, or a text; of pairs `prompt`, `chosen` and `rejected`. docs/rows.md shows a
+row of each form, and what becomes of it.
 """
 
 import json
@@ -250,7 +250,7 @@ def texts(row: dict, form: Form) -> dict[str, str]:
     """Return a prompt that ends with a blank line, and its answers."""
     asked, *answers = form.needs
     prompt = "".join(f"{message['content']}\n\n" for message in [*said_before(row), *question(row, asked)])
-    found = {name: text_of(row, name) for name in answers}
+    found = {name: text_in(row, name) for name in answers}
     return {"prompt": prompt} | (found if form.is_pair else {"completion": found[answers[0]]})
 
 
@@ -269,7 +269,7 @@ def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]
 
 def said_before(row: dict) -> list[dict]:
     """Return the system prompt and the history, if a row has them."""
-    found = [{"role": "system", "content": text_of(row, "system")}] if row.get("system") else []
+    found = [{"role": "system", "content": text_in(row, "system")}] if row.get("system") else []
     for turn in row.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise ValueError(f"'history' has {turn!r:.60}; it must be pairs of a question and its answer")
@@ -289,11 +289,11 @@ def joined(before: list[dict], messages: list[dict]) -> list[dict]:
 def question(row: dict, name: str) -> list[dict]:
     """Return messages, or a text and its `input` as one of the user."""
     if isinstance(row[name], str) and row.get("input"):
-        return [{"role": "user", "content": f"{row[name]}\n{text_of(row, 'input')}"}]
+        return [{"role": "user", "content": f"{row[name]}\n{text_in(row, 'input')}"}]
     return messages_of(row, name, "user")
 
 
-def text_of(row: dict, name: str) -> str:
+def text_in(row: dict, name: str) -> str:
     if not isinstance(row[name], str):
         raise ValueError(f"{name!r} is {'null' if row[name] is None else repr(row[name])[:60]}, not a text")
     return row[name]
@@ -301,7 +301,7 @@ def text_of(row: dict, name: str) -> str:
 
 def turns(row: dict, name: str) -> list[dict]:
     """Divide a text of Anthropic's form into messages."""
-    start, *parts = HH.split(text_of(row, name))
+    start, *parts = HH.split(text_in(row, name))
     if start or not parts:
         raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
     roles = {"Human": "user", "Assistant": "assistant"}
@@ -318,7 +318,7 @@ def messages_of(row: dict, name: str, role: str) -> list[dict]:
             raise ValueError(f"{name!r} has a message {error}") from None
     if value == []:
         raise ValueError(f"{name!r} has no message; remove the row")
-    return [{"role": role, "content": text_of(row, name)}]
+    return [{"role": role, "content": text_in(row, name)}]
 
 
 def message_of(message: Any) -> Any:
@@ -330,7 +330,9 @@ def message_of(message: Any) -> Any:
         role = message.pop("from")
         if role not in ROLES:
             raise ValueError(f"from {role!r:.60}; known are {', '.join(ROLES)}")
-        message = {"role": ROLES[role], "content": message.pop("value", None)} | message
+        if not isinstance(message.get("value"), str | list):
+            raise ValueError(f"from {role} without a text: {message!r:.60}")
+        message = {"role": ROLES[role], "content": message.pop("value")} | message
         if role == CALL:
             return called(message)
     elif message.get("role") in FOREIGN:

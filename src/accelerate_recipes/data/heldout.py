@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import SUFFIXES, falls_under, kind_of, read_files, read_split
+from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
 from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.data.shards import files_of_folder
 from accelerate_recipes.errors import ConfigError
@@ -55,7 +55,7 @@ class RowsArgs:
                 found.append(f"--{name}: {error}")
                 continue
             found += self.file_problems(name, SUFFIXES, files)
-            if len({*map(kind_of, files)}) > 1:
+            if len({*map(file_kind, files)}) > 1:
                 found.append(f"--{name} must all be of one kind")
         return found
 

@@ -23,6 +23,7 @@ from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed at once
 LONGEST = 64 << 20  # bytes of a line: a longer one is a damaged file, of which nothing must be read into memory
+TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
 BATCH = 1000  # rows
 DEEPEST = 16  # lists and objects in each other; what is deeper is JSON: the time of `datasets` doubles with each level
 SPACE = re.compile(r"\s*")
@@ -153,14 +154,14 @@ def is_random_access(content: pa.NativeFile) -> bool:
     return content.read_at(6, 0) == b"ARROW1" if content.size() >= 6 else False
 
 
-def opened(file: str) -> io.BufferedReader:
+def open_text(file: str) -> io.BufferedReader:
     """Open a file of text, and decompress it if its name ends with .gz or .zst."""
     return io.BufferedReader(pa.input_stream(os.path.abspath(file)))  # pyright: ignore[reportArgumentType]
 
 
 def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
     """Read the names of the columns, all of which hold texts: a number may begin with zeros that belong to it."""
-    with io.TextIOWrapper(opened(file), encoding="utf-8-sig", newline="") as lines:
+    with io.TextIOWrapper(open_text(file), encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"it has several columns called {min(twice)!r}")
@@ -169,14 +170,22 @@ def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
 
 def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
     # Threads would leave the number of a wrong row out of the message.
-    reading = pa.csv.ReadOptions(block_size=BLOCK, use_threads=False)
-    parsing = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    blocks = pa.csv.ReadOptions(block_size=LONGEST, use_threads=False)
+    cells = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     schema = csv_schema(file, delimiter)
     if not schema.names:
         return
     texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
-    with opened(file) as lines, pa.csv.open_csv(lines, reading, parsing, texts) as reader:
-        yield from reader
+    rows = 0
+    try:
+        with open_text(file) as lines, pa.csv.open_csv(lines, blocks, cells, texts) as reader:
+            for batch in reader:
+                rows += len(batch)
+                yield batch
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):
+            raise
+        raise DataError(f"{file}, row {rows} {TOO_LONG}") from None
 
 
 BATCHES = {
@@ -220,14 +229,12 @@ def blocks_of(file: str) -> Iterator[Block]:
             for first in range(0, len(rows), BATCH):
                 yield Block(file, "row", dict(enumerate(rows[first : first + BATCH], first)))
             return
-        with opened(file) as lines:
+        with open_text(file) as lines:
             found, size = {}, 0
             for number in itertools.count(1):
                 line = lines.readline(LONGEST + 1)
                 if len(line) > LONGEST:
-                    raise DataError(
-                        f"{file}, line {number} has more than {LONGEST >> 20} MiB, the most of a row; divide or remove it"
-                    )
+                    raise DataError(f"{file}, line {number} {TOO_LONG}")
                 if line.removeprefix(BOM).strip():
                     found[number] = record_of(file, number - 1, line)
                 size += len(line)
@@ -244,7 +251,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     Raises:
         ValueError: for a file without rows.
     """
-    with opened(file) as lines:
+    with open_text(file) as lines:
         begin = next((line for line in iter(lambda: lines.readline(LONGEST + 1), b"") if line.strip()), None)
     if begin is None:
         raise ValueError("it has 0 rows")
@@ -259,7 +266,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     elif start != b"[":
         return None
     try:
-        with opened(file) as lines:
+        with open_text(file) as lines:
             text = lines.read().decode("utf-8-sig")
         values, place = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
         while place < len(text):

@@ -14,7 +14,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import SUFFIXES, falls_under, kind_of, read_files, read_split
+from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -189,7 +189,7 @@ def source_version(source: PairSource) -> list:
     """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
-    return [kind_of(source.name), cache.file_version(source.name)]
+    return [file_kind(source.name), cache.file_version(source.name)]
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
