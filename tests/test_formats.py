@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -251,6 +252,20 @@ def test_two_readings_are_an_error(tmp_path):
         made = [made_of([row], tmp_path, name, **dict(pair.split("=") for pair in way.split())) for way in ways]
         assert made[0] != made[1]
         assert ("'c'" in str(made[1]) or "'d'" in str(made[1])) == ("system" in row)
+
+
+def test_rows_of_two_forms(tmp_path):
+    """The error says how many rows have each; the choice of one form names the first row that has it not."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ConfigError) as error:
+        made_of([chat] * 2 + [{"text": "a"}], tmp_path)
+    for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
+        assert said in str(error.value)
+    sft = recipe.load(ROOT / "recipes/sft.py")
+    flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")
+    args = parse(sft.Args, ["--model_name_or_path", "none", *flags], world_size=1)
+    with pytest.raises(DataError, match="row 2: 'messages' is null, as in 1 of 3 rows"):
+        sft.load_sides(args, SimpleNamespace(chat_template="a"))
 
 
 def test_columns_by_other_names(base, tmp_path, capsys):

@@ -224,6 +224,8 @@ def is_usual_column(rows: datasets.Dataset, name: str) -> bool:
         return not isinstance(message, dict | datasets.Json)
     if not isinstance(message.get("content", TEXT), datasets.Value):
         return False
+    if message["role"] not in TEXTS:
+        return True
     roles = (pc.unique(chunk.flatten().field("role")) for chunk in rows.data.column(name).chunks)
     return not any(FOREIGN & {*names.to_pylist()} for names in roles)
 

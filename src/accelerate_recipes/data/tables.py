@@ -154,14 +154,14 @@ def is_random_access(content: pa.NativeFile) -> bool:
     return content.read_at(6, 0) == b"ARROW1" if content.size() >= 6 else False
 
 
-def open_text(file: str) -> io.BufferedReader:
-    """Open a file of text, and decompress it if its name ends with .gz or .zst."""
+def decompressed(file: str) -> io.BufferedReader:
+    """Open a file of text, which is decompressed as it is read if its name ends with .gz or .zst."""
     return io.BufferedReader(pa.input_stream(os.path.abspath(file)))  # pyright: ignore[reportArgumentType]
 
 
 def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
     """Read the names of the columns, all of which hold texts: a number may begin with zeros that belong to it."""
-    with io.TextIOWrapper(open_text(file), encoding="utf-8-sig", newline="") as lines:
+    with io.TextIOWrapper(decompressed(file), encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"it has several columns called {min(twice)!r}")
@@ -178,7 +178,7 @@ def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
     texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
     rows = 0
     try:
-        with open_text(file) as lines, pa.csv.open_csv(lines, blocks, cells, texts) as reader:
+        with decompressed(file) as lines, pa.csv.open_csv(lines, blocks, cells, texts) as reader:
             for batch in reader:
                 rows += len(batch)
                 yield batch
@@ -229,7 +229,7 @@ def blocks_of(file: str) -> Iterator[Block]:
             for first in range(0, len(rows), BATCH):
                 yield Block(file, "row", dict(enumerate(rows[first : first + BATCH], first)))
             return
-        with open_text(file) as lines:
+        with decompressed(file) as lines:
             found, size = {}, 0
             for number in itertools.count(1):
                 line = lines.readline(LONGEST + 1)
@@ -251,7 +251,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     Raises:
         ValueError: for a file without rows.
     """
-    with open_text(file) as lines:
+    with decompressed(file) as lines:
         begin = next((line for line in iter(lambda: lines.readline(LONGEST + 1), b"") if line.strip()), None)
     if begin is None:
         raise ValueError("it has 0 rows")
@@ -266,7 +266,7 @@ def rows_on_many_lines(file: str) -> list[dict] | None:
     elif start != b"[":
         return None
     try:
-        with open_text(file) as lines:
+        with decompressed(file) as lines:
             text = lines.read().decode("utf-8-sig")
         values, place = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
         while place < len(text):
