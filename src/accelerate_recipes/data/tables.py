@@ -18,12 +18,10 @@ import pyarrow as pa
 import pyarrow.csv
 from datasets.table import table_cast
 
-from accelerate_recipes.data.documents import BOM, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.documents import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed at once
-LONGEST = 64 << 20  # bytes of a line: a longer one is a damaged file, of which nothing must be read into memory
-TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
 BATCH = 1000  # rows
 DEEPEST = 16  # lists and objects in each other; what is deeper is JSON: the time of `datasets` doubles with each level
 SPACE = re.compile(r"\s*")
