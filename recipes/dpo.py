@@ -7,8 +7,9 @@
         --config recipes/configs/dpo/arithmetic.yaml
 
 A row has `prompt`, `chosen` and `rejected`, texts or messages; or it is one judged answer, with `prompt`, `completion` and
-`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md). Before and after
-training, loss, accuracy and margin are measured on held-out pairs, all pairs of a prompt on one side.
+`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md); rows of other forms
+become such pairs (docs/rows.md). Before and after training, loss, accuracy and margin are measured on held-out pairs, all
+pairs of a prompt on one side.
 """
 
 import sys

@@ -97,6 +97,10 @@ def test_arrow_files_and_folders(tmp_path):
     sft = recipe.load(ROOT / "recipes/sft.py")
     given = ["--model_name_or_path", "none", "--train_files", str(tmp_path / "data")]
     assert parse(sft.Args, given, world_size=1).read_rows()["train"]["text"][:] == ["a", "b"] * 2
+    args = sft.Args(train_files=["/volume/data"], model_name_or_path="none")
+    assert "no such file" in str(args.problems(1))
+    args.elsewhere = ("/volume",)  # of a job, whose machine has it
+    assert args.problems(1) == []
     (tmp_path / "data/b.jsonl").write_text('{"text": "c"}\n')
     with pytest.raises(
         ConfigError, match=r"--train_files: the folder .*data holds files of several kinds, \.jsonl, \.arrow"
@@ -251,6 +255,10 @@ def test_two_readings_are_an_error(tmp_path):
         assert [line.partition(" (")[0] for line in told] == [f"- --columns {way}" for way in ways]
         made = [made_of([row], tmp_path, name, **dict(pair.split("=") for pair in way.split())) for way in ways]
         assert made[0] != made[1]
+        if "system" in row:
+            assert made_of([row | {"system": ""}, row | {"system": None}], tmp_path, name) == made[0] * 2, (
+                "nothing is lost"
+            )
         assert ("'c'" in str(made[1]) or "'d'" in str(made[1])) == ("system" in row)
 
 

@@ -267,6 +267,9 @@ class Chunks:
         part, self.rest = self.rest[:size], self.rest[size:]
         return part
 
+    def close(self) -> None:
+        """Do nothing: who reads a file of Arrow's closes it."""
+
 
 def unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress a file of Zstandard with one or several frames.

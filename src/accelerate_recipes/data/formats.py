@@ -68,7 +68,7 @@ SFT = (
     Form("question and answer", ("question", "answer")),
 )
 DPO = (
-    Form("judged answers", JUDGED, is_written=True),
+    Form("judged answers", JUDGED, (), is_written=True),
     Form("pairs", ("prompt", *PAIR), (*SCORES, *BEFORE), is_written=True),
     Form("pairs of conversations", PAIR, (*SCORES, *BEFORE), is_written=True),
     Form("ShareGPT pairs", ("conversations", *PAIR), (*SCORES, *BEFORE)),
@@ -133,13 +133,14 @@ def in_usual_form(
     """
     check_no_images(rows, source)
     form, rows = recognised(rows, forms, mapping, source)
-    read = [name for name in (*form.needs, *form.takes, *SETTINGS) if name in rows.column_names]
-    unread = [name for name in rows.column_names if name not in read]
-    rows = rows.select_columns(read)
     are_texts = all(rows.features[name] in TEXTS for name in form.said)
     is_hh = has_template and are_texts and form.needs == PAIR and bool(HH.match(rows[0][PAIR[0]] or ""))
     as_messages = is_hh or not are_texts or (has_template and not form.is_written)
     is_kept = form.is_written and not is_hh and (are_texts or form.name == "text")
+    takes = [name for name in form.takes if not (is_kept and name in BEFORE)]
+    read = [name for name in (*form.needs, *takes, *SETTINGS) if name in rows.column_names]
+    unread = [name for name in rows.column_names if name not in read]
+    rows = rows.select_columns(read)
     if is_first():
         how = "texts as they stand" if is_kept else "conversations" if as_messages else "texts, without a chat template"
         columns = ", ".join(mapping.get(name, name) for name in read)
@@ -190,15 +191,16 @@ def recognised(
             f"{forms[-1].needs[-1]}=COLUMN, which says what they are called:{known}"
         )
     ways = [(form.name, dict(zip(form.needs, form.needs, strict=True))) for form in fitting]
-    if {*BEFORE} & there and not mapping and fitting[0].needs[0] == "prompt" and fitting[0].is_written:
+    form = fitting[0]
+    is_prompt = form.takes and form.is_written and form.needs[0] == "prompt"
+    are_texts = is_prompt and all(rows.features[name] in TEXTS for name in form.said)
+    if are_texts and not mapping and any(any(rows[name]) for name in BEFORE if name in there):
         # Texts that stay as they are have no system prompt.
-        form = fitting[0]
-        if form.takes and all(rows.features[name] in TEXTS for name in form.said):
-            other = next(other for other in forms if other.needs[0] == "question")
-            ways.append((other.name, dict(zip(other.needs, form.needs, strict=True))))
+        other = next(other for other in forms if other.needs[0] == "question")
+        ways.append((other.name, dict(zip(other.needs, form.needs, strict=True))))
     if len(ways) > 1:
         raise ConfigError(ambiguity(rows, ways, mapping, source))
-    return fitting[0], rows
+    return form, rows
 
 
 def ambiguity(

@@ -54,6 +54,7 @@ class RowsArgs:
             except ConfigError as error:
                 found.append(f"--{name}: {error}")
                 continue
+            files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # it may be a folder
             found += self.file_problems(name, SUFFIXES, files)
             if len({*map(file_kind, files)}) > 1:
                 found.append(f"--{name} must all be of one kind")
