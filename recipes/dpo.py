@@ -7,8 +7,9 @@
         --config recipes/configs/dpo/arithmetic.yaml
 
 A row has `prompt`, `chosen` and `rejected`, texts or messages; or it is one judged answer, with `prompt`, `completion` and
-`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md). Before and after
-training, loss, accuracy and margin are measured on held-out pairs, all pairs of a prompt on one side.
+`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md); rows of other forms
+become such pairs (docs/rows.md). Before and after training, loss, accuracy and margin are measured on held-out pairs, all
+pairs of a prompt on one side.
 """
 
 import sys
@@ -17,10 +18,11 @@ from typing import Any
 
 import datasets
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.formats import PairFormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.positions import max_positions
@@ -40,7 +42,7 @@ from accelerate_recipes.trial import Trial
 
 
 @dataclass
-class Args(RowsArgs, DPOArgs, DPOConfig):
+class Args(PairFormatArgs, DPOArgs, DPOConfig):
     output_dir: str = "outputs/dpo"
     tokenizes_first = True
     min_score_margin: float = arg(0.0, "Leave out pairs whose scores differ by less than this.", min=0)
@@ -50,14 +52,14 @@ def requirements(args: Args) -> Requirements:
     return Requirements(models=[args.model_name_or_path], datasets=args.row_datasets)
 
 
-def load_pairs(args: Args) -> tuple[dict[str, datasets.Dataset], int]:
+def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], int]:
     """Load the pairs to train on and to evaluate on, as `train` and `test`; returns also the number of rows read.
 
     Raises:
         DataError: for rows that cannot be read, or hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
-    rows = args.read_rows()
+    rows = args.read_rows_for(tokenizer)
     pairs = {name: to_pairs(side, args.sources[name], args.min_score_margin) for name, side in rows.items()}
     return args.sides(pairs, "prompt"), sum(map(len, rows.values()))
 
@@ -71,7 +73,7 @@ def main(args: Args) -> None:
 
     # Tokenizer, data and model
     tokenizer = load_tokenizer(args.model_name_or_path)
-    pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args))
+    pairs, num_rows = on_first_of_machine_before_others(lambda: load_pairs(args, tokenizer))
     model = make_model(args)
     config = trl_config(run, DPOConfig, max_length=min(args.max_length or sys.maxsize, max_positions(model.config)))
     trainer = PreferenceTrainer(run, config, model, tokenizer, train_dataset=pairs["train"], eval_dataset=pairs["test"])

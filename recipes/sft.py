@@ -6,7 +6,8 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
         --model_name_or_path outputs/demo-c4/export --train_files my_texts.jsonl --max_length 256
 
-A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`.
+A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`;
+rows of other forms, such as ShareGPT and Alpaca, become one of these (docs/rows.md).
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
@@ -18,7 +19,7 @@ import torch
 from trl import SFTConfig
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.heldout import RowsArgs
+from accelerate_recipes.data.formats import FormatArgs
 from accelerate_recipes.data.rows import Rows, make_eval_loader
 from accelerate_recipes.engine import evaluate_loss
 from accelerate_recipes.errors import ConfigError
@@ -43,7 +44,7 @@ TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other 
 
 
 @dataclass
-class Args(RowsArgs, NewModelArgs, SFTConfig):
+class Args(FormatArgs, NewModelArgs, SFTConfig):
     output_dir: str = "outputs/sft"
     tokenizes_first = True
     new_tokens: list[str] = arg(

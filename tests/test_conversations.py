@@ -506,7 +506,9 @@ def test_rows_to_evaluate_on(tmp_path, capsys):
         folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", [{"prompt": "And?", "completion": " No."}]))
     )
     assert re.search(r"Evaluation\n\n  row 1: .*\n.*And", (folder / "out/rows.txt").read_text().replace("|", ""))
-    assert capsys.readouterr().out.count("that are not used") == 1
+    said = capsys.readouterr().out
+    assert said.count("prompt and completion (prompt, completion), read as texts as they stand") == 2
+    assert said.count("as they stand; columns that are not used: id\n") == 1
     with pytest.raises(ConfigError, match=r"2 of 2 rows of --eval_files begin as rows of .* do; remove them from one"):
         prepare(folder, rows, "--eval_files", str(write(tmp_path / "eval.jsonl", rows[:2])))
     with pytest.raises(ConfigError, match=r"none of 3 rows is left to train on: .*within --max_length 2; raise it"):
@@ -533,14 +535,29 @@ def test_rows_that_are_cut(tmp_path, capsys):
 
 
 def test_messages_of_parts(tmp_path):
-    """They are refused, in a column of one type and among messages that are texts: templates lose them silently."""
+    """Texts are joined, in a column of one type and among messages that are texts; templates would lose them silently."""
     folder = save_base(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}")
     text = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
-    parts = [text[0], text[1] | {"content": [{"type": "text", "text": "Yes."}]}]
-    whole = [text[0] | {"content": [{"type": "image"}]}, parts[1]]
-    for rows in ([{"messages": text}] * 3 + [{"messages": parts}], [{"messages": whole}] * 3):
-        with pytest.raises(ConfigError, match="'messages' has a message whose `content` is not a text but parts"):
-            prepare(folder, rows)
+    rows = [[message | {"content": f"{i} {message['content']}"} for message in text] for i in range(30)]
+    parts = [
+        [
+            m | {"content": [{"type": "text", "text": m["content"][:2]}, {"type": "text", "text": m["content"][2:]}]}
+            for m in row
+        ]
+        for row in rows
+    ]
+    seen = set()
+    for given in (rows, parts, rows[:9] + parts[9:], parts[:9] + rows[9:]):
+        prepare(folder, [{"messages": row} for row in given])
+        seen.add((folder / "out/rows.txt").read_text())
+    assert len(seen) == 1
+    image = [text[0] | {"content": [{"type": "image_url", "image_url": "a.png"}]}, text[1]]
+    for given in ([*rows[:3], image], [*parts[:3], image]):
+        said = "rows.jsonl, row 3: 'messages' has a message with a part that is no text, {'type': 'image_url'"
+        with pytest.raises(DataError, match=said):
+            prepare(folder, [{"messages": row} for row in given])
+    with pytest.raises(ConfigError, match="'prompt' has a message whose `content` is not a text but parts"):
+        prepare(folder, [{"prompt": row[:1]} for row in parts], name="grpo")
 
 
 CHAT = conversation(1, tools=False, system=False)["messages"]
@@ -555,8 +572,6 @@ OTHER = [{"role": "assistant", "content": "No."}]
         ("sft", {"text": CHAT}, "the column text holds messages; .* texts into text"),
         ("sft", {"messages": []}, "row 3: 'messages' has no message; remove the row"),
         ("sft", {"messages": [None, *CHAT]}, "row 3: 'messages' has a message that is null"),
-        ("sft", {"text": "Yes."}, "row 3: 'messages' is null, as in 3 of 6 rows"),
-        ("sft", {"messages": [{"from": "user", "value": "And?"}]}, "holds messages with .*; a message has role and content"),
         ("sft", {"messages": [{"role": "user", "text": "And?"}]}, "holds messages with role, text; a message has role and content"),
         ("sft", {"messages": [*ASKED, {"role": "assistant", "content": None, "refusal": "No."}]},
          "row 3: 'messages' has a message without content and tool_calls"),
@@ -646,7 +661,9 @@ def test_what_a_row_asks_does_not_depend_on_other_rows():
 
 def test_columns_of_another_form_beside_what_is_read(base, tmp_path):
     """Well-known datasets have messages and their first prompt as a text; only what is trained is compared."""
-    prepare(base, [row | {"prompt": "Question?", "completion": "Yes."} for row in ROWS_WITH_TOOLS])
+    prepare(base, [row | {"prompt": "Question?"} for row in ROWS_WITH_TOOLS])
+    beside = [row | {"prompt": "Question?", "completion": "Yes."} for row in ROWS_WITH_TOOLS]
+    prepare(base, beside, "--columns", "messages=messages")
     prepare(save_base(tmp_path, None), [{"text": f"Question {i}", "prompt": "Question"} for i in range(30)])
 
 
@@ -667,7 +684,7 @@ def test_what_is_not_here(tmp_path):
         recipe.prepare_data(command)
 
 
-def test_columns(capsys):
+def test_columns():
     rows = [
         {"messages": [call("weather", town="Bern")], "tools": [TOOL], "chat_template_kwargs": {"a": 1}, "id": 3},
         {"messages": [call("add", a=2)], "tools": None, "chat_template_kwargs": None, "id": 4},
@@ -679,7 +696,6 @@ def test_columns(capsys):
     wanted = [[{"content": None} | message for message in row["messages"]] for row in rows]
     assert found[:]["messages"] == wanted, "without the fields of the other rows"
     assert found["tools"][:] == [[TOOL], None] and found["chat_template_kwargs"][:] == [{"a": 1}, {}]
-    assert "Columns of here that are not used: id" in capsys.readouterr().out
     plain = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
     assert select(plain, {"messages"}, "here").features == plain.features, "nothing is rewritten without need"
     for rows, error, said in (

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,17 @@ def no_retry() -> None:
     raise AssertionError("nothing failed")
 
 
+def zstd(content: bytes) -> bytes:
+    with pa.CompressedOutputStream(sink := pa.BufferOutputStream(), "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
 def write_shard(file: Path, texts: list[str]) -> str:
     content = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in texts).encode()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
+    pack = {".gz": partial(gzip.compress, mtime=0), ".zst": zstd}.get(file.suffix, bytes)
+    file.write_bytes(pack(content))
     return str(file)
 
 
@@ -514,10 +522,10 @@ def test_lines_are_counted_across_chunks():
         cuts = np.cumsum(generator.integers(1, 9, size=100)).tolist()
         chunks = [data[a:b] for a, b in itertools.pairwise([0, *cuts]) if data[a:b]]
         first, stride = generator.integers(0, 14), generator.integers(1, 5)
-        assert list(lines(chunks, first, stride)) == wanted[first::stride]
+        assert list(lines("a", chunks, first, stride)) == wanted[first::stride]
 
 
-@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.gz", "a.jsonl", "a.json", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.json.gz", "a.jsonl.gz", "a.jsonl.zst", "a.jsonl", "a.json", "a.parquet"])
 def test_kinds_of_files(corpus, tmp_path, name):
     file = tmp_path / name
     if name.endswith(".parquet"):
@@ -530,12 +538,22 @@ def test_kinds_of_files(corpus, tmp_path, name):
         assert [text_of("", *document, "text") for document in found] == corpus[first::stride]
 
 
-def test_gzip_of_several_members(corpus, tmp_path):
-    file = tmp_path / "a.jsonl.gz"
-    halves = [write_shard(tmp_path / f"{i}.jsonl.gz", corpus[i * 60 : (i + 1) * 60]) for i in range(2)]
-    file.write_bytes(b"".join(Path(half).read_bytes() for half in halves) + b"\0" * 100)
+@pytest.mark.parametrize("kind, end", [(".jsonl.gz", b"\0" * 100), (".jsonl.zst", b"")])
+def test_files_of_several_members(kind, end, corpus, tmp_path):
+    file = tmp_path / f"a{kind}"
+    halves = [write_shard(tmp_path / f"{i}{kind}", corpus[i * 60 : (i + 1) * 60]) for i in range(2)]
+    file.write_bytes(b"".join(Path(half).read_bytes() for half in halves) + end)
     found = read_documents(str(file), "text", 0, 1, QUICK, no_retry)
     assert [text_of("", *document, "text") for document in found] == corpus
+
+
+def test_a_line_without_end(tmp_path, monkeypatch):
+    """It ends the reading before all of it is in memory, with file and line."""
+    monkeypatch.setattr(documents, "LONGEST", 2**20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n' * 3 + b"0" * 2**21)
+    for first in (0, 3):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 4 has more than 64 MiB; divide or remove it"):
+            list(read_documents(str(tmp_path / "a.jsonl"), "text", first, 1, QUICK, no_retry))
 
 
 def test_another_column(tokenizer, corpus, tmp_path):
@@ -557,6 +575,9 @@ def test_another_column(tokenizer, corpus, tmp_path):
             r"a.json.gz is cut off: .* after \d+ bytes",
         ),
         ("a.json.gz", b"", r"a.json.gz is cut off: .* after 0 bytes"),
+        ("a.json.zst", b"<html>busy</html>", r"a.json.zst is no whole Zstandard file: "),
+        ("a.json.zst", zstd(b'{"text": "a"}\n' * 99)[:-9], r"a.json.zst is no whole Zstandard file: Truncated"),
+        ("a.json.zst", b"", r"a.json.zst is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl, line 2 is not JSON: "),
         ("a.jsonl", b'{"text": "a"}\n["b"]\n', "a.jsonl, line 2 is no JSON object, but a list"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 is not JSON: .*codec can't decode"),

@@ -189,7 +189,7 @@ class TrainArgs(AdapterArgs):
         for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not self.is_elsewhere(file):
                 found.append(f"--{name} {file}: no such file")
-            elif file.suffix not in suffixes:
+            elif not file.name.endswith(tuple(suffixes)):
                 found.append(f"--{name} {file}: its name must end with one of {', '.join(suffixes)}")
         return found
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.data.prepared import chunks_of
 from accelerate_recipes.data.rendering import SETTINGS, added_begin, parsed, with_objects
-from accelerate_recipes.errors import ConfigError, DataError, printable
-from accelerate_recipes.ranks import is_first
+from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.sequence import IGNORE_INDEX
 
 IMAGES = {"image", "images", "pixel_values"}
@@ -31,23 +30,24 @@ PARTS = (
 def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
     """Keep the columns that are read, as their rows were written: without the nulls that Arrow adds to unequal rows.
 
-    The names of the other columns are printed.
-
     Raises:
         ConfigError: for images, which are not trained on.
         DataError: for tools that are no JSON.
     """
-    if images := IMAGES & set(rows.column_names):
-        raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
+    check_no_images(rows, source)
     kept = sorted({*columns, *(name for name in SETTINGS if name in rows.column_names)})
-    if (unread := [name for name in rows.column_names if name not in kept]) and is_first():
-        print(printable(f"Columns of {source} that are not used: {', '.join(unread)}"), flush=True)
     rows = rows.select_columns(kept)
     for name in kept:
         message = getattr(rows.features[name], "feature", None)
         if isinstance(message, dict) and not isinstance(message.get("content", TEXT), datasets.Value):
             raise ConfigError(PARTS.format(f"{source}: {name!r}"))
     return without_added_nulls(rows, kept, source)
+
+
+def check_no_images(rows: datasets.Dataset, source: str) -> None:
+    """Raise ConfigError for a column of images, on which these recipes do not train."""
+    if images := IMAGES & {*rows.column_names}:
+        raise ConfigError(f"{source} has the column {min(images)}: this recipe trains on text only; remove that column")
 
 
 def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:

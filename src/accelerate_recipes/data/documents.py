@@ -23,6 +23,8 @@ from accelerate_recipes.errors import DataError, first_line
 
 TXT = ".txt"
 BOM = b"\xef\xbb\xbf"
+LONGEST = 64 << 20  # bytes of a line; a longer one means a damaged file, and would fill the memory
+TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
 CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
@@ -76,7 +78,8 @@ def read_documents(
     def parse(chunks: Iterator[bytes], first: int) -> Iterator[bytes | str]:
         if shard.endswith(TXT):
             return whole_text(shard, chunks, first)
-        return lines(gunzip(chunks) if shard.endswith(".gz") else chunks, first, stride)
+        unpack = gunzip if shard.endswith(".gz") else unzstd if shard.endswith(".zst") else iter
+        return lines(shard, unpack(chunks), first, stride)
 
     return read_again(shard, first, stride, parse, retry, on_retry)
 
@@ -251,10 +254,54 @@ def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
         raise EOFError(f"is cut off: its gzip data do not end after {total} bytes")
 
 
-def lines(chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
-    """Yield lines `first`, `first + stride`, ...; lines before `first` are counted, but not split."""
-    rest = b""  # start of a line whose end was not read yet
+class Chunks:
+    """File of chunks of bytes, which is read once, from its start to its end."""
+
+    closed = False
+
+    def __init__(self, chunks: Iterable[bytes]):
+        self.chunks, self.rest = iter(chunks), memoryview(b"")
+
+    def read(self, size: int) -> memoryview:
+        self.rest = self.rest or memoryview(next(self.chunks, b""))
+        part, self.rest = self.rest[:size], self.rest[size:]
+        return part
+
+    def close(self) -> None:
+        """Do nothing: who reads a file of Arrow's closes it."""
+
+
+def unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Decompress a file of Zstandard with one or several frames.
+
+    Raises:
+        EOFError: for damaged data, and if they end too early.
+    """
+    stream, size = pa.CompressedInputStream(pa.PythonFile(Chunks(chunks), "r"), "zstd"), 0
+    while True:
+        try:
+            data = stream.read(CHUNK)
+        except OSError as error:
+            raise EOFError(f"is no whole Zstandard file: {first_line(error)}") from None
+        if not data:
+            break
+        size += len(data)
+        yield data
+    if not size:
+        raise EOFError("is empty")
+
+
+def lines(shard: str, chunks: Iterable[bytes], first: int, stride: int) -> Iterator[bytes]:
+    """Yield lines `first`, `first + stride`, ...; lines before `first` are counted, but not split.
+
+    Raises:
+        DataError: for a line that is longer than LONGEST.
+    """
+    rest, number = b"", 1  # start of a line whose end was not read yet, and its number
     for chunk in chunks:
+        number += chunk.count(b"\n")
+        if len(rest) > LONGEST and b"\n" not in chunk:
+            raise DataError(f"{shard}, line {number} {TOO_LONG}")
         if first and first >= (ended := chunk.count(b"\n")):
             first -= ended
             rest = chunk[chunk.rfind(b"\n") + 1 :] if first == 0 else b""

@@ -19,14 +19,22 @@ from accelerate_recipes.errors import DataError
 from accelerate_recipes.hub import cache
 
 VERSION = 1  # of the tables in the cache; raise it when files are read otherwise, so that no old table is found
-KINDS = cache.BUILDERS | {".arrow": "arrow"}
+KINDS = cache.BUILDERS | {".arrow": "arrow", ".tsv": "tsv"}
+PACKED = [kind + how for kind in (".jsonl", ".json", ".csv", ".tsv") for how in (".gz", ".zst")]
+SUFFIXES = (*KINDS, *PACKED)  # ends of the names of files that are read
 
 # These libraries also log the errors that they raise.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
+def file_kind(file: str) -> str | None:
+    """Return how a file is read, by the end of its name; None if it is not."""
+    suffix = next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "")
+    return KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
+
+
 def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
-    """Read all rows of local files of one kind: .jsonl or .json, .parquet, .csv, or .arrow.
+    """Read all rows of local files of one kind, each of which has an end of SUFFIXES.
 
     They are kept as an Arrow table in `cache_dir` (default: that of `datasets`), and found again by the files' content:
     another content may have the same name, size and time.
@@ -34,7 +42,7 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
     Raises:
         DataError: for a file that is damaged, or has no rows.
     """
-    kind, sums = KINDS[Path(files[0]).suffix], []
+    kind, sums = file_kind(files[0]), []
     for file in files:
         with reading(file):
             sums.append(checksum(Path(file)))
@@ -58,7 +66,7 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
         ConfigError: if the dataset was not downloaded.
         DataError: if it cannot be read, or has no such split.
     """
-    root, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), False
+    root, options, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), {}, False
     saved = cache.saved_splits(need.name)
     arguments = {} if saved else cache.load_arguments(need)
     with reading(f"{need.name}, split {split}"):
@@ -69,18 +77,19 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
             root /= xxhash.xxh3_128_hexdigest(json.dumps(cache.version("dataset", need.name)).encode())
             builder = datasets.load_dataset_builder(**arguments, cache_dir=str(root))
             files = dict(builder.config.data_files or {})
-            is_typed = bool(cache.options_of(builder.config) or builder.info.features)
+            options, is_typed = cache.options_of(builder.config), bool(builder.info.features)
         else:
             # A list of this class is not taken for patterns. What lies in the cache of the Hub never changes.
             found = arguments["data_files"].items()
             files = {name: DataFilesList(paths, [(path,) for path in paths]) for name, paths in found}
             arguments["data_files"] = files
-            is_typed = bool(arguments.keys() - {"path", "data_files"})
+            options = {name: value for name, value in arguments.items() if name not in ("path", "data_files")}
         names = cache.names_in(split)
         if lost := {*names} - {*files}:
             raise ValueError(f"there is no split {min(lost)}; there are {', '.join(map(str, files))}")
-        kinds = {KINDS.get(Path(file).suffix) for name in names for file in files[name]}
-        if is_typed or len(kinds) > 1 or None in kinds:
+        kinds = {file_kind(file) for name in names for file in files[name]}
+        is_usual = options == ({"sep": "\t"} if kinds == {"tsv"} else {})
+        if is_typed or not is_usual or len(kinds) > 1 or None in kinds:
             return datasets.load_dataset(**arguments, split=split, cache_dir=str(root))
         parts = {name: read_files(files[name], cache_dir) for name in names}
         sizes = {name: len(part) for name, part in parts.items()}

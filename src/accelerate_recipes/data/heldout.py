@@ -10,10 +10,12 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import falls_under, read_files, read_split
+from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
 from accelerate_recipes.data.rendering import without_nulls
+from accelerate_recipes.data.shards import files_of_folder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 
@@ -26,9 +28,13 @@ class RowsArgs:
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.", fixed=False)
     dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
     train_split: str = arg("train", "Split to train on.")
-    train_files: list[str] = arg([], "Local .jsonl, .parquet or .csv files, instead of a dataset.", fixed=False)
+    train_files: list[str] = arg(
+        [],
+        "Local files, or folders, instead of a dataset: .jsonl, .json, .csv, .tsv (also .gz, .zst), .parquet, .arrow.",
+        fixed=False,
+    )
     eval_files: list[str] = arg(
-        [], "Local files to evaluate on; without them a share of the rows is held out.", fixed=False
+        [], "Local files to evaluate on, or folders; without them a share of the rows is held out.", fixed=False
     )
     heldout_share: float = arg(
         0.05,
@@ -43,8 +49,14 @@ class RowsArgs:
             found.append("give one of --dataset_name and --train_files")
         found += cache.folder_problems("dataset_name", self.dataset_name)
         for name in ("train_files", "eval_files"):
-            found += self.file_problems(name, cache.BUILDERS)
-            if len({Path(file).suffix for file in getattr(self, name)}) > 1:
+            try:
+                files = in_folders(getattr(self, name))
+            except ConfigError as error:
+                found.append(f"--{name}: {error}")
+                continue
+            files = [file for file in files if Path(file).suffix or not self.is_elsewhere(file)]  # it may be a folder
+            found += self.file_problems(name, SUFFIXES, files)
+            if len({*map(file_kind, files)}) > 1:
                 found.append(f"--{name} must all be of one kind")
         return found
 
@@ -79,7 +91,11 @@ class RowsArgs:
 
     def read_files(self, files: list[str]) -> datasets.Dataset:
         """Read the rows of local files, all of one kind."""
-        return read_files(files)
+        return read_files(in_folders(files))
+
+    def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
+        """Read the rows as they are rendered by a tokenizer."""
+        return self.read_rows()
 
     def is_heldout(self, row: dict, asked: str) -> bool:
         """Tell whether a row is one of --heldout_share; `asked` is the column that says what it asks the model."""
@@ -117,6 +133,15 @@ class RowsArgs:
                     f"begin alike lie on one side; change --heldout_share {self.heldout_share}, or give more rows"
                 )
         return rows
+
+
+def in_folders(files: list[str]) -> list[str]:
+    """List files; a folder stands for those in it and its folders, in the order of their names.
+
+    Raises:
+        ConfigError: for a folder without files that can be read, or with several kinds.
+    """
+    return [file for name in files for file in (files_of_folder(name, SUFFIXES) if Path(name).is_dir() else [name])]
 
 
 def beginning(row: dict, asked: str) -> str:

@@ -1,7 +1,7 @@
 """Shards: which files a run reads, on a disk, at a URL or on the Hub, and what changes when they change.
 
-A shard of text is a path or an http(s) URL that ends in .json.gz, .jsonl.gz, .json, .jsonl (one JSON object a line), .txt
-(one document) or .parquet (local only). Shards of images are in `tars`.
+A shard of text is a path or an http(s) URL that ends in .json or .jsonl (an object a line; also .gz or .zst), .txt (one
+document) or .parquet (local only). Shards of images are in `tars`.
 """
 
 import glob
@@ -23,7 +23,7 @@ from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import tree
 
-SUFFIXES = (".json.gz", ".jsonl.gz", ".json", ".jsonl", TXT, ".parquet")
+SUFFIXES = (".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst", ".json", ".jsonl", TXT, ".parquet")
 HUB = "hf://"
 
 

@@ -4,11 +4,13 @@ Texts stay as they are written, also in CSV. Values whose types differ from row 
 """
 
 import csv
+import io
+import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
-from functools import reduce
-from pathlib import Path
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import datasets
@@ -16,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 from datasets.table import table_cast
 
-from accelerate_recipes.data.documents import BOM, check_characters, open_parquet, reading, record_of
+from accelerate_recipes.data.documents import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
 BLOCK = 10 << 20  # bytes that are parsed at once
@@ -40,7 +42,7 @@ class OtherSchema(Exception):
 
 
 def write_table(files: Sequence[str], kind: str, path: str) -> None:
-    """Write the rows of files of one kind (arrow, csv, json or parquet) to an Arrow stream.
+    """Write the rows of files of one kind (arrow, csv, tsv, json or parquet) to an Arrow stream.
 
     Raises:
         DataError: for a file that cannot be read, or has no rows.
@@ -132,37 +134,70 @@ def parquet_batches(file: str) -> Iterator[pa.RecordBatch]:
 
 
 def arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
-    with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
-        yield from stream
+    with pa.memory_map(file) as content:
+        if is_random_access(content):
+            found = pa.ipc.open_file(content)
+            yield from map(found.get_batch, range(found.num_record_batches))
+        else:
+            yield from pa.ipc.open_stream(content)
 
 
 def arrow_schema(file: str) -> pa.Schema:
-    with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
-        return stream.schema
+    with pa.memory_map(file) as content:
+        return (pa.ipc.open_file if is_random_access(content) else pa.ipc.open_stream)(content).schema
 
 
-def csv_schema(file: str) -> pa.Schema:
+def is_random_access(content: pa.NativeFile) -> bool:
+    """Tell whether Arrow data have the form that Polars writes; `datasets` writes a stream."""
+    return content.read_at(6, 0) == b"ARROW1" if content.size() >= 6 else False
+
+
+def decompressed(file: str) -> io.BufferedReader:
+    """Open a file of text, which is decompressed as it is read if its name ends with .gz or .zst."""
+    return io.BufferedReader(pa.input_stream(os.path.abspath(file)))  # pyright: ignore[reportArgumentType]
+
+
+def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
     """Read the names of the columns, all of which hold texts: a number may begin with zeros that belong to it."""
-    with open(file, encoding="utf-8-sig", newline="") as lines:
-        names = next(filter(None, csv.reader(lines)), [])
+    with io.TextIOWrapper(decompressed(file), encoding="utf-8-sig", newline="") as lines:
+        names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"it has several columns called {min(twice)!r}")
     return pa.schema([(name, pa.string()) for name in names])
 
 
-def csv_batches(file: str) -> Iterator[pa.RecordBatch]:
+def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
     # Threads would leave the number of a wrong row out of the message.
-    how = pa.csv.ReadOptions(block_size=BLOCK, use_threads=False), pa.csv.ParseOptions(newlines_in_values=True)
-    schema = csv_schema(file)
+    blocks = pa.csv.ReadOptions(block_size=LONGEST, use_threads=False)
+    cells = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    schema = csv_schema(file, delimiter)
     if not schema.names:
         return
     texts = pa.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
-    with open(file, "rb") as lines, pa.csv.open_csv(lines, *how, texts) as reader:
-        yield from reader
+    rows = 0
+    try:
+        with decompressed(file) as lines, pa.csv.open_csv(lines, blocks, cells, texts) as reader:
+            for batch in reader:
+                rows += len(batch)
+                yield batch
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):
+            raise
+        raise DataError(f"{file}, row {rows} {TOO_LONG}") from None
 
 
-BATCHES = {"parquet": parquet_batches, "csv": csv_batches, "arrow": arrow_batches}
-SCHEMAS = {"parquet": lambda file: open_parquet(file).schema_arrow, "csv": csv_schema, "arrow": arrow_schema}
+BATCHES = {
+    "parquet": parquet_batches,
+    "csv": csv_batches,
+    "tsv": partial(csv_batches, delimiter="\t"),
+    "arrow": arrow_batches,
+}
+SCHEMAS = {
+    "parquet": lambda file: open_parquet(file).schema_arrow,
+    "csv": csv_schema,
+    "tsv": partial(csv_schema, delimiter="\t"),
+    "arrow": arrow_schema,
+}
 
 # JSON
 
@@ -185,38 +220,52 @@ def blocks_of(file: str) -> Iterator[Block]:
     """Divide a file into blocks of lines with an object each. A file may also hold JSON on many lines.
 
     Raises:
-        DataError: naming the first line that is no JSON object.
+        DataError: naming the first line that is no JSON object, or longer than LONGEST.
     """
-    with reading(file), open(file, "rb") as lines:
-        begin = next((line for line in lines if line.strip()), None)
-        if begin is None:
-            raise ValueError("it has 0 rows")
-        if (rows := rows_on_many_lines(file, begin)) is not None:
+    with reading(file):
+        if (rows := rows_on_many_lines(file)) is not None:
             for first in range(0, len(rows), BATCH):
                 yield Block(file, "row", dict(enumerate(rows[first : first + BATCH], first)))
             return
-        lines.seek(0)
-        first = 1
-        while part := lines.readlines(BLOCK):
-            numbered = ((n, line) for n, line in enumerate(part, first) if line.removeprefix(BOM).strip())
-            if rows := {number: record_of(file, number - 1, line) for number, line in numbered}:
-                yield Block(file, "line", rows)
-            first += len(part)
+        with decompressed(file) as lines:
+            found, size = {}, 0
+            for number in itertools.count(1):
+                line = lines.readline(LONGEST + 1)
+                if len(line) > LONGEST:
+                    raise DataError(f"{file}, line {number} {TOO_LONG}")
+                if line.removeprefix(BOM).strip():
+                    found[number] = record_of(file, number - 1, line)
+                size += len(line)
+                if found and (size >= BLOCK or not line):
+                    yield Block(file, "line", found)
+                    found, size = {}, 0
+                if not line:
+                    return
 
 
-def rows_on_many_lines(file: str, begin: bytes) -> list[dict] | None:
-    """Return the rows of a file that is a list of objects or texts, or objects on many lines; None for one object a line."""
+def rows_on_many_lines(file: str) -> list[dict] | None:
+    """Return the rows of a file that is a list of objects or texts, or objects on many lines; None for one object a line.
+
+    Raises:
+        ValueError: for a file without rows.
+    """
+    with decompressed(file) as lines:
+        begin = next((line for line in iter(lambda: lines.readline(LONGEST + 1), b"") if line.strip()), None)
+    if begin is None:
+        raise ValueError("it has 0 rows")
     start = begin.removeprefix(BOM).lstrip()[:1]
     if start == b"{":
         try:
-            record_of(file, 0, begin)
+            if len(begin) <= LONGEST:
+                record_of(file, 0, begin)
             return None
         except DataError:  # the object ends on another line, or is broken
             pass
     elif start != b"[":
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        with decompressed(file) as lines:
+            text = lines.read().decode("utf-8-sig")
         values, place = [], SPACE.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
         while place < len(text):
             value, place = json.JSONDecoder().raw_decode(text, place)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from accelerate_recipes.data.documents import CHUNK
+from accelerate_recipes.data.documents import CHUNK, Chunks
 from accelerate_recipes.errors import DataError
 
 TAR = ".tar"
@@ -35,18 +35,6 @@ class Member(tarfile.TarInfo):
             raise
         except (tarfile.HeaderError, ValueError) as error:
             raise tarfile.ReadError(f"the header at byte {tar.offset} is missing or damaged ({error})") from None
-
-
-class Chunks:
-    """File of chunks of bytes, which is read once, from its start to its end."""
-
-    def __init__(self, chunks: Iterable[bytes]):
-        self.chunks, self.rest = iter(chunks), memoryview(b"")
-
-    def read(self, size: int) -> memoryview:
-        self.rest = self.rest or memoryview(next(self.chunks, b""))
-        part, self.rest = self.rest[:size], self.rest[size:]
-        return part
 
 
 def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, bool, tarfile.TarInfo]]:

@@ -14,7 +14,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.data.files import falls_under, read_files, read_split
+from accelerate_recipes.data.files import SUFFIXES, falls_under, file_kind, read_files, read_split
 from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_rows, lengths_of, num_proc
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -83,8 +83,8 @@ class PairArgs:
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size)
-        found += self.file_problems("train_files", cache.BUILDERS)
-        found += self.file_problems("eval_files", cache.BUILDERS)
+        found += self.file_problems("train_files", SUFFIXES)
+        found += self.file_problems("eval_files", SUFFIXES)
         used = {"dataset_name": self.dataset_name} if not self.train_files else {}
         for flag, name in {**used, "eval_dataset_name": self.eval_dataset_name}.items():
             found += cache.folder_problems(flag, name)
@@ -189,7 +189,7 @@ def source_version(source: PairSource) -> list:
     """Return what changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
-    return [Path(source.name).suffix, cache.file_version(source.name)]
+    return [file_kind(source.name), cache.file_version(source.name)]
 
 
 def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:

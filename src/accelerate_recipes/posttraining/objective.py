@@ -305,7 +305,7 @@ class Objective:
         except Exception as error:
             args: Any = self.run.args
             settings = {"assistant_only": getattr(args, "assistant_only_loss", False)}
-            for name, rows in args.read_rows().items():
+            for name, rows in args.read_rows_for(tokenizer).items():
                 found = first_refused(rows, tokenizer, getattr(self, "chat_template", None), **settings)
                 if found:
                     raise ConfigError(f"{args.sources[name]}, row {found[0]}, {found[1]}") from error

@@ -27,6 +27,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
 from accelerate_recipes.data.conversations import NUM_COMPARED, NUM_LAST, cut_at, select, without_added_nulls
 from accelerate_recipes.data.files import check_texts_or_messages
+from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
 from accelerate_recipes.engine import to_device
@@ -39,8 +40,6 @@ from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
-
-PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 
 
 @dataclass
@@ -94,7 +93,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
     Pairs of equal answers are left out. `tools` and `chat_template_kwargs` stay beside them, for the chat template.
 
     Raises:
-        ConfigError: for other columns, for images, and if no pair is left.
+        ConfigError: for images, and if no pair is left.
         DataError: for values that are no texts, messages, tools or scores.
     """
     columns = set(rows.column_names)
@@ -104,7 +103,7 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
         # By `map`, whose result lies in a file, where every rank finds what trl computes for it.
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
-    elif columns >= set(PAIR):
+    else:
         check_texts_or_messages(rows, PAIR, source)
         are_chats = isinstance(rows.features["chosen"], datasets.List)
         if "prompt" in columns:  # it may be a text beside whole conversations
@@ -124,11 +123,6 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
                 "do both answers begin with the same one; give the prompt as messages"
             )
         pairs = pairs.remove_columns([name for name in SCORES if name in pairs.column_names])
-    else:
-        raise ConfigError(
-            f"{source} has the columns {', '.join(rows.column_names)}; DPO needs chosen and rejected, with or without "
-            "prompt, or prompt, completion and score"
-        )
     if not len(pairs):
         raise ConfigError(
             f"{source} has {len(rows):,} rows, but gives no pair of a better and a worse answer; see --min_score_margin"

@@ -48,14 +48,9 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
         DataError: for files that cannot be read, and rows that hold no text or messages.
         ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
     """
-    rows = args.read_rows()
+    rows = args.read_rows_for(tokenizer)
     features = rows["train"].features
-    columns = next((c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features}), None)
-    if columns is None:
-        raise ConfigError(
-            f"the rows have the columns {', '.join(features)}; SFT needs messages, prompt and completion, or "
-            f"{args.dataset_text_field} (--dataset_text_field)"
-        )
+    columns = next(c for c in (*FORMATS, (args.dataset_text_field,)) if {*c} <= {*features})
     if args.completion_only_loss and "completion" not in columns:
         raise ConfigError(
             f"--completion_only_loss is for rows of prompt and completion; these have {' and '.join(columns)}, of which trl "

@@ -1,0 +1,341 @@
+"""Tests of forms: what people have is recognised by its columns, and becomes what trl reads, from any kind of file."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pytest
+from helpers import ROOT
+from test_conversations import TOOL, call, prepare, save_base
+
+from accelerate_recipes import recipe
+from accelerate_recipes.args import parse
+from accelerate_recipes.checkpoint import check_export
+from accelerate_recipes.data import tables
+from accelerate_recipes.data.files import read_files, read_split
+from accelerate_recipes.data.formats import DPO, PAIR, SFT, Form, in_usual_form
+from accelerate_recipes.data.rendering import Rendering, differences, without_nulls
+from accelerate_recipes.errors import ConfigError, DataError
+from accelerate_recipes.hub.cache import HubDataset
+from accelerate_recipes.posttraining.preferences import to_pairs
+
+ALL = {"sft": (*SFT, Form("text", ("text",), (), is_written=True)), "dpo": DPO}
+PAGE = (ROOT / "docs/rows.md").read_text()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def table_below(title: str, number: int) -> list[list[str]]:
+    """Return the cells of a table of the page."""
+    found = PAGE.split(title, 1)[1].split("\n## ")[0].split("|---|---|---|\n")[1:]
+    rows = found[number].split("\n\n")[0].splitlines()
+    return [[cell.strip("` ") for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def made_of(rows: list[dict], folder: Path, name: str = "sft", has_template: bool = True, **mapping: str) -> list[dict]:
+    """Return what becomes of rows in a file, with a byte order mark and DOS lines."""
+    file = folder / "rows.jsonl"
+    file.write_text("\ufeff" + "".join(json.dumps(row) + "\r\n" for row in rows), encoding="utf-8")
+    found = in_usual_form(read_files([str(file)]), ALL[name], mapping, "rows.jsonl", has_template=has_template)
+    if {*PAIR} <= {*found.column_names}:
+        found = to_pairs(found, "rows.jsonl", 0)
+    return [without_nulls(row) for row in found]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_forms_of_the_page(has_template, tmp_path, capsys):
+    """Each line of the tables becomes what stands there, and is named in one line."""
+    lines = table_below("## Forms of rows", 0 if has_template else 1)
+    assert len(lines) == (17 if has_template else 4)
+    for name, line, made in lines:
+        row = json.loads(line)
+        wanted = row if not made.startswith("{") else json.loads(made)
+        kind = "dpo" if {"chosen", "score"} & {*row} else "sft"
+        if "hh" in name and not has_template:
+            row, wanted = row, {"prompt": "\n\nHuman: 1+1?\n\nAssistant:", "chosen": " 2", "rejected": " 3"}
+        assert made_of([row], tmp_path, kind, has_template) == [without_nulls(wanted)], name
+        (said,) = capsys.readouterr().out.splitlines()
+        assert said.startswith("rows.jsonl: ") and (", read as texts" in said) == ("role" not in json.dumps(wanted)), (
+            name
+        )
+
+
+def test_files_of_the_page(tmp_path):
+    """Each as it is, and compressed."""
+    for name, line, made in table_below("## Files", 0):
+        kind = name.split("`")[0]
+        separator = {".csv": ",", ".tsv": "\t"}.get(kind)
+        text = "\ufeff" + line + ("\r\n" + separator.join(["007", "1"]) if separator else "") + "\r\n"
+        (file := tmp_path / f"a{kind}").write_text(text, encoding="utf-8")
+        (packed := tmp_path / f"a{kind}.gz").write_bytes(
+            b"".join(gzip.compress(b) for b in (text[:9].encode(), text[9:].encode()))
+        )
+        with pa.CompressedOutputStream(pa.OSFile(str(tmp_path / f"a{kind}.zst"), "wb"), "zstd") as stream:
+            stream.write(text.encode())
+        for each in (file, packed, tmp_path / f"a{kind}.zst"):
+            assert read_files([str(each)]).to_list() == [json.loads(made)], each
+        packed.write_bytes(packed.read_bytes()[:-9])
+        with pytest.raises(DataError, match=rf"a{kind}.gz cannot be read: "):
+            read_files([str(packed)])
+
+
+def test_arrow_files_and_folders(tmp_path):
+    """Polars writes another form of Arrow than `datasets`; a folder stands for what lies in it and in its folders."""
+    table = pa.table({"text": pa.array(["a", "b"], pa.string_view())})
+    for number, new in enumerate((pa.ipc.new_file, pa.ipc.new_stream)):
+        (folder := tmp_path / f"data/{number}").mkdir(parents=True)
+        with new(str(folder / "a.arrow"), table.schema) as file:
+            file.write_table(table)
+        assert read_files([str(folder / "a.arrow")])["text"][:] == ["a", "b"]
+    (tmp_path / "data/README.txt").write_text("notes")
+    sft = recipe.load(ROOT / "recipes/sft.py")
+    given = ["--model_name_or_path", "none", "--train_files", str(tmp_path / "data")]
+    assert parse(sft.Args, given, world_size=1).read_rows()["train"]["text"][:] == ["a", "b"] * 2
+    args = sft.Args(train_files=["/volume/data"], model_name_or_path="none")
+    assert "no such file" in str(args.problems(1))
+    args.elsewhere = ("/volume",)  # of a job, whose machine has it
+    assert args.problems(1) == []
+    (tmp_path / "data/b.jsonl").write_text('{"text": "c"}\n')
+    with pytest.raises(
+        ConfigError, match=r"--train_files: the folder .*data holds files of several kinds, \.jsonl, \.arrow"
+    ):
+        parse(sft.Args, given, world_size=1)
+    # Of a folder that is a dataset, `datasets` would make numbers of texts.
+    for name, content in (("t.tsv", b"code\tn\n007\t1\n"), ("t.csv.gz", gzip.compress(b"code,n\n007,1\n"))):
+        (tmp_path / name / "x").mkdir(parents=True)
+        (tmp_path / name / "x" / f"train.{name.partition('.')[2]}").write_bytes(content)
+        assert read_split(HubDataset(str(tmp_path / name)), "train").to_list() == [{"code": "007", "n": "1"}]
+
+
+def test_a_line_that_is_too_long(tmp_path, monkeypatch):
+    """It ends the reading before it is in memory, with file and line, whether it is the first or a later one."""
+    monkeypatch.setattr(tables, "LONGEST", 2000)
+    short, long = (json.dumps({"text": "a" * length}) + "\n" for length in (1980, 2000))
+    for number, text in enumerate((long, short * 7 + long), 0):
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(DataError, match=rf"a.jsonl, line {[1, 8][number]} has more than "):
+            read_files([str(tmp_path / "a.jsonl")])
+    (tmp_path / "a.jsonl").write_text(short * 7)
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "a" * 1980}] * 7))  # all on one line
+    assert read_files([str(tmp_path / "a.jsonl")])[:] == read_files([str(tmp_path / "b.json")])[:]
+    (tmp_path / "c.csv").write_text("text,n\n" + "a,1\n" * 5 + "a" * 9000 + ",1\n")
+    with pytest.raises(DataError, match=r"c.csv, row 5 has more than 64 MiB;"):
+        read_files([str(tmp_path / "c.csv")])
+
+
+ASKED = [f"Question {i}?" for i in range(30)]
+SYSTEM = "Be brief."
+
+
+def usual(text: str) -> list[dict]:
+    said = zip(
+        ("system", "user", "assistant", "user", "assistant"), (SYSTEM, text, "Yes.", "And?", "It is."), strict=True
+    )
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def turns(text: str, names: tuple[str, ...] = ("human", "gpt")) -> list[dict]:
+    said = zip(names * 2, (text, "Yes.", "And?", "It is."), strict=True)
+    return [{"from": name, "value": content} for name, content in said]
+
+
+SAME = {
+    "messages": [{"messages": usual(text)} for text in ASKED],
+    "messages of parts": [
+        {"messages": [m | {"content": [{"type": "text", "text": m["content"]}]} for m in usual(text)]} for text in ASKED
+    ],
+    "ShareGPT": [{"conversations": [{"from": "system", "value": SYSTEM}, *turns(text)]} for text in ASKED],
+    "other names": [{"conversations": turns(text, ("user", "chatgpt")), "system": SYSTEM, "id": 1} for text in ASKED],
+    "messages of ShareGPT": [{"messages": turns(text), "system": SYSTEM} for text in ASKED],
+    "roles of ShareGPT": [
+        {"messages": [{"role": t["from"], "content": t["value"]} for t in turns(text)], "system": SYSTEM}
+        for text in ASKED
+    ],
+    "Alpaca": [
+        {"instruction": "And?", "input": "", "output": "It is.", "system": SYSTEM, "history": [[t, "Yes."]]}
+        for t in ASKED
+    ],
+    "prompt and response": [
+        {"prompt": "And?", "response": "It is.", "system": SYSTEM, "history": [[t, "Yes."]]} for t in ASKED
+    ],
+    "question and answer": [
+        {"question": "And?", "answer": "It is.", "system": SYSTEM, "history": [[t, "Yes."]]} for t in ASKED
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    template = (ROOT / "recipes/chat_templates/qwen3.jinja").read_text()
+    return save_base(tmp_path_factory.mktemp("base"), template, "<|im_end|>")
+
+
+def trained_on(base: Path, rows: list[dict], monkeypatch, *flags: str, name: str = "sft") -> list[Rendering]:
+    """Return the first rows as they are trained, all targets included."""
+    found = []
+    monkeypatch.setattr(
+        check_export,
+        "differences",
+        lambda trained, *args, **more: found.append(trained) or differences(trained, *args, **more),
+    )
+    prepare(base, rows, *flags, name=name)
+    return found[0]
+
+
+def test_the_same_conversation_in_all_forms(base, tmp_path, monkeypatch):
+    """Messages, token ids and targets are the same, those of the answers alone, whichever form they come in."""
+    flags = ("--assistant_only_loss", "true")
+    wanted = trained_on(base, SAME["messages"], monkeypatch, *flags)
+    assert len(wanted) == 16 and all(any(targets) and not all(targets) for _, targets in wanted)
+    for name, rows in SAME.items():
+        assert made_of(rows, tmp_path) == SAME["messages"], name
+    for name in ("ShareGPT", "Alpaca"):
+        assert trained_on(base, SAME[name], monkeypatch, *flags) == wanted, name
+    tool = {"type": "function", "function": TOOL["function"]}
+    usual = [
+        {"messages": [{"role": "user", "content": t}, call("weather", town="Bern"), {"role": "tool", "content": "4"},
+                      {"role": "assistant", "content": "It is."}], "tools": [tool]} for t in ASKED
+    ]  # fmt: skip
+    called = json.dumps({"name": "weather", "arguments": {"town": "Bern"}})
+    said = [("function_call", called), ("observation", "4"), ("gpt", "It is.")]
+    shared = [
+        {
+            "conversations": [{"from": a, "value": b} for a, b in (("human", t), *said)],
+            "tools": json.dumps([tool["function"]]),
+        }
+        for t in ASKED
+    ]
+    assert trained_on(base, usual, monkeypatch, *flags) == trained_on(base, shared, monkeypatch, *flags)
+
+
+def test_the_same_pair_in_all_forms(base, tmp_path, monkeypatch):
+    same = {
+        "question": [{"system": SYSTEM, "question": t, "chosen": "It is.", "rejected": "No."} for t in ASKED],
+        "Alpaca": [{"system": SYSTEM, "instruction": t, "chosen": "It is.", "rejected": "No."} for t in ASKED],
+        "ShareGPT": [
+            {"conversations": [{"from": "human", "value": t}], "system": SYSTEM}
+            | {side: {"from": "gpt", "value": text} for side, text in zip(PAIR, ("It is.", "No."), strict=True)}
+            for t in ASKED
+        ],
+        "whole": [
+            {"prompt": t, "system": SYSTEM}
+            | {
+                side: [{"role": "user", "content": t}, {"role": "assistant", "content": text}]
+                for side, text in zip(PAIR, ("It is.", "No."), strict=True)
+            }
+            for t in ASKED
+        ],
+    }
+    for name, rows in same.items():
+        assert made_of(rows, tmp_path, "dpo") == made_of(same["question"], tmp_path, "dpo"), name
+    assert len(trained_on(base, same["ShareGPT"], monkeypatch, name="dpo")) == 32
+
+
+def test_two_readings_are_an_error(tmp_path):
+    """It shows the first row and both commands; either of them is a way out."""
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for name, row, ways in (
+        ("sft", {"messages": said, "text": "ab"}, ("messages=messages", "text=text")),
+        ("sft", {"instruction": "a", "output": "b", "text": "ab"}, ("instruction=instruction output=output", "text=text")),
+        ("sft", {"prompt": "a", "completion": "b", "system": "c"},
+         ("prompt=prompt completion=completion", "question=prompt answer=completion")),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"},
+         ("prompt=prompt chosen=chosen rejected=rejected", "question=prompt chosen=chosen rejected=rejected")),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as error:
+            made_of([row], tmp_path, name)
+        first, *told, shown = str(error.value).splitlines()
+        assert first == "rows.jsonl can be read in 2 ways; say which by one of" and shown.startswith("The first row: {")
+        assert [line.partition(" (")[0] for line in told] == [f"- --columns {way}" for way in ways]
+        made = [made_of([row], tmp_path, name, **dict(pair.split("=") for pair in way.split())) for way in ways]
+        assert made[0] != made[1]
+        if "system" in row:
+            assert made_of([row | {"system": ""}, row | {"system": None}], tmp_path, name) == made[0] * 2, (
+                "nothing is lost"
+            )
+        assert ("'c'" in str(made[1]) or "'d'" in str(made[1])) == ("system" in row)
+
+
+def test_rows_of_two_forms(tmp_path):
+    """The error says how many rows have each; the choice of one form names the first row that has it not."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ConfigError) as error:
+        made_of([chat] * 2 + [{"text": "a"}], tmp_path)
+    for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
+        assert said in str(error.value)
+    sft = recipe.load(ROOT / "recipes/sft.py")
+    flags = ("--train_files", str(tmp_path / "rows.jsonl"), "--columns", "messages=messages")
+    args = parse(sft.Args, ["--model_name_or_path", "none", *flags], world_size=1)
+    with pytest.raises(DataError, match="row 2: 'messages' is null, as in 1 of 3 rows"):
+        sft.load_sides(args, SimpleNamespace(chat_template="a"))
+
+
+def test_columns_by_other_names(base, tmp_path, capsys):
+    row = {"q": "a", "a": "b", "prompt": "unlike", "extra": 1}
+    assert made_of([row], tmp_path, prompt="q", completion="a") == [{"prompt": "a", "completion": "b"}]
+    assert "(q, a), read as texts as they stand; columns that are not used: extra" in capsys.readouterr().out
+    assert made_of([row], tmp_path, question="q", answer="a")[0]["messages"][1]["content"] == "b"
+    swapped = made_of([{"question": "b", "answer": "a"}], tmp_path, question="answer", answer="question")
+    assert [message["content"] for message in swapped[0]["messages"]] == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"has no column 'x', which --columns names; there are q, a, prompt, extra"):
+        made_of([row], tmp_path, prompt="x")
+    with pytest.raises(
+        ConfigError, match=r"columns q, a, prompt, extra; it needs those of one of these forms(.|\n)*- ShareGPT: c"
+    ):
+        made_of([row], tmp_path)
+    for given, said in (
+        ("quest=q", "write NAME=COLUMN, with a NAME of messages, "),
+        ("prompt", "prompt=: write NAME=COLUMN"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            prepare(base, [row], "--columns", given)
+    with pytest.raises(ConfigError, match="a name or a column is there twice"):
+        prepare(base, [row], "--columns", "prompt=q", "completion=q")
+
+
+def shared(*turns: tuple[str, object], **others: object) -> dict:
+    return {"conversations": [{"from": name, "value": value} for name, value in turns]} | others
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        (shared(("human", "a")), shared(("Human being", "a")), "'conversations' has a message from 'Human being'; known are"),
+        (shared(("human", "a")), shared(("function_call", "{a")), "'conversations' has a message from 'function_call' that is no JSON"),
+        (shared(("human", "a")), shared(), "'conversations' has no message"),
+        (shared(("human", "a")), shared(("human", None)), "'conversations' has a message from human without a text"),
+        (shared(("human", "a")), shared(("human", 5)), "'conversations' has a message from human without a text"),
+        (shared(("human", "a")), {"other": 1}, "'conversations' is null, not a text"),
+        (shared(("human", "a")), shared(("human", [{"type": "image"}])), "'conversations' has a message with a part that is no text, {'type': 'image'}"),
+        (shared(("human", "a"), system="b"), shared(("system", "c"), system="b"), "'system' says something else"),
+        ({"question": "a", "answer": "b"}, {"question": "a"}, "'answer' is null, not a text"),
+        ({"question": "a", "answer": "b"}, {"question": "a", "answer": 7}, "'answer' is 7, not a text"),
+        ({"instruction": "a", "output": "b"}, {"output": "b"}, "'instruction' is null, not a text"),
+        ({"instruction": "a", "output": "b", "history": []}, {"instruction": "a", "output": "b", "history": [["a"]]},
+         r"'history' has \['a'\]; it must be pairs"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, {"question": "a", "chosen": "b"}, "'rejected' is null"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, {"chosen": "a", "rejected": "b"},
+         "'chosen' does not begin with a line 'Human:', unlike the first row"),
+    ],
+)  # fmt: skip
+def test_a_row_of_another_form(right, wrong, said, tmp_path):
+    with pytest.raises(DataError, match=f"rows.jsonl, row 3: {said}"):
+        made_of([right] * 3 + [wrong], tmp_path, "dpo" if "chosen" in right else "sft")
+
+
+def test_what_a_template_refuses_is_named_in_its_form(tmp_path):
+    template = "{% for m in messages %}{{ raise_exception('No.') if m.content == 'A' }}{{ m.content }}</s>{% endfor %}"
+    rows = [{"question": "A" if i == 17 else f"{i}?", "answer": "Yes."} for i in range(30)]
+    with pytest.raises(ConfigError, match=r"rows.jsonl, row 17, cannot be rendered by the chat template: No\."):
+        prepare(save_base(tmp_path, template), rows)
+
+
+def test_images_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the column images: this recipe trains on text only"):
+        made_of([shared(("human", "<image> a"), images=["a.png"])], tmp_path)
