@@ -41,7 +41,7 @@ from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bp
 from accelerate_recipes.trial import Trial, pairs_trial
 
 ATTENTION = ["sdpa", "eager"]
-METRICS = Path(__file__).parent / "metrics"
+METRICS = Path(__file__).parent / "metrics/texts.py"
 
 
 @dataclass

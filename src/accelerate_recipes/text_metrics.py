@@ -1,4 +1,4 @@
-"""Metrics of generated texts, by the names of their modules; see recipes/metrics/."""
+"""Metrics of generated texts, by their names in recipes/metrics/texts.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,10 +69,10 @@ class GenerationArgs:
 
 
 class TextMetrics:
-    """Group of `evaluate` modules from `<folder>/<name>.py`, which get the same inputs and give values from 0 to 100."""
+    """Group of metrics of an `evaluate` module, which get the same inputs and give values from 0 to 100."""
 
-    def __init__(self, folder: Path, names: Sequence[str]):
-        self.metrics = [evaluate.load(str(folder / f"{name}.py"), keep_in_memory=True) for name in names]
+    def __init__(self, module: Path, names: Sequence[str]):
+        self.metrics = [evaluate.load(str(module), name, keep_in_memory=True) for name in names]
 
     def compute(
         self, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
