@@ -50,7 +50,7 @@ def chrf(predictions, references):
 
 
 def by_place(references):
-    """Return the first reference of every text, then the second, ..., as sacrebleu takes them; None where there is no more."""
+    """Return the first reference of every text, then the second, ..., for sacrebleu; None where a text has no more."""
     return list(zip_longest(*references))
 
 

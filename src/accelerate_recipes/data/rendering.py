@@ -178,11 +178,8 @@ def render(
         ids = tokenizer((prompt + text + end).removeprefix(added_begin(tokenizer)))["input_ids"]
     targets = [bool(bit) for bit in mask] if mask else [True] * len(ids)
     if prompt and completion_only:
-        before = prompt_alone(tokenizer, prompt, settings)
-        begin = next(
-            (t for t, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
-        )
-        targets[:begin] = [False] * begin
+        begin = first_difference(prompt_alone(tokenizer, prompt, settings), ids)
+        targets[:begin] = [False] * len(targets[:begin])  # all, if the answer has no token
     return Rendering(ids, targets)
 
 
@@ -270,6 +267,5 @@ def differences(
 
 def first_difference(a: Sequence, b: Sequence) -> int | None:
     """Return the first index at which two sequences differ; None if they are equal."""
-    if len(a) != len(b):
-        return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
-    return next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), None)
+    unequal = (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1])
+    return next(unequal, None if len(a) == len(b) else min(len(a), len(b)))

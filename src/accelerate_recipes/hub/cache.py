@@ -282,14 +282,19 @@ def shards_of(index: Path) -> list[str]:
         raise ConfigError(f"{index} is no index of weights ({error!r}); copy or download it again") from error
 
 
-def bytes_of(need: HubDataset) -> int:
-    """Add up the sizes of a dataset's files on this machine; 0 if it is not here."""
+def paths_of(need: HubDataset) -> list[str]:
+    """List the paths of a dataset's files on this machine, in the order of their names; none if it is not here."""
     place = folder("dataset", need.name)
     if place is None:
-        return 0
-    manifest = None if os.path.isdir(need.name) else read_manifest("dataset", need.name)
-    files = map(place.joinpath, files_of(manifest, need)) if manifest else place.glob(need.files or "**/*")
-    return sum(size_of(file) or 0 for file in files if not file.is_dir())
+        return []
+    if not os.path.isdir(need.name) and (manifest := read_manifest("dataset", need.name)):
+        return [str(place / file) for file in files_of(manifest, need)]
+    return sorted(map(str, place.glob(need.files or "**/*")))
+
+
+def bytes_of(need: HubDataset) -> int:
+    """Add up the sizes of a dataset's files on this machine; 0 if it is not here."""
+    return sum(size_of(Path(path)) or 0 for path in paths_of(need) if not os.path.isdir(path))
 
 
 def dataset_files(name: str, pattern: str) -> list[str]:
@@ -298,12 +303,7 @@ def dataset_files(name: str, pattern: str) -> list[str]:
     Raises:
         ConfigError: if no file matches.
     """
-    place = folder("dataset", name)
-    manifest = None if os.path.isdir(name) else read_manifest("dataset", name)
-    if place and manifest:
-        found = [str(place / file) for file in files_of(manifest, HubDataset(name, files=pattern))]
-    else:
-        found = sorted(str(path) for path in place.glob(pattern)) if place else []
+    found = paths_of(HubDataset(name, files=pattern))
     if not found:
         raise ConfigError(f"no file of {name!r} that matches {pattern!r} is here")
     return found

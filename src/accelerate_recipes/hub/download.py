@@ -9,7 +9,6 @@ continues after a kill; files in transfer begin anew. huggingface_hub reads HF_H
 """
 
 import glob
-import hashlib
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils._verification import compute_file_hash
 
 from accelerate_recipes.disk import existing, own_suffix, write_atomically
 from accelerate_recipes.errors import ConfigError, error_list, first_line
@@ -279,7 +279,7 @@ def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
     again = f"python -m accelerate_recipes download {asked['recipes'][-1]}"
     if not place.is_file():
         return f"{what} is missing; run: {again}"
-    found = hub_checksum(place, entry["checksum"].partition(":")[0])
+    found = hub_checksum(place, entry["checksum"])
     if found != entry["checksum"]:
         return (
             f"{what} is damaged: its checksum is {found} instead of {entry['checksum']}; "
@@ -288,14 +288,10 @@ def file_problem(manifest: dict, name: str, entry: dict) -> str | None:
     return None
 
 
-def hub_checksum(file: Path, kind: str) -> str:
-    """Compute a checksum as the Hub does: `sha256` for a large file, `git-sha1` (of the git object) for a small one."""
-    if kind == "sha256":
-        with file.open("rb") as stream:
-            return f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
-    data = file.read_bytes()
-    digest = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    return f"git-sha1:{digest}"
+def hub_checksum(file: Path, expected: str) -> str:
+    """Compute a checksum of the kind that is `expected`: sha256 of a large file, git-sha1 of a small one."""
+    kind, _, _ = expected.partition(":")
+    return f"{kind}:{compute_file_hash(file, kind)}"
 
 
 def listing() -> str:

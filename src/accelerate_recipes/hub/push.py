@@ -119,7 +119,7 @@ def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bo
     unlike = [
         name
         for name in foreign & set(files)
-        if hub_checksum(export / name, there[name]["checksum"].partition(":")[0]) != there[name]["checksum"]
+        if hub_checksum(export / name, there[name]["checksum"]) != there[name]["checksum"]
     ]
     if in_the_way := sorted([*unlike, *(name for name in foreign - set(files) if is_of_a_model(name))]):
         raise ConfigError(

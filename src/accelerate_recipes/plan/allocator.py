@@ -15,8 +15,8 @@ SMALL, PAGE, ROUND = 2**20, 2 * 2**20, 512
 class Segment:
     """Blocks of a pool in order of their addresses, each [size, is used]."""
 
-    def __init__(self, page: int):
-        self.page, self.blocks = page, []
+    def __init__(self):
+        self.blocks: list[list] = []
 
     def take(self, size: int) -> tuple[list, int]:
         """Use the best free block; returns it with the bytes that the segment grew by."""
@@ -28,7 +28,7 @@ class Segment:
             if not self.blocks or self.blocks[-1][1]:
                 self.blocks.append([0, False])
             tail = self.blocks[-1]
-            grown = -(-(size - tail[0]) // self.page) * self.page
+            grown = -(-(size - tail[0]) // PAGE) * PAGE
             tail[0] += grown
             at = len(self.blocks) - 1
         block = self.blocks[at]
@@ -60,7 +60,7 @@ def reserved(events: Sequence[Event]) -> int:
         if segment is not None:
             segment.free(block)
         if size:
-            segment = pools.setdefault((event.stream, size <= SMALL), Segment(PAGE))
+            segment = pools.setdefault((event.stream, size <= SMALL), Segment())
             block, grown = segment.take(size)
             total += grown
             where[event.key] = segment, block, size

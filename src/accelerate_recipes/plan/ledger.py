@@ -142,7 +142,7 @@ class Ledger(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """Forget what has happened, but not what lives."""
-        self.peak, self.host_peak, self.peak_at = self.total, self.held[HOST], 0
+        self.peak, self.host_peak = self.total, self.held[HOST]
         self.at_peak = {kind: held for kind, held in self.held.items() if held and kind != HOST}
         self.flops: Counter[str] = Counter()
         self.recomputed = self.at = self.value_reads = 0
@@ -234,7 +234,7 @@ class Ledger(TorchDispatchMode):
             if self.phases:
                 self.phases[-1].segments[-1] = total, kinds
             if total > self.peak:
-                self.peak, self.peak_at, self.at_peak = total, self.at, kinds
+                self.peak, self.at_peak = total, kinds
 
     def enter_phase(self, begins_segment: bool) -> None:
         """Begin a phase if this operator belongs to another than the last one, and a segment at a collective."""

@@ -13,14 +13,12 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -89,8 +87,6 @@ class Outcome:
     calls: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     events: list[list] = field(default_factory=list)
-    took: float = 0.0
-    resident: int = 0  # memory of the simulation itself
 
 
 class SimulationError(Exception):
@@ -225,7 +221,6 @@ def simulate_here(job: Job) -> Outcome:
     """
     from accelerate_recipes.plan.pretence import Answers, pretend
 
-    start = time.perf_counter()
     use_fsdp = job.env.get("ACCELERATE_USE_FSDP") == "true"
     os.environ.update(job.env)
     if use_fsdp:
@@ -287,7 +282,6 @@ def simulate_here(job: Job) -> Outcome:
         add_ddp(outcome, world_size, world_size == gpus_per_node, clock)
     if job.keeps_events:
         outcome.events = [list(event) for event in events]
-    outcome.took, outcome.resident = time.perf_counter() - start, psutil.Process().memory_info().rss
     return outcome
 
 
