@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from accelerate_recipes.args import arg
-from accelerate_recipes.errors import ConfigError, error_list, one_line, suggestion
+from accelerate_recipes.errors import ConfigError, error_list, noting, one_line, raise_problems, suggestion
 from accelerate_recipes.flags import OutOfRangeError, Range
 from accelerate_recipes.losses import check_head
 from accelerate_recipes.models import CAUSAL
@@ -215,9 +215,6 @@ def check_belong_together(
     if max_length > (longest := max_positions(config)):
         found.append(f"--max_length is {max_length}, the model's is {longest}")
     if not whole_logits:
-        try:
+        with noting(found):
             check_head(config)
-        except ConfigError as error:
-            found.append(str(error))
-    if found:
-        raise ConfigError(error_list("Model and data do not belong together", found))
+    raise_problems("Model and data do not belong together", found)

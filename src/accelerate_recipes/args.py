@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import raise_problems
 from accelerate_recipes.flags import Merge, Parser, Range, arg, check_group, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
@@ -279,8 +279,7 @@ def parse(
     """
     world_size = data_world_size() if world_size is None else world_size
     args, errors = resolve(args_class, sys.argv[1:] if argv is None else argv, world_size, row_size=ranks_a_row())
-    if errors := [*other_problems(args), *errors]:
-        raise ConfigError(error_list("This run cannot start", errors))
+    raise_problems("This run cannot start", [*other_problems(args), *errors])
     return args
 
 

@@ -1,8 +1,9 @@
 """Mistakes of the user and faults of the data, and the words in which they are told."""
 
+import contextlib
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
@@ -28,8 +29,23 @@ class NonFiniteError(RuntimeError):
         self.micro_losses = micro_losses
 
 
-def error_list(title: str, errors: list[str]) -> str:
+def error_list(title: str, errors: Sequence[str]) -> str:
     return f"{title}:\n" + "\n".join(f"  - {error}" for error in errors)
+
+
+def raise_problems(title: str, problems: Sequence[str]) -> None:
+    """Raise ConfigError with all problems, if there are any."""
+    if problems:
+        raise ConfigError(error_list(title, problems))
+
+
+@contextlib.contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Put the text of a ConfigError into a list, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
 from accelerate_recipes.disk import read_json, write_atomically
-from accelerate_recipes.errors import ConfigError, error_list, suggestion
+from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
 from accelerate_recipes.hub import cache
 
 RESULTS = "evaluation.json"
@@ -60,8 +60,8 @@ def evaluate_export(
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=told)
     if not all(task in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=folders, metadata=told)
-    if unknown := [f"{task}{suggestion(task, manager.all_tasks)}" for task in tasks if task not in manager.all_tasks]:
-        raise ConfigError(error_list("lm-evaluation-harness does not know these tasks", unknown))
+    unknown = [f"{task}{suggestion(task, manager.all_tasks)}" for task in tasks if task not in manager.all_tasks]
+    raise_problems("lm-evaluation-harness does not know these tasks", unknown)
     found: Any = simple_evaluate(
         model=HFLM(**model, device="cuda" if torch.cuda.is_available() else "cpu", batch_size=batch_size),
         tasks=list(tasks),

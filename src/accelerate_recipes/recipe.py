@@ -33,7 +33,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
 from accelerate_recipes.data.text import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
-from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, error_list, printable
+from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
 from accelerate_recipes.launcher import launcher_problems
@@ -160,25 +160,18 @@ def check_models(
     models, problems = [], []
     for name in needed.models:
         if (place := cache.folder("model", name)) and (place / "config.json").is_file():
-            try:
+            with noting(problems):
                 models.append(check_model(name, needed.kind, needed.changes))
-            except ConfigError as error:
-                problems.append(str(error))
     load = load_tokenizer if needed.tokenizers else needed.kind.reader
     for name in needed.tokenizers or needed.models:
         if not problems and not cache.lacking(cache.HubModel(name, weights=not needed.tokenizers)):
-            try:
+            with noting(problems):
                 load(name)
-            except ConfigError as error:
-                problems.append(str(error))
     if args.data_only:
         return models, problems
     if needed.new_model and makes_new:
-        try:
-            with torch.device("meta"):
-                models.append(needed.new_model())
-        except ConfigError as error:
-            problems.append(str(error))
+        with noting(problems), torch.device("meta"):
+            models.append(needed.new_model())
     for model in models:
         problems += model_problems(args, model, os.environ)
     return models, problems
@@ -190,13 +183,11 @@ def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Ma
     PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before a process has chosen its own.
     """
     found = wrap_problems(model, env) + attention_problems(args, model, env)
-    try:
+    with noting(found):
         if args.use_peft:
             targets(model, args)
         if env.get("ACCELERATE_MIXED_PRECISION") == "fp8":
             fp8_layers(model)
-    except ConfigError as error:
-        found.append(str(error))
     return found
 
 
@@ -206,9 +197,9 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
     if not name or model.config.is_encoder_decoder:
         return []
     size = ranks_a_row(env)
-    if size > 1 and (problems := model_sharing_problems(model.config, size)):
+    if problems := model_sharing_problems(model.config, size) if size > 1 else []:
         return problems
-    try:
+    with noting(problems):
         attention, _ = choose(name, model.config, args.param_dtype, args.has_boundaries, size > 1)
         model.config._attn_implementation = attention
         if size > 1:
@@ -217,9 +208,7 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
             check_packing(model.config)
         if not getattr(args, "whole_logits", True):
             check_head(model.config)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return problems
 
 
 def needs_of(command: Sequence[str]) -> list[cache.Need]:
@@ -252,8 +241,7 @@ def prepare_data(command: Sequence[str]) -> None:
     plain_lines_in_a_job()
     module = load(command[0])
     args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
-    if problems := write_problems(args):
-        raise ConfigError(error_list("The data cannot be prepared", problems))
+    raise_problems("The data cannot be prepared", write_problems(args))
     provide(args, module.requirements(args), command)
     with contextlib.suppress(DataReady), as_problem_of_the_disk():
         module.main(args)
@@ -376,8 +364,7 @@ def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> No
             download([need for need in to_have if cache.lacking(need)], command)
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
-    if problems := lacking_problems(needs, command) or check_models(args, needed)[1]:
-        raise ConfigError(error_list("This run cannot start", problems))
+    raise_problems("This run cannot start", lacking_problems(needs, command) or check_models(args, needed)[1])
 
 
 def leave(code: int) -> NoReturn:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from accelerate_recipes.attention import CHUNKS, DOCUMENTS, OWN, SINKS, SOFTCAP, beyond_documents, of_layers
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import balance_of_rows
@@ -17,8 +17,8 @@ LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
 def check_sharing(config: PreTrainedConfig) -> None:
     """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of models with this configuration."""
     size = ranks_a_row()
-    if size > 1 and (problems := model_sharing_problems(config, size)):
-        raise ConfigError(error_list("Ranks cannot share rows (parallelism_config_cp_size)", problems))
+    if size > 1:
+        raise_problems("Ranks cannot share rows (parallelism_config_cp_size)", model_sharing_problems(config, size))
 
 
 def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:

@@ -32,7 +32,7 @@ from accelerate_recipes.data.rendering import (
     without_nulls,
 )
 from accelerate_recipes.disk import read_json, write_atomically
-from accelerate_recipes.errors import ConfigError, error_list, first_line
+from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.positions import max_positions
 
 ROWS = "rows.json"  # in the output directory, beside export/
@@ -145,8 +145,7 @@ def compare_with_export(exported: Exported, first: TrainedRows, folder: Path | N
     Raises:
         ConfigError: for each row that differs, and if a file of the user is in the way.
     """
-    if found := first.problems(exported):
-        raise ConfigError(error_list("The export would not render what is trained", found))
+    raise_problems("The export would not render what is trained", first.problems(exported))
     if folder:
         first.save(folder)
 
@@ -181,8 +180,7 @@ def compare_rows(export: Path, folder: Path) -> str:
     first = kept_rows(export, folder)
     if isinstance(first, str):
         return f"Rows of training: not compared, {first}"
-    if found := first.problems(read_exported(export)):
-        raise ConfigError(error_list(f"{export} does not render what was trained", found))
+    raise_problems(f"{export} does not render what was trained", first.problems(read_exported(export)))
     said = f"The export renders the first {len(first.rows)} rows as they were trained"
     if first.accepted:
         said += f", by the template of the training; its own differs in {len(first.accepted)} of them, as was accepted"

@@ -23,7 +23,7 @@ from accelerate_recipes.checkpoint.files import (
     set_aside,
     step_of,
 )
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.life import lock
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
@@ -189,5 +189,4 @@ def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
         if name in fixed and not (name == "model_name_or_path" and is_same_model(checkpoint, now))
     ]
     fatal += args.settle(saved_arguments(checkpoint))
-    if fatal:
-        raise ConfigError(error_list(f"{checkpoint} cannot be continued with these arguments", fatal))
+    raise_problems(f"{checkpoint} cannot be continued with these arguments", fatal)

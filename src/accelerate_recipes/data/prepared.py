@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import naming, own_suffix
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine
 
@@ -82,9 +82,8 @@ def lengths_of(rows: Dataset, column: str = "input_ids") -> np.ndarray:
 
 def check_no_bad(title: str, bad: Sequence[str]) -> None:
     """Raise ConfigError with the first of the rows that cannot be used, if there are any."""
-    if bad:
-        more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
-        raise ConfigError(error_list(f"{title}{more}", bad[:5]))
+    more = f" (the first {len(bad[:5])} of {len(bad)})" if len(bad) > 5 else ""
+    raise_problems(f"{title}{more}", bad[:5])
 
 
 def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:

@@ -29,7 +29,7 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils._verification import compute_file_hash
 
 from accelerate_recipes.disk import existing, own_suffix, write_atomically
-from accelerate_recipes.errors import ConfigError, error_list, first_line
+from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.cache import HubDataset, HubModel, Need
 
@@ -94,8 +94,7 @@ def download(
             add_to(plans, need, max_shards, update)
         except Unavailable as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError(error_list("This cannot be downloaded", problems))
+    raise_problems("This cannot be downloaded", problems)
     check_download_fits(list(plans.values()))
     for plan in plans.values():
         size, to_fetch = total(plan.files), total(plan.to_fetch)
@@ -266,8 +265,7 @@ def verify() -> str:
     ]
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing does not hold the interpreter's lock
         problems = [problem for problem in threads.map(lambda one: file_problem(*one), files) if problem]
-    if problems:
-        raise ConfigError(error_list(f"In {constants.HF_HUB_CACHE}", problems))
+    raise_problems(f"In {constants.HF_HUB_CACHE}", problems)
     size = sum(entry["size"] for _, _, entry in files)
     return f"{len(files)} files, {readable(size)}, in {constants.HF_HUB_CACHE}: complete and unchanged"
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
 
 from accelerate_recipes.disk import read_json
-from accelerate_recipes.errors import ConfigError, error_list, first_line
+from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import hub_checksum, readable, tree
 
@@ -75,8 +75,7 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
     Raises:
         ConfigError: for whatever prevents the push, with the command that repeats it. The export is only read.
     """
-    if problems := push_problems(repo):
-        raise ConfigError(error_list(f"{export} cannot be pushed", problems))
+    raise_problems(f"{export} cannot be pushed", push_problems(repo))
     token = str(get_token())
     again = shlex.join(["python", "-m", "accelerate_recipes", "push", *(["--public"] * public), str(export), repo])
     size = sum((export / name).stat().st_size for name in files)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.args import resolve
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import noting, raise_problems
 from accelerate_recipes.flags import read_yaml
 from accelerate_recipes.launch.job_args import (
     CACHE,
@@ -70,12 +70,9 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         size = ["--nodes", job.nodes or 1, "--gpus-per-node", job.gpus_per_node or 0]
         size += [] if job.gpus_per_node else ["--cpus-per-node", job.cpus_per_node or 1]
         size += ["--gpu", INSTANCES[job.instance]["gpu"]] if job.instance in INSTANCES else []
-        try:
-            volumes = (CHECKPOINTS, CACHE) if job.cache_pvc else (CHECKPOINTS,)
+        volumes = (CHECKPOINTS, CACHE) if job.cache_pvc else (CHECKPOINTS,)
+        with noting(problems):
             launch, found = check([run[0], *map(str, size), *run[1:]], volumes)
-        except ConfigError as error:
-            problems.append(str(error))
-        else:
             problems += found
     if launch is not None:
         problems += image_problems(run[0], launch)
@@ -93,8 +90,8 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
         last = (job.nodes or 1) - 1
         suffix = f"-worker-{max(0, last - 1)}" if kind == "pytorchjob" else f"-node-0-{last}-abcde"
         problems += label_problems("name", job.name, LABEL, 63 - len(suffix))
-    if problems or launch is None:
-        raise ConfigError(error_list("This job is not rendered", problems))
+    raise_problems("This job is not rendered", problems)
+    assert launch is not None
     return job, Path(run[0]), launch
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.launcher import launch_environment, yaml_problems
@@ -53,11 +53,9 @@ def plan(argv: Sequence[str]) -> Plan:
     """
     asked, argv = split_flags(argv)
     request = read_request(argv)
-    if request.config_problems:
-        raise ConfigError(error_list("This run cannot start", request.config_problems))
+    raise_problems("This run cannot start", request.config_problems)
     job = job_of(request, request.gpu or "h100")
-    if problems := environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])):
-        raise ConfigError(error_list("This run cannot start", problems))
+    raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
     began = time.perf_counter()
     with Simulator() as simulator:
         found = plan_with(simulator, job, request, searches=not asked.no_search)

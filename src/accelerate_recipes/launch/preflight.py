@@ -29,7 +29,7 @@ from accelerate_recipes.checkpoint.resume import resume_problems
 from accelerate_recipes.checkpoint.space import space_problems
 from accelerate_recipes.data.prepared import tokenizing_warnings
 from accelerate_recipes.disk import shared_disk_warnings
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, noting, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.launch.planning import memory_problems
 from accelerate_recipes.launch.pods import is_below, move_to_volumes, read_in_pod
@@ -94,20 +94,18 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
         ConfigError: with all problems.
     """
     plan, problems = check(argv)
-    if problems:
-        raise ConfigError(error_list("This run cannot start", problems))
+    raise_problems("This run cannot start", problems)
     return plan.said, plan.assignments
 
 
 def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[str]:
     """Put the adapters of --use_peft into models on the meta device, whose parameters are counted; list why that fails."""
-    try:
+    problems = []
+    with noting(problems):
         for model in models:
             # The numbers of the new tokens' rows, which the tokenizer decides, do not matter here.
             add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return problems
 
 
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:

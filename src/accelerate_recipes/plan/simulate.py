@@ -27,7 +27,7 @@ from accelerate_recipes.adapters import WithoutAdapters, add_adapters
 from accelerate_recipes.args import TrainArgs, resolve
 from accelerate_recipes.engine import train_step
 from accelerate_recipes.environment import computes_in_bf16
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
@@ -244,8 +244,7 @@ def simulate_here(job: Job) -> Outcome:
     if "position_ids" in trial.batch:
         packing_of(model.config)  # which the loss asks: its small model would have no values under fakes
     with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
-        if found := launch_problems(args, os.environ, num_accelerators()):
-            raise ConfigError(error_list("This launch cannot work", found))
+        raise_problems("This launch cannot work", launch_problems(args, os.environ, num_accelerators()))
         run = Run(args, distributed.make_accelerator(args))
         run.adapter = adapter
         with mode if job.device == "cuda" else contextlib.nullcontext():
