@@ -22,10 +22,9 @@ from trl import DPOConfig
 from accelerate_recipes.args import arg
 from accelerate_recipes.data.files import read_files
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.games.games import GamesArgs, prepare_positions
+from accelerate_recipes.games.games import PositionsArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, prompt_of
 from accelerate_recipes.games.preferences import RULES, make_pairs
-from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
@@ -42,12 +41,8 @@ MOVES = ("chosen", "rejected")
 
 
 @dataclass
-class Args(GamesArgs, DPOArgs, DPOConfig):
+class Args(PositionsArgs, DPOArgs, DPOConfig):
     output_dir: str = "outputs/chess_dpo"
-    model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(
-        20000, "Number of positions in training games in which pairs are made.", min=len(PHASES)
-    )
     reject: str = arg(
         "illegal",
         "Moves of the model to reject: `illegal` ones, or also legal ones that were `not_played`.",
@@ -110,11 +105,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    folder = prepare_positions(
-        args,
-        num_train_positions=args.num_train_positions,
-        seed=Args.seed,  # not --seed: runs are compared in the same positions
-    )
+    folder = prepare_positions(args, Args.seed)  # not --seed: runs are compared in the same positions
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     next_moves = NextMoves(facts, tokenizer, METRIC)
 

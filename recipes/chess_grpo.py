@@ -19,10 +19,9 @@ from trl import GRPOConfig
 from accelerate_recipes.args import arg
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import Range
-from accelerate_recipes.games.games import GamesArgs, prepare_positions
+from accelerate_recipes.games.games import PositionsArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
-from accelerate_recipes.games.rules import PHASES
 from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
@@ -35,10 +34,8 @@ METRIC = Path(__file__).parent / "metrics" / "chess_moves.py"
 
 
 @dataclass
-class Args(StockfishArgs, GamesArgs, GRPOArgs, GRPOConfig):
+class Args(StockfishArgs, PositionsArgs, GRPOArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
-    model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
-    num_train_positions: int = arg(20000, "Number of positions, from other games, to answer in.", min=len(PHASES))
     reward_weights: list[float] = arg(
         [0.2, 1.0, 0.5, 1.0],
         "Weights of the rewards: the answer is a move, is legal, was played, is good (with --stockfish).",
@@ -77,11 +74,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    folder = prepare_positions(
-        args,
-        num_train_positions=args.num_train_positions,
-        seed=Args.seed,  # not --seed: runs are compared in the same positions
-    )
+    folder = prepare_positions(args, Args.seed)  # not --seed: runs are compared in the same positions
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     next_moves = NextMoves(facts, tokenizer, METRIC)
 

@@ -19,7 +19,7 @@ from accelerate_recipes.data.files import read_files
 from accelerate_recipes.data.text_pairs import PairSource, load_rows, read_columns
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.games import rules
-from accelerate_recipes.games.games import GamesArgs, load_games, prepare_games, prepare_positions
+from accelerate_recipes.games.games import PositionsArgs, load_games, prepare_games, prepare_positions
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
 GAME = b'{"Moves": ["e2e4", "e7e5"]}\n'
@@ -95,14 +95,14 @@ def prepare(tmp_path):
     def run(name: str, content: bytes, skip_bad_games: bool = False) -> list[str]:
         file = tmp_path / name
         file.write_bytes(content)
-        args = GamesArgs(
-            train_files=[str(file)], heldout_share=0.5, skip_bad_games=skip_bad_games, num_positions=3,
+        args = PositionsArgs(
+            train_files=[str(file)], heldout_share=0.5, skip_bad_games=skip_bad_games, num_positions=3, num_train_positions=3,
             data_cache_dir=str(tmp_path / "cache"),
         )  # fmt: skip
         said = []
         for preparing in (
             lambda: prepare_games(tokenizer, args, max_length=8, seed=0),
-            lambda: prepare_positions(args, num_train_positions=3, seed=0),
+            lambda: prepare_positions(args, seed=0),
         ):
             try:
                 preparing()

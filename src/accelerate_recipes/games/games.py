@@ -80,6 +80,16 @@ class GamesArgs:
         return [self.dataset_files, cache.version("dataset", self.dataset_name, self.dataset_files)]
 
 
+@dataclass
+class PositionsArgs(GamesArgs):
+    """Arguments of a recipe that begins with the export of chess.py, and trains it by moves of its own in positions."""
+
+    model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
+    num_train_positions: int = arg(
+        20000, "Number of positions in training games in which the model moves.", min=len(rules.PHASES)
+    )
+
+
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
     """Build or find the folder with the prepared games. It holds
 
@@ -132,7 +142,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
     return cached(Path(args.data_cache_dir), settings, build)
 
 
-def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -> Path:
+def prepare_positions(args: PositionsArgs, seed: int) -> Path:
     """Build or find the folder with positions of games, divided as in `prepare_games`. It holds
 
     `train/`       positions to train in: columns `prefix` (moves so far), `move` (the played move), `phase`
@@ -145,7 +155,7 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
     """
     settings = {
         "sources": args.game_key,
-        "positions": [args.heldout_share, num_train_positions, args.num_positions, seed, args.skip_bad_games],
+        "positions": [args.heldout_share, args.num_train_positions, args.num_positions, seed, args.skip_bad_games],
         "letters": args.piece_letters,
         "version": VERSION,
     }
@@ -157,7 +167,7 @@ def prepare_positions(args: GamesArgs, *, num_train_positions: int, seed: int) -
         heldout = np.array([falls_under(" ".join(moves), args.heldout_share) for moves in games])
         found = {}
         for name, chosen, number in (
-            ("train", good & ~heldout, num_train_positions),
+            ("train", good & ~heldout, args.num_train_positions),
             ("heldout", good & heldout, args.num_positions),
         ):
             positions = rules.sample_positions((games[i] for i in np.flatnonzero(chosen)), number, seed)
