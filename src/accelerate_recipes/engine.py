@@ -232,18 +232,27 @@ def evaluate_loss(
         Stopped: between two batches.
         DataError: if there is no target at all.
     """
-    model.eval()
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float64)
     num_targets = torch.zeros((), device=accelerator.device, dtype=torch.int64)
-    for batch in batches:
-        stop.raise_if_requested(accelerator)
-        batch = on_this_rank(batch, accelerator)
+    for batch in batches_to_evaluate(accelerator, model, batches):
         loss_sum += loss_fn(model, batch)
         num_targets += count_fn(batch)
-    model.train()
     if not sum_over_ranks(num_targets).item():
         raise DataError("no row to evaluate on has a target of the loss; give others, or hold out a larger share")
     return (sum_over_ranks(loss_sum) / num_targets).item()
+
+
+def batches_to_evaluate(accelerator: Accelerator, model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches on the device, while the model is in the mode of evaluation.
+
+    Raises:
+        Stopped: between two batches.
+    """
+    model.eval()
+    for batch in batches:
+        stop.raise_if_requested(accelerator)
+        yield on_this_rank(batch, accelerator)
+    model.train()
 
 
 def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:

@@ -30,7 +30,7 @@ from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.formats import JUDGED, PAIR, SCORES
 from accelerate_recipes.data.prepared import lengths_of
 from accelerate_recipes.data.rendering import SETTINGS, Rendering, render, shown_ends
-from accelerate_recipes.engine import to_device
+from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.life import stop
@@ -331,11 +331,8 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
         Stopped: between two batches.
     """
     accelerator, model, beta = trainer.accelerator, trainer.run.model, trainer.beta
-    model.eval()
     sums = torch.zeros(6, device=accelerator.device, dtype=torch.float64)
-    for batch in batches:
-        stop.raise_if_requested(accelerator)
-        batch = to_device(batch, accelerator.device)
+    for batch in batches_to_evaluate(accelerator, model, batches):
         is_pair = batch.pop("is_pair")
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         if trainer.precompute_ref_logps:
@@ -345,7 +342,6 @@ def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str,
         margin = beta * ((chosen - references[0]) - (rejected - references[1]))
         values = [-functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, torch.ones_like(margin)]
         sums += torch.stack([(value.double() * is_pair).sum() for value in values])
-    model.train()
     *means, count = sum_over_ranks(sums).tolist()
     names = ("loss", "accuracy", "margin", "logps_chosen", "logps_rejected")
     return {name: value / count for name, value in zip(names, means, strict=True)}

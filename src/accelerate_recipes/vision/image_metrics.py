@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from accelerate_recipes.data.images import Images
 from accelerate_recipes.data.rows import RowLoader
 from accelerate_recipes.disk import read_json_lines, write_atomically
-from accelerate_recipes.engine import on_this_rank
+from accelerate_recipes.engine import batches_to_evaluate
 from accelerate_recipes.errors import DataError
-from accelerate_recipes.life import stop
 from accelerate_recipes.picture import draw_images, draw_matrix
 from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
@@ -104,11 +103,8 @@ def predict_classes(accelerator: Accelerator, model: nn.Module, loader: RowLoade
     Raises:
         Stopped: between two batches.
     """
-    model.eval()
     lines = []
-    for batch in loader:
-        stop.raise_if_requested(accelerator)
-        batch = on_this_rank(batch, accelerator)
+    for batch in batches_to_evaluate(accelerator, model, loader):
         logits = logits_of(model, batch)
         losses = F.cross_entropy(logits, batch["labels"], reduction="none", ignore_index=IGNORE_INDEX)
         top = logits.softmax(-1).topk(min(5, logits.shape[-1]))
@@ -117,5 +113,4 @@ def predict_classes(accelerator: Accelerator, model: nn.Module, loader: RowLoade
             if label != IGNORE_INDEX:
                 values = {"row": row, "label": label, "classes": classes, "probability": probability, "loss": loss}
                 lines.append(values)
-    model.train()
     return lines
