@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.errors import ConfigError, raise_problems
-from accelerate_recipes.gpus import GPUS
+from accelerate_recipes.gpus import GIB, GPUS
 from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.launcher import launch_environment, yaml_problems
 from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.ledger import HOST, Event
 from accelerate_recipes.plan.predict import Prediction
 from accelerate_recipes.plan.search import Change, Proposal, Search, in_words, prediction_of, reason_of
 from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, SimulationError, Simulator
@@ -129,9 +130,7 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
             return line, [problem], []
     if isinstance(outcome, ConfigError) and is_here:
         return "", [str(outcome)], []
-    said = reason_of(outcome)
-    what = f"plan does not simulate {said}" if isinstance(outcome, NotSimulatedError) else said
-    return "", [], [f"memory was not checked: {what}"]
+    return "", [], [f"memory was not checked: {reason_of(outcome)}"]
 
 
 def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: bool) -> Plan:
@@ -221,9 +220,6 @@ def as_json(proposals: Sequence[Proposal]) -> list[dict[str, Any]]:
 def draw(events: Sequence[Sequence[Any]], path: Path) -> None:
     """Draw the bytes of each kind over the operators of a step."""
     import matplotlib.pyplot as plt
-
-    from accelerate_recipes.gpus import GIB
-    from accelerate_recipes.plan.ledger import HOST, Event
 
     live: dict[int, tuple[int, str]] = {}
     held: dict[str, int] = {}

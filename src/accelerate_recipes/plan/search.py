@@ -62,9 +62,10 @@ def in_words(changes: Iterable[Change]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error, or of the list under it."""
+    """Return the first line of an error, or of the list under it; say so of what `plan` does not simulate."""
     title, _, listed = str(error).strip().partition(":\n")
-    return first_line(error) if "\n" in title or not listed else listed.splitlines()[0].strip(" -")
+    said = first_line(error) if "\n" in title or not listed else listed.splitlines()[0].strip(" -")
+    return f"plan does not simulate {said}" if isinstance(error, NotSimulatedError) else said
 
 
 MakeJob = Callable[[Sequence[Change]], Job]
@@ -202,9 +203,7 @@ class Search:
             if isinstance(outcome, Outcome):
                 found.append(Proposal(choice, prediction_of(job, outcome, self.before.gpu)))
             else:
-                reason = reason_of(outcome)
-                is_named = isinstance(outcome, NotSimulatedError)
-                self.failed[choice] = f"plan does not simulate {reason}" if is_named else reason
+                self.failed[choice] = reason_of(outcome)
         return found
 
     def fitting(self) -> list[Proposal]:
