@@ -217,7 +217,7 @@ def test_4_bits_under_bf16(forks, arguments, base, tmp_path, no_repacking):
 def test_4_bits_are_refused_where_they_cannot_be(base, monkeypatch, tmp_path):
     """4 bits are refused where they do not work, before anything is loaded; all reasons come at once."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("accelerate_recipes.args.find_spec", lambda name: None)
+    monkeypatch.setattr("accelerate_recipes.adapter_args.find_spec", lambda name: None)
     monkeypatch.setattr("accelerate_recipes.launch.request.num_accelerators", lambda: 0)
     chess = (*CHESS, "--model_name_or_path", str(base), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(ConfigError) as caught:
