@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TESTS = Path(__file__).resolve().parent
@@ -35,25 +36,49 @@ from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BambaConfig,
     BartConfig,
     DeepseekV3Config,
+    Ernie4_5Config,
+    FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    MiniMaxConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     MT5Config,
+    NemotronHConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SeedOssConfig,
     SmolLM3Config,
     T5Config,
+    Zamba2Config,
 )
 
 from accelerate_recipes.adapter_args import ALL_LINEAR  # noqa: E402
@@ -69,8 +94,9 @@ from accelerate_recipes.losses import (  # noqa: E402
     next_token_loss_without_logits,
     sequence_to_sequence_loss,
 )
+from accelerate_recipes.mixers import unpack_documents  # noqa: E402
 from accelerate_recipes.models import load_model  # noqa: E402
-from accelerate_recipes.probes import Packing, check_packing, packing_of  # noqa: E402
+from accelerate_recipes.probes import Packing, check_packing, mixers_in, packing_of  # noqa: E402
 from accelerate_recipes.tokenizers import load_tokenizer  # noqa: E402
 from accelerate_recipes.weights import linear_layers_and_experts  # noqa: E402
 
@@ -83,8 +109,16 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "initializer_range": 0.1,
 }  # fmt: skip
-MIXED = ["sliding_attention", "full_attention"]
+MIXED, LINEAR = ["sliding_attention", "full_attention"], ["linear_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+WITHOUT_MLP = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+DELTA = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": LINEAR,
+}  # fmt: skip
+SHARED_EXPERT = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **EXPERTS}
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 # The last word of a name is the model type where it says more.
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "Llama 2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -115,6 +149,55 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1, n_shared_experts=1,
     ),
     "SmolLM3": SmolLM3Config(no_rope_layer_interval=2, **SIZES),
+    "Llama 4": Llama4TextConfig(
+        head_dim=8, num_local_experts=4, attention_chunk_size=8, intermediate_size_mlp=48, no_rope_layers=[1, 0],
+        **SIZES, **EXPERTS | {"num_experts_per_tok": 1},
+    ),
+    "GLM 4.5 MoE": Glm4MoeConfig(
+        head_dim=8, moe_intermediate_size=16, n_routed_experts=4, n_group=2, num_experts_per_tok=2, **SIZES
+    ),
+    "Ministral 3": Ministral3Config(head_dim=8, **SIZES),
+    "OLMo 3": Olmo3Config(sliding_window=8, layer_types=MIXED, **SIZES),
+    "Phi-4": Phi3Config(**SIZES | {"num_key_value_heads": 4}, partial_rotary_factor=0.75),
+    "Seed-OSS": SeedOssConfig(head_dim=8, attention_dropout=0.0, residual_dropout=0.0, **SIZES),
+    "ERNIE 4.5": Ernie4_5Config(head_dim=8, **SIZES),
+    "Granite": GraniteConfig(
+        embedding_multiplier=2.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3, **SIZES
+    ),
+    # Hybrids: attention in some layers, and in others a state.
+    "Qwen3-Next": Qwen3NextConfig(**DELTA, **SHARED_EXPERT, **SIZES),
+    "Qwen3.5": Qwen3_5TextConfig(**DELTA, **SIZES),
+    "Qwen3.5-MoE": Qwen3_5MoeTextConfig(**DELTA, **SHARED_EXPERT, **WITHOUT_MLP),
+    "Kimi-Linear": KimiLinearConfig(
+        **SIZES | {"num_key_value_heads": 4}, moe_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, linear_head_dim=8, linear_num_heads=4,
+        layer_types=LINEAR,
+    ),
+    "LFM2": Lfm2Config(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, **SIZES),
+    "LFM2-MoE": Lfm2MoeConfig(
+        layer_types=["conv", "full_attention"], num_dense_layers=1, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, **SIZES,
+    ),
+    "Granite 4": GraniteMoeHybridConfig(
+        num_local_experts=4, shared_intermediate_size=16, layer_types=LINEAR, **MAMBA_2, **EXPERTS, **SIZES
+    ),
+    "Nemotron-H": NemotronHConfig(
+        **SIZES | {"num_hidden_layers": 4}, layers_block_type=["linear_attention", "mlp", "full_attention", "moe"], head_dim=8,
+        ssm_state_size=8, mamba_num_heads=8, mamba_head_dim=8, n_groups=2, chunk_size=8, n_routed_experts=4,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, num_experts_per_tok=2,
+    ),
+    "Falcon-H1": FalconH1Config(mamba_d_ssm=64, lm_head_multiplier=0.5, **MAMBA_2, **SIZES),
+    "Bamba": BambaConfig(attn_layer_indices=[1], **MAMBA_2, **SIZES),
+    "Jamba": JambaConfig(attn_layer_period=2, attn_layer_offset=1, num_experts=4, mamba_d_state=8, **EXPERTS, **SIZES),
+    "Zamba2": Zamba2Config(
+        layers_block_type=["linear_attention", "hybrid"], mamba_d_state=8, n_mamba_heads=8, chunk_size=8,
+        **SIZES | {"num_key_value_heads": 4},
+    ),
+    "OLMo-Hybrid": OlmoHybridConfig(**DELTA, **SIZES),
+    "MiniMax": MiniMaxConfig(head_dim=8, num_local_experts=4, block_size=4, layer_types=LINEAR, **EXPERTS, **SIZES),
+    "Mamba": MambaConfig(**MAMBA),
+    "Mamba 2": Mamba2Config(num_heads=8, head_dim=8, n_groups=1, chunk_size=8, **MAMBA),
+    "Falcon-Mamba": FalconMambaConfig(**MAMBA),
 }  # fmt: skip
 T5_SIZES = {
     "vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -138,20 +221,27 @@ UNTIED = (
 )  # as published: an output layer beside the embedding, of which the configuration says nothing
 
 # What is refused, and how the message begins; any other refusal is a fault, and so is one of these that no longer comes.
-REFUSED = {
-    (
-        "GPT-OSS",
-        "packed by trl",
-    ): r"gpt_oss models do not see from the positions of a packed row where its documents begin",
+NO_POSITIONS = r"\w+ models do not see from the positions of a packed row where its documents begin"
+AN_EXPERT = r"--use_peft: PEFT takes the name of model.layers.0.mlp.\S*down_proj.weight for one of the experts"
+EXPERTS_4_BITS = r"--use_peft: \w+ keeps the experts of a layer in one weight .* do not work with --load_in_4bit"
+REFUSED = {(name, "packed by trl"): NO_POSITIONS for name in ("GPT-OSS", "Granite 4")}
+REFUSED |= {
     ("Gemma 2", "loss without logits"): r"gemma2 has final_logit_softcapping 30.0 behind its output layer",
+    ("Granite", "loss without logits"): r"granite has logits_scaling 2.0 behind its output layer",
+    ("Falcon-H1", "loss without logits"): r"falcon_h1 has lm_head_multiplier 0.5 behind its output layer",
     ("GPT-2", "LoRA"): r"--use_peft: GPT2LMHeadModel has no layers of torch.nn.Linear",
-    (
-        "DeepSeek V3",
-        "LoRA",
-    ): r"--use_peft: PEFT takes the name of model.layers.0.mlp.down_proj.weight for one of the exp",
-} | {
-    (name, "4 bits, on a CPU"): r"--use_peft: \w+ keeps the experts of a layer in one weight .* without --load_in_4bit"
-    for name in ("Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V3")
+}
+REFUSED |= {(name, "LoRA"): AN_EXPERT for name in ("DeepSeek V3", "GLM 4.5 MoE", "Qwen3-Next")}
+REFUSED |= {
+    (name, "4 bits, on a CPU"): EXPERTS_4_BITS
+    for name in (
+        "Qwen3-MoE", "Mixtral", "GPT-OSS", "DeepSeek V3", "Llama 4", "GLM 4.5 MoE", "Qwen3-Next", "Qwen3.5-MoE", "Kimi-Linear",
+        "LFM2-MoE", "Granite 4", "Nemotron-H", "Jamba", "MiniMax"
+    )
+}  # fmt: skip
+REFUSED |= {
+    (name, "4 bits, on a CPU"): r"--use_peft: \w+ computes with the weights of x_proj, dt_proj, out_proj itself"
+    for name in ("Mamba", "Falcon-Mamba")
 }
 REFUSED |= {
     (name, "packed by trl"): r"it is a \w+, which has an encoder; this recipe trains decoders alone, recipes/t5.py"
@@ -161,7 +251,12 @@ REFUSED |= {
 NAMED = {
     "DeepSeek V3": (
         "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj",
-    )
+    ),
+    "GLM 4.5 MoE": ("q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"),
+    "Qwen3-Next": (
+        "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "experts.gate_up_proj",
+        "experts.down_proj",
+    ),
 }  # fmt: skip
 STEPS = 4
 TRAIN = (
@@ -204,8 +299,9 @@ class Model:
         config = ARCHITECTURES[name]
         self.attention, _ = choose("auto", config, torch.float32)
         model = self.auto_class.from_config(config, attn_implementation=self.attention)
-        for buffer in (tensor for name, tensor in model.named_buffers() if name in model.state_dict()):
-            buffer.uniform_(-0.1, 0.1)  # otherwise zeros, which any rank would have
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict() and not buffer.any():
+                buffer.uniform_(-0.1, 0.1)  # any rank would have zeros
         model.save_pretrained(self.base)
         self.num_layers = sum(type(module).__name__ in model._no_split_modules for module in model.modules())
         self.tokenizer = toy.make_model(toy.Args())[1]
@@ -213,7 +309,9 @@ class Model:
         self.done: dict[str, Path] = {}
 
     def load(self, folder: Path | None = None, **settings: object) -> PreTrainedModel:
-        return load_model(str(folder or self.base), "auto", packed=True, **settings).eval()
+        model = load_model(str(folder or self.base), "auto", packed=True, **settings).eval()
+        unpack_documents(model, mixers_in(model))  # as a run does
+        return model
 
     @torch.no_grad()
     def loss_of(self, net: PreTrainedModel, num_rows: int = 16) -> float:
@@ -375,6 +473,17 @@ def compare_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
         assert difference <= tolerance, f"the gradient of {name} differs by {difference:.2e} of the largest"
 
 
+def documents_alone(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return each document of packed rows as a batch of its own."""
+    documents = []
+    for row, places in enumerate(batch["position_ids"]):
+        starts = [*(places == 0).nonzero().flatten().tolist(), len(places)]
+        for start, end in itertools.pairwise(starts):
+            names = ("input_ids", "position_ids", "labels")
+            documents.append({name: batch[name][row : row + 1, start:end] for name in names})
+    return documents
+
+
 def packed_as_unpacked(model: Model) -> str | None:
     """Loss and gradients of packed rows are those of each document alone, to 1e-5."""
     if isinstance(model, EncoderDecoder):
@@ -382,17 +491,13 @@ def packed_as_unpacked(model: Model) -> str | None:
     net, batch = model.load(), model.batch
     check_packing(net.config)
     packed = gradients(net, [next_token_loss(net, batch)])
-    documents = []
-    for row in range(len(batch["input_ids"])):
-        starts = [*(batch["position_ids"][row] == 0).nonzero().flatten().tolist(), toy.LENGTH]
-        for start, end in itertools.pairwise(starts):
-            documents.append({key: batch[key][row : row + 1, start:end] for key in ("input_ids", "labels")})
+    documents = documents_alone(batch)
     assert len(documents) > 2 * len(batch["input_ids"])
     alone = []
     for document in documents:
-        positions = torch.arange(document["input_ids"].shape[1])[None]
-        logits = net(input_ids=document["input_ids"], position_ids=positions, use_cache=False).logits.float()
-        targets = torch.nn.functional.pad(document["labels"][:, 1:], (0, 1), value=-100).flatten()
+        labels = document.pop("labels")
+        logits = net(**document, use_cache=False).logits.float()
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
         alone.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"))
     unpacked = gradients(net, alone)
     agree(packed[0], unpacked[0], 1e-5, "losses")
@@ -429,7 +534,7 @@ def packing_by_trl(model: Model) -> None:
 
     from accelerate_recipes.posttraining.settings import check_trl_packing
 
-    net = load_model(str(model.base), "auto", packed=True).eval()
+    net = model.load()
     check_trl_packing(SFTConfig(packing=True, output_dir=str(model.folder), use_cpu=True, report_to="none"), net)
     documents = [list(range(5, 12)), list(range(20, 23)), list(range(40, 51))]
     row = {"input_ids": list(itertools.chain(*documents)), "seq_lengths": [len(document) for document in documents]}
@@ -529,7 +634,8 @@ def four_bits(model: Model) -> None:
     assert after < before - 0.05
     settings = load_settings(toy.Args(use_peft=True, load_in_4bit=True))
     assert isinstance(settings["quantization_config"], BitsAndBytesConfig)
-    rounded = model.load(**settings)
+    with mock.patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False):  # its packed weights are wider than these
+        rounded = model.load(**settings)
     agree(model.loss_of(rounded), before, 1e-5, "losses before training")
     agree(model.loss_of(PeftModel.from_pretrained(rounded, str(out / "export"))), after, 1e-5, "losses with PEFT")
 
@@ -599,11 +705,14 @@ def attention_of(model: Model) -> str:
     if isinstance(model, EncoderDecoder):
         return f"{model.attention}, padded"
     how = {Packing.POSITIONS: "positions", Packing.MASK: "our mask"}
-    return f"{model.attention}, {how[packing_of(model.load().config)]}"
+    net = model.load()
+    unpacked = ", unpacked" if mixers_in(net) else ""
+    return f"{model.attention}, {how[packing_of(net.config)]}{unpacked}"
 
 
 ATTENTION = """The attention that `auto` takes on a CPU, and what keeps the documents of a packed row apart in it:
-transformers sees from the positions where they begin, or the model gets a mask of ours; pairs are padded."""
+transformers sees from the positions where they begin, or the model gets a mask of ours; where layers have a state, rows are
+unpacked for them ([how](levers.md#layers-with-a-state)); pairs are padded."""
 ON_GPU = """This was not run on a GPU, except that what is refused is refused there too."""
 HEAD = """\
 # Models
@@ -615,6 +724,9 @@ a published model of that architecture fits on your GPUs, or learns. Measured wi
 accelerate {accelerate}, peft {peft}, trl {trl} and bitsandbytes {bitsandbytes}, on {cores} cores.
 """
 BY_T5 = """\
+Of hybrids, the layers with a state were computed by transformers' kernels in torch: the fast packages run on GPUs only.
+RecurrentGemma, RWKV and xLSTM are refused: they do not see the padding of prompts. Phi-4 is a Phi-3.
+
 T5, FLAN-T5, mT5 and BART are trained by `recipes/t5.py`, which refuses other encoder-decoders; T5 v1.1 is what FLAN-T5 is.
 `tests/test_t5.py` trains a T5 under all strategies.
 """

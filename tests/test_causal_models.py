@@ -18,7 +18,7 @@ from transformers import (
     BloomConfig,
     PreTrainedTokenizerFast,
 )
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from accelerate_recipes import probes, sharing
 from accelerate_recipes.errors import ConfigError
@@ -27,9 +27,10 @@ from accelerate_recipes.games.games import tokenize_games
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.generation import generate_texts
 from accelerate_recipes.losses import check_document_mask
+from accelerate_recipes.mixers import unpack_documents
 from accelerate_recipes.models import load_model
 from accelerate_recipes.positions import check_length, max_positions
-from accelerate_recipes.probes import Packing, packing_of
+from accelerate_recipes.probes import Packing, mixers_in, packing_of
 from accelerate_recipes.tokenizers import load_tokenizer
 
 SCRIPT = ROOT / "recipes" / "chess.py"
@@ -203,25 +204,22 @@ def test_each_kernel_keeps_attention_inside_a_game(attention):
     check_document_mask(model, torch.device("cpu"))
 
 
-QWEN3_NEXT = tiny_config(
-    "qwen3_next", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-    shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "documents", "flash_attention_2"])
 def test_convolutions_cross_documents(attention):
-    """A kernel that is told where documents begin does not help what is no attention."""
+    """A kernel that is told where documents begin does not help what is no attention: that gets one document at a time."""
     config = tiny_config("lfm2", layer_types=["conv", "full_attention"])
-    for kinds, found in (("conv", Packing.NONE), ("full_attention", Packing.POSITIONS)):
-        config.layer_types, config._attn_implementation = [kinds, "full_attention"], attention
-        assert packing_of(config) is found
+    for kind, found in (("conv", {"Lfm2ShortConv"}), ("full_attention", set())):
+        config.layer_types, config._attn_implementation = [kind, "full_attention"], attention
+        assert packing_of(config) is Packing.POSITIONS
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model.config._attn_implementation = attention
+        assert mixers_in(model) == found
 
 
-@pytest.mark.parametrize("config", [QWEN3_NEXT, BloomConfig()], ids=lambda config: config.model_type)
-def test_models_whose_attention_crosses_games(config, tmp_path):
-    """Linear attention carries its state from game to game; BLOOM takes no positions. Refused before weights are read."""
+def test_models_whose_attention_crosses_games(tmp_path):
+    """BLOOM takes no positions. Refused before weights are read."""
+    config = BloomConfig()
     config.save_pretrained(tmp_path)
     said = f"{config.model_type} models do not keep attention inside .* not even with a mask; give --no_document_mask"
     with pytest.raises(ConfigError, match=said):
@@ -232,13 +230,13 @@ def test_models_whose_attention_crosses_games(config, tmp_path):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "documents"])
 def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
-    """A causal convolution of width 2 in the layers, however little it adds, also where a rank's part of a row begins."""
+    """A causal convolution of width 2 between layers, however little it adds, also where a rank's part of a row begins."""
 
-    def convolved(self, hidden):
-        return forward(self, hidden + strength * functional.pad(hidden, (0, 0, 1, -1)))
+    def convolved(self, hidden, *args, **settings):
+        return forward(self, hidden + strength * functional.pad(hidden, (0, 0, 1, -1)), *args, **settings)
 
-    forward, strength = LlamaMLP.forward, 0.0
-    monkeypatch.setattr(LlamaMLP, "forward", convolved)
+    forward, strength = LlamaDecoderLayer.forward, 0.0
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", convolved)
     model = tiny_model(attention=attention)
     for strength, has_tiny in ((0.0, True), (1e-6, True), (0.0, False), (1e-2, False)):
         monkeypatch.setattr(probes, "_packing", {})
@@ -252,6 +250,19 @@ def test_a_small_leak_between_documents_is_found(monkeypatch, attention):
                 check_document_mask(model, torch.device("cpu"))
         else:
             check_document_mask(model, torch.device("cpu"))
+
+
+def test_a_leak_inside_a_layer_is_unpacked(monkeypatch):
+    """Whatever a part of a layer is called, it computes each document by itself if it carries something from one to the next."""
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: forward(self, hidden.cumsum(1)))
+    monkeypatch.setattr(probes, "_packing", {})
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="llama models do not keep attention inside a document"):
+        check_document_mask(model, torch.device("cpu"))
+    assert packing_of(model.config) is Packing.POSITIONS and mixers_in(model) == {"LlamaMLP"}
+    unpack_documents(model, mixers_in(model))
+    check_document_mask(model, torch.device("cpu"))
 
 
 def test_a_model_that_no_tiny_one_stands_for_is_tried_itself(monkeypatch):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import load_config, mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
-from accelerate_recipes.weights import linear_layers_and_experts, seed_of
+from accelerate_recipes.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
 
 # PEFT is imported where it is used: if bitsandbytes is installed, PEFT imports it and torch's compiler, which take a quarter
 # of the time in which a process starts.
@@ -107,6 +108,12 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
     kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
     if not layers:
         raise ConfigError(f"--use_peft: {type(model).__name__} has no layers of torch.nn.Linear to put adapters beside")
+    by_weight = BY_WEIGHT.get(model.config.model_type, ())
+    if args.load_in_4bit and ("dt_proj" in by_weight or (by_weight and find_spec("mamba_ssm"))):
+        raise ConfigError(
+            f"--use_peft: {type(model).__name__} computes with the weights of {', '.join(by_weight)} itself, which "
+            "--load_in_4bit packs; leave it out"
+        )
     ends = kinds if args.lora_target_modules == [ALL_LINEAR] else args.lora_target_modules
     if unknown := [end for end in ends if not ending_with([end], [*layers, *experts])]:
         raise ConfigError(

@@ -40,7 +40,9 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.mixers import recompute_documents, unpack_documents
 from accelerate_recipes.optim import local_shard, optimizer_fn
+from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
 from accelerate_recipes.sequence import share_attention
 from accelerate_recipes.strategy import (
@@ -185,6 +187,7 @@ def prepare(
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
+    unpack_documents(model, mixers_in(model))
     functorch_config.activation_memory_budget = args.activation_memory_budget
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
@@ -193,6 +196,8 @@ def prepare(
     is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
+    upstream.leave_out_other_layers(model)
+    upstream.count_cached_tokens(model)
     if accelerator.is_fsdp2:
         if is_new:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
@@ -217,6 +222,7 @@ def prepare(
                 upstream.computes_on(inner, accelerator.device)
     else:
         model = accelerator.prepare(model)
+    recompute_documents(model)
     recompute_every(model, args.checkpoint_every_n_layers)
     local = sum(local_numel(p) for p in model.parameters())
     units = fsdp_units(model)

@@ -1,8 +1,9 @@
 """Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,10 @@ BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
 LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
 SPREAD = 2**8  # by which fp16 holds gradients of logits down to 2**-32
 # Settings that change logits after the output layer, with the value that has no effect; None has none either.
-BEHIND_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1, "logit_scale": 1}
+BEHIND_THE_HEAD = {
+    "final_logit_softcapping": None, "logits_soft_cap": None, "output_logit_soft_cap": None, "softcap": None,
+    "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1,
+}  # fmt: skip
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -84,7 +88,8 @@ def check_head(config: PreTrainedConfig) -> None:
 
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
     """Return the model's output for a packed batch, and what balancing experts adds to the summed loss, or 0."""
-    config = unwrapped(model).config
+    causal_lm = unwrapped(model)
+    config, layers = causal_lm.config, contextlib.nullcontext()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if model.training else 0.0
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {"output_router_logits": True} if coefficient else {}
@@ -93,10 +98,15 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     is_told = config._attn_implementation in READ_BOUNDARIES
     if not is_told and (is_shared or packing_of(config) is Packing.MASK):
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
-        inputs |= document_masks(config, batch["row_position_ids" if is_shared else "position_ids"], dtype)
+        masks = document_masks(config, batch["row_position_ids" if is_shared else "position_ids"], dtype)
+        if coefficient:
+            layers = handing_on(causal_lm, masks)
+        else:
+            inputs |= masks
     if is_shared:
         inputs["sequence_group"] = batch["sequence_group"]
-    output = model(**inputs, use_cache=False)
+    with layers:
+        output = model(**inputs, use_cache=False)
     if not coefficient:
         return output, 0.0
     if not is_shared:
@@ -106,6 +116,17 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
         output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]
     )
     return output, coefficient * balance * mean_count
+
+
+@contextlib.contextmanager
+def handing_on(causal_lm: nn.Module, masks: dict[str, Any]) -> Iterator[None]:
+    """Give masks to a model's layers, but not to its loss that balances experts, which takes only one of padding."""
+    base: Any = causal_lm.base_model
+    hook = base.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | masks), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

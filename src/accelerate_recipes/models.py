@@ -17,6 +17,8 @@ from accelerate_recipes.sharing import check_sharing
 from accelerate_recipes.tokenizers import load_tokenizer
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
+# RWKV also divides its weights in place while it is evaluated (`rescale_every`), as which a checkpoint might hold them.
+BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
 def load_model(
@@ -98,6 +100,11 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
         raise ConfigError(
             f"{name} is a {config.model_type} whose attention sees the tokens that it is to predict, since its config.json "
             "has is_decoder false; set that to true, or give another model"
+        )
+    if config.model_type in BLIND_TO_PADDING:
+        raise ConfigError(
+            f"{name} is a {config.model_type}, which does not see the padding of prompts: texts generated in batches would "
+            "be wrong; give another model"
         )
 
 

@@ -1,21 +1,35 @@
 """Tiny models of a class, which show whether it keeps to the documents of packed rows, and whether ranks can share rows."""
 
+import contextlib
 import copy
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from accelerate_recipes.attention import READ_BOUNDARIES, document_masks, of_layers, unsupported_kernels, width_of_heads
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.mixers import unpack_documents
 from accelerate_recipes.sequence import whole_rows
 
 CROSSES = (
     "{} models do not keep attention inside a document of a packed row, not even with a mask; give --no_document_mask, or "
     "another model"
 )
+
+
+REFUSALS = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+)  # of models, for arguments that they do not take
+FIRST = 5  # tokens of the first document of two
 
 
 class Packing(Enum):
@@ -27,7 +41,7 @@ class Packing(Enum):
     UNKNOWN = "no tiny model of its class can be made"
 
 
-_packing: dict[tuple, Packing] = {}  # what `packing_of` has found out
+_packing: dict[tuple, tuple[Packing, frozenset[str]]] = {}  # what `examined` has found out
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -50,13 +64,25 @@ def alone(
 AttentionInterface.register("alone", alone)
 
 
-@whole_rows()
 def packing_of(config: PreTrainedConfig) -> Packing:
-    """Find out how models with this configuration keep attention inside a document, by a tiny one of the same class.
+    """Find out how models with this configuration keep to the documents of a packed row, by a tiny one of the same class.
 
-    This takes a tenth of a second, once for each class and kind of attention. Where the answer is UNKNOWN, only
-    `check_document_mask` can tell.
+    Its `mixers_in` compute each document by itself. This takes a tenth of a second, once for each class and kind of
+    attention. Where the answer is UNKNOWN, only `check_document_mask` can tell.
     """
+    return examined(config)[0]
+
+
+def mixers_in(model: nn.Module) -> frozenset[str]:
+    """Name the classes of a decoder's modules that must compute each document by itself: see `mixers`."""
+    config: Any = getattr(model, "config", None)
+    is_decoder = getattr(model, "get_output_embeddings", lambda: None)() is not None and not config.is_encoder_decoder
+    return examined(config)[1] if is_decoder else frozenset()
+
+
+@whole_rows()
+def examined(config: PreTrainedConfig) -> tuple[Packing, frozenset[str]]:
+    """Find out what `packing_of` and `mixers_of` return."""
     text, attention = config.get_text_config(), config._attn_implementation
     if attention in READ_BOUNDARIES:
         attention = "alone"  # the kernel is told; layers beside attention are not
@@ -65,17 +91,26 @@ def packing_of(config: PreTrainedConfig) -> Packing:
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
     key = (type(config), attention, kinds, getattr(text, "sliding_window", None) is None)
     if key not in _packing:
-        group = {"sequence_group": None} if attention == "alone" else {}
-        model = tiny_model(config, attention, **group)
-        if model is None:  # one that hands nothing on to its attention is tried itself
-            _packing[key] = Packing.POSITIONS if group else Packing.UNKNOWN
-        elif is_packed_as_alone(model, **group):
-            _packing[key] = Packing.POSITIONS
-        elif group:
-            _packing[key] = Packing.NONE
-        else:
-            _packing[key] = Packing.MASK if is_packed_as_alone(model, with_masks=True) else Packing.NONE
+        _packing[key] = examined_anew(config, attention)
     return _packing[key]
+
+
+def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, frozenset[str]]:
+    """Try a tiny model as it is, then with mixers that compute each document by itself."""
+    group = {"sequence_group": None} if attention == "alone" else {}
+    model = tiny_model(config, attention, **group)
+    if model is None:  # one that hands nothing on to its attention is tried itself
+        return Packing.POSITIONS if group else Packing.UNKNOWN, frozenset()
+    ways = {Packing.POSITIONS: False} if group else {Packing.POSITIONS: False, Packing.MASK: True}
+    for way, with_masks in ways.items():
+        if is_packed_as_alone(model, with_masks, **group):
+            return way, frozenset()
+    mixers = (not group and classes_that_mix(model, with_masks=True)) or classes_that_mix(model, False, **group)
+    unpack_documents(model, mixers)
+    for way, with_masks in ways.items():
+        if mixers and is_packed_as_alone(model, with_masks, **group):
+            return way, mixers
+    return Packing.NONE, frozenset()
 
 
 def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
@@ -93,18 +128,15 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
             for name, value in vars(text).items()
             # A list of more values holds numbers, not kinds of layers.
             if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
+            if not any(isinstance(entry, float) for entry in value)
         }
-        kinds = list(zip(*lists.values(), strict=True))
+        kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        width = max(map(width_of_heads, of_layers(text)))
-        sizes = {
-            "num_hidden_layers": len(chosen), "num_attention_heads": 2, "num_key_value_heads": 2,
-            "hidden_size": 2 * width, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32,
-            "initializer_range": 0.2,
-        }  # fmt: skip
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            sizes[name] = min(32, getattr(text, name, None) or 0)
-        sizes |= {name: [value[i] for i in chosen] for name, value in lists.items()}
+        if not lists:  # its kinds of layers follow from their numbers
+            chosen = list(range(max(2, chosen[-1] + 1)))
+        sizes = sizes_of_tiny(text, len(chosen)) | {name: [value[i] for i in chosen] for name, value in lists.items()}
+        if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
+            sizes["hybrid_layer_ids"] = [i for i, kind in enumerate(sizes["layers_block_type"]) if kind == "hybrid"]
         for name, value in sizes.items():
             if getattr(text, name, None) is not None:
                 setattr(text, name, value)
@@ -120,6 +152,30 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
     except Exception:  # whatever an unusual configuration brings: only the real model can tell
         return None
     return model.eval()
+
+
+def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
+    """Choose the sizes of a tiny model; where a configuration derives one of them from others, the same is done here."""
+    hidden = 2 * max(map(width_of_heads, of_layers(text))) if getattr(text, "num_attention_heads", None) else 128
+    sizes = {
+        "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": hidden,
+        "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32, "initializer_range": 0.2,
+        "embedding_dim": hidden, "linear_num_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_num_heads": 2,
+        "mamba_n_groups": 1, "mamba_ngroups": 1, "n_groups": 1, "chunk_size": 8, "mamba_chunk_size": 8,
+    }  # fmt: skip
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        sizes[name] = min(32, getattr(text, name, None) or 0)
+    if of_attention := getattr(text, "attention_hidden_size", None):  # Zamba2's, or RWKV's
+        sizes["attention_hidden_size"] = hidden * of_attention // text.hidden_size
+        sizes["attention_head_dim"] = sizes["attention_hidden_size"] // 2
+    inner = hidden * (getattr(text, "mamba_expand", None) or getattr(text, "expand", None) or 0)
+    if inner:  # of a state space
+        heads = {"mamba_n_heads": "mamba_d_head"}
+        heads |= {} if getattr(text, "num_attention_heads", None) else {"num_heads": "head_dim"}
+        sizes |= {name: inner // (getattr(text, width, None) or 1) for name, width in heads.items()}
+        sizes |= {"mamba_d_ssm": inner, "mamba_headdim": inner // (getattr(text, "n_mamba_heads", None) or 1)}
+    return sizes
 
 
 @torch.enable_grad()
@@ -153,17 +209,56 @@ def sees_later_tokens(config: PreTrainedConfig) -> bool:
 def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
     """Tell whether a tiny model on the CPU predicts the same in the second document of a row as for the document alone."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        tokens, positions = torch.arange(12)[None], torch.tensor([[*range(5), *range(7)]])
-        masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
         inputs |= {"use_cache": False}
-        row = {"input_ids": tokens, "position_ids": positions} | masks | inputs
         try:
-            packed = model(**row).logits[:, 5:]
-            alone = model(input_ids=tokens[:, 5:], position_ids=positions[:, 5:], **inputs).logits
-            is_seen = sees_before(model, 5, **row)
-        except (TypeError, ValueError, RuntimeError, KeyError):  # it takes no positions, or no such masks
+            row = row_of_two(model, with_masks) | inputs
+            packed = model(**row).logits[:, FIRST:]
+            second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
+            alone = model(**second, **inputs).logits
+            is_seen = sees_before(model, FIRST, **row)
+        except REFUSALS:  # it takes no positions, or no such masks
             return False
     return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
+
+
+def row_of_two(model: nn.Module, with_masks: bool) -> dict[str, Any]:
+    """Make a row of two documents, the first of which has FIRST tokens."""
+    positions = torch.tensor([[*range(FIRST), *range(7)]])
+    masks = document_masks(model.config, positions, torch.float32) if with_masks else {}
+    return {"input_ids": torch.arange(FIRST + 7)[None], "position_ids": positions} | masks
+
+
+@torch.enable_grad()
+def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> frozenset[str]:
+    """Name the classes of modules inside a tiny model's layers whose results in a document depend on the one before."""
+    seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
+
+    def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        of_tokens = [
+            next((t for t in tree_leaves(some) if isinstance(t, torch.Tensor) and t.shape[:2] == shape), None)
+            for some in ((args, kwargs), result)
+        ]
+        if all(t is not None and t.requires_grad for t in of_tokens):
+            seen.append((module, *of_tokens))
+
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    inside = {part for layer in layers for part in layer.modules() if layers.isdisjoint(part.modules())}
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), contextlib.ExitStack() as hooks:
+        for module in inside:
+            hooks.enter_context(module.register_forward_hook(see, with_kwargs=True))
+        try:
+            row = row_of_two(model, with_masks)
+            shape = row["input_ids"].shape
+            model(**row, **inputs, use_cache=False)
+        except REFUSALS:
+            return frozenset()
+    mixing = {
+        module
+        for module, before, after in seen
+        if torch.autograd.grad(after[:, FIRST:].square().sum(), before, retain_graph=True)[0][:, :FIRST].any()
+    }
+    parts = {part for module in mixing for part in module.modules() if part is not module}
+    return frozenset(type(module).__name__ for module in mixing - parts)
 
 
 @torch.no_grad()
@@ -185,7 +280,7 @@ def shares_in_small(config: PreTrainedConfig) -> bool:
                 for t, p in zip(tokens.split(6, 1), positions.split(6, 1), strict=True)
             ]
             is_seen = sees_before(model, 6, input_ids=tokens, position_ids=positions, **group)
-        except (TypeError, ValueError, RuntimeError, KeyError):
+        except REFUSALS:
             return False
     return not is_seen and bool((torch.cat(parts, 1) - whole).norm() <= 1e-3 * whole.norm())
 

@@ -39,6 +39,7 @@ from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_run
+from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_shared_masks
 
@@ -200,6 +201,9 @@ class Run(Generic[Args]):
         )
         if why:
             self.print(f"Attention: {attention}, since {why}")
+        is_packed = getattr(self.args, "document_mask", False) or getattr(self.args, "packing", False)
+        if is_packed and (mixers := mixers_in(model)):
+            self.print(f"Packed rows: {', '.join(sorted(mixers))} computes each document by itself")
         if attention == DOCUMENTS and use_flash_3():
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps

@@ -7,8 +7,10 @@ happens, with the version.
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -135,6 +137,30 @@ def hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     yield
     for module, name in hidden:
         module._non_persistent_buffers_set.discard(name)
+
+
+def leave_out_other_layers(model: PreTrainedModel) -> None:
+    """Take the layers that a model does not have out of those that transformers names for FSDP.
+
+    Text parts of composite models, such as `Gemma4ForCausalLM` of transformers 5.23, also name layers of other parts, and
+    Accelerate 1.15 looks for all of them.
+    """
+    layers = getattr(model, "_no_split_modules", None)
+    if layers:
+        present = {type(module).__name__ for module in model.modules()}
+        model._no_split_modules = [name for name in layers if name in present]
+
+
+def count_cached_tokens(model: nn.Module) -> None:
+    """Let the cache of a MiniMax count its tokens in a layer that keeps some.
+
+    MiniMaxCache of transformers 5.23 asks the first layer, which keeps none if its attention is linear: the mask of padded
+    prompts is then wrong for all tokens that are generated but the first.
+    """
+    cache: Any = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    if cache is not None:
+        cache.get_seq_length = lambda self, *_, **__: max((layer.get_seq_length() for layer in self.layers), default=0)
+        cache.get_mask_sizes = lambda self, query_length, *_, **__: (self.get_seq_length() + query_length, 0)
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:

@@ -120,14 +120,25 @@ def first_value(place: Place, seed: int, device: torch.device) -> torch.Tensor:
     return value
 
 
+# Linear layers of state spaces that are not called: transformers, or a kernel in training, takes the weight out of them.
+BY_WEIGHT = dict.fromkeys(("bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2"), ("out_proj",))
+BY_WEIGHT |= dict.fromkeys(("mamba", "falcon_mamba"), ("x_proj", "dt_proj", "out_proj")) | {"jamba": ("dt_proj",)}
+
+
 def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Find linear layers by name, but no output layer or router, and the parameters that hold a matrix for each expert."""
+    """Find linear layers by name, but no output layer or router, and the parameters that hold a matrix for each expert.
+
+    Layers that are not called are left out, and those that have but a number, in a list, for a name.
+    """
     head, layers, experts = model.get_output_embeddings(), {}, []
+    by_weight = BY_WEIGHT.get(model.config.model_type, ())
     for name, module in model.named_modules():
+        end = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and module is not head:
-            if "Router" not in type(module).__name__:  # it returns several values
+            # A router returns several values.
+            if "Router" not in type(module).__name__ and end not in by_weight and not end.isdecimal():
                 layers[name] = module
         elif not isinstance(module, nn.Conv1d):  # its weight also has three dimensions
             parameters = module.named_parameters(recurse=False)
-            experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3]
+            experts += [f"{name}.{parameter}" for parameter, value in parameters if value.ndim == 3 and len(value) > 1]
     return layers, experts

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
-from accelerate_recipes import distributed
+from accelerate_recipes import distributed, mixers
 from accelerate_recipes.losses import LinearCrossEntropy
 
 aten = torch.ops.aten
@@ -178,6 +178,19 @@ def packed_sequence_indices(is_packed: bool) -> Any:
     return find
 
 
+def documents_of_trial(is_packed: bool) -> Any:
+    """Make a stand-in for `mixers.documents_of`: of each row of a trial the long document, and the short one."""
+
+    def find(position_ids: torch.Tensor) -> mixers.Documents | None:
+        rows, length = position_ids.shape
+        groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
+        return (
+            mixers.Documents(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
+        )
+
+    return find
+
+
 def truthful(owner: Any, name: str) -> Any:
     """Patch a function that makes DTensors, so that it learns a fake's real device, not the one that autograd is told."""
 
@@ -288,6 +301,7 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
         stack.enter_context(
             mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed))
         )
+        stack.enter_context(mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)))
         # FSDP2 makes its mesh of it.
         stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)))
         if not use_fsdp:  # Accelerate moves the model; its weights are there already, and fakes cannot be moved

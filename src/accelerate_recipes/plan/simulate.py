@@ -31,7 +31,7 @@ from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.gpus import GPUS
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.ledger import ACTIVATIONS, BUCKETS, GRADIENTS, PARAMETERS, Clock, Ledger
-from accelerate_recipes.probes import packing_of
+from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import data_world_size, ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
@@ -241,8 +241,7 @@ def simulate_here(job: Job) -> Outcome:
         base = trial.make_model(config) if trial.keep_reference and not args.use_peft else None
     adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
-    if "position_ids" in trial.batch:
-        packing_of(model.config)  # which the loss asks: its small model would have no values under fakes
+    mixers_in(model)  # which is asked again: its small model would have no values under fakes
     with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
         raise_problems("This launch cannot work", launch_problems(args, os.environ, num_accelerators()))
         run = Run(args, distributed.make_accelerator(args))

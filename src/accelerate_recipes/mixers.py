@@ -1,0 +1,155 @@
+"""Packed rows for layers that carry a state from token to token: linear attention, state spaces, short convolutions.
+
+Such a mixer does not see from the positions where a document begins. So a row is unpacked before it, document by document,
+and packed again behind it; everything else computes packed rows. Kernels that take boundaries instead call them by three
+names, and some ignore them; unpacking is exact with any of them, and without.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from accelerate_recipes.attention import boundaries
+
+# Arguments of a mixer that describe whole rows: documents have no boundaries inside, no padding, and no state before them.
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+OF_ROWS = BOUNDARIES | {"attention_mask", "cache_params", "past_key_values", "state"}
+
+
+@dataclass
+class Documents:
+    """Documents of a batch of packed rows.
+
+    Args:
+        shape: (B, T), that of the batch.
+        groups: each (N, L), N documents of similar length: where their tokens lie in the rows when these are laid one after
+            the other. Shorter ones repeat their last token, which the tokens before it do not see.
+        places: (B x T,), where each token of the batch lies when the groups are laid one after the other.
+    """
+
+    shape: torch.Size
+    groups: list[torch.Tensor]
+    places: torch.Tensor
+
+
+_documents: Documents | None = None  # those of the rows that a model is computing
+
+
+class Keeping:
+    """Context in which mixers compute these documents. It may be entered several times, as recomputation does."""
+
+    def __init__(self, documents: Documents | None):
+        self.documents, self.before = documents, None
+
+    def __enter__(self):
+        global _documents
+        self.before, _documents = _documents, self.documents
+
+    def __exit__(self, *_):
+        global _documents
+        _documents = self.before
+
+
+def documents_of(position_ids: torch.Tensor) -> Documents | None:
+    """Find the documents of packed rows, (B, T), by their positions; None if each row is one document.
+
+    On a GPU this waits for all that it was told to compute, once for each batch.
+    """
+    positions = position_ids.cpu().clone()
+    positions[:, 0] = 0  # a row begins a document, whatever its first position is
+    ends = boundaries(positions)["cu_seqlens"].long()
+    lengths = ends.diff()
+    if len(lengths) == len(position_ids):
+        return None
+    groups, places, taken = [], torch.empty(position_ids.numel(), dtype=torch.int64), 0
+    for numbers in alike(lengths.tolist()):
+        own = lengths[numbers, None]
+        steps = torch.arange(int(own.max()))
+        groups.append(ends[numbers, None] + steps.minimum(own - 1))
+        places[groups[-1][steps < own]] = taken + (steps < own).flatten().nonzero().flatten()
+        taken += groups[-1].numel()
+    device = position_ids.device
+    return Documents(position_ids.shape, [group.to(device) for group in groups], places.to(device))
+
+
+def alike(lengths: list[int]) -> list[list[int]]:
+    """Divide documents, by number, into groups in which none is shorter than three quarters of the longest."""
+    groups, longest = [], 0
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if not groups or 4 * lengths[number] < 3 * longest:
+            groups.append([])
+            longest = lengths[number]
+        groups[-1].append(number)
+    return groups
+
+
+def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> None:
+    """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
+
+    The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
+    (B, T), is computed as it is.
+    """
+    found = [module for module in model.modules() if type(module).__name__ in mixers]
+    if not found:
+        return
+    for module in found:
+        module.forward = partial(by_document, module.forward)
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+@torch.compiler.disable
+def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Find the documents of the batch that a model is called with."""
+    global _documents
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    is_cached = kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
+    is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    _documents = None if positions is None or is_cached or is_padded else documents_of(positions)
+
+
+@torch.compiler.disable
+def end(*_: Any) -> None:
+    global _documents
+    _documents = None
+
+
+@torch.compiler.disable
+def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a mixer's `forward` with a group of documents at a time; its result is packed again."""
+    documents = _documents
+    kwargs |= dict.fromkeys(kwargs.keys() & (OF_ROWS if documents else BOUNDARIES))
+    if documents is None:
+        return forward(*args, **kwargs)
+    found = []
+    with Keeping(None):  # a mixer in a mixer gets documents already
+        for group in documents.groups:
+            some_args, some_kwargs = tree_map(partial(taken, documents.shape, group), (args, kwargs))
+            found.append(forward(*some_args, **some_kwargs))
+    is_tuple = isinstance(found[0], tuple)
+    results = [result[0] if is_tuple else result for result in found]
+    rows = torch.cat([result.flatten(0, 1) for result in results])
+    rows = rows.index_select(0, documents.places).unflatten(0, documents.shape)
+    return (rows, *[None] * (len(found[0]) - 1)) if is_tuple else rows  # the others are states
+
+
+def taken(shape: torch.Size, group: torch.Tensor, value: Any) -> Any:
+    """Take a group of documents out of a tensor of packed rows, (B, T, ...); any other value stays."""
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
+        return value
+    return value.flatten(0, 1).index_select(0, group.flatten()).unflatten(0, group.shape)
+
+
+def recompute_documents(model: nn.Module) -> None:
+    """Let layers whose activations are recomputed compute the same documents again, whatever was computed since."""
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.checkpoint_fn.keywords["context_fn"] = lambda: (contextlib.nullcontext(), Keeping(_documents))
