@@ -121,8 +121,11 @@ def first_value(place: Place, seed: int, device: torch.device) -> torch.Tensor:
 
 
 # Linear layers of state spaces that are not called: transformers, or a kernel in training, takes the weight out of them.
-BY_WEIGHT = dict.fromkeys(("bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2"), ("out_proj",))
-BY_WEIGHT |= dict.fromkeys(("mamba", "falcon_mamba"), ("x_proj", "dt_proj", "out_proj")) | {"jamba": ("dt_proj",)}
+BY_WEIGHT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bamba", "zamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2"), ("out_proj",)),
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("x_proj", "dt_proj", "out_proj")),
+    "jamba": ("dt_proj",),
+}
 
 
 def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
