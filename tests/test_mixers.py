@@ -24,7 +24,7 @@ from accelerate_recipes.attention import choose
 from accelerate_recipes.data.packing import PackedRows, collate
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.losses import check_document_mask, next_token_loss
-from accelerate_recipes.mixers import Documents, documents_of, recompute_documents, unpack_documents
+from accelerate_recipes.mixers import Unpacking, documents_of, recompute_documents, unpack_documents
 from accelerate_recipes.models import load_model
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.sequence import balance_of_rows
@@ -77,7 +77,7 @@ def test_a_leak_is_found_at_the_start(name, monkeypatch):
     model = make(name)
     check_document_mask(model, torch.device("cpu"))
 
-    def with_a_token_of_the_one_before(position_ids: torch.Tensor) -> Documents | None:
+    def with_a_token_of_the_one_before(position_ids: torch.Tensor) -> Unpacking | None:
         begins_late = torch.where(position_ids == 0, 1, position_ids).roll(-1, 1)
         begins_late[position_ids.roll(-1, 1) == 0] = 0
         return documents_of(begins_late)

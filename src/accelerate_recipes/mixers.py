@@ -25,8 +25,8 @@ OF_ROWS = BOUNDARIES | {"attention_mask", "cache_params", "past_key_values", "st
 
 
 @dataclass
-class Documents:
-    """Documents of a batch of packed rows.
+class Unpacking:
+    """Documents of a batch of packed rows, in groups that are computed together.
 
     Args:
         shape: (B, T), that of the batch.
@@ -40,13 +40,13 @@ class Documents:
     places: torch.Tensor
 
 
-_documents: Documents | None = None  # those of the rows that a model is computing
+_documents: Unpacking | None = None  # those of the rows that a model is computing
 
 
 class Keeping:
     """Context in which mixers compute these documents. It may be entered several times, as recomputation does."""
 
-    def __init__(self, documents: Documents | None):
+    def __init__(self, documents: Unpacking | None):
         self.documents, self.before = documents, None
 
     def __enter__(self):
@@ -58,7 +58,7 @@ class Keeping:
         _documents = self.before
 
 
-def documents_of(position_ids: torch.Tensor) -> Documents | None:
+def documents_of(position_ids: torch.Tensor) -> Unpacking | None:
     """Find the documents of packed rows, (B, T), by their positions; None if each row is one document.
 
     On a GPU this waits for all that it was told to compute, once for each batch.
@@ -77,7 +77,7 @@ def documents_of(position_ids: torch.Tensor) -> Documents | None:
         places[groups[-1][steps < own]] = taken + (steps < own).flatten().nonzero().flatten()
         taken += groups[-1].numel()
     device = position_ids.device
-    return Documents(position_ids.shape, [group.to(device) for group in groups], places.to(device))
+    return Unpacking(position_ids.shape, [group.to(device) for group in groups], places.to(device))
 
 
 def alike(lengths: list[int]) -> list[list[int]]:

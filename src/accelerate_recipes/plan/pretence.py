@@ -181,11 +181,11 @@ def packed_sequence_indices(is_packed: bool) -> Any:
 def documents_of_trial(is_packed: bool) -> Any:
     """Make a stand-in for `mixers.documents_of`: of each row of a trial the long document, and the short one."""
 
-    def find(position_ids: torch.Tensor) -> mixers.Documents | None:
+    def find(position_ids: torch.Tensor) -> mixers.Unpacking | None:
         rows, length = position_ids.shape
         groups = [position_ids.new_empty(rows, n) for n in (length - 1, 1)]
         return (
-            mixers.Documents(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
+            mixers.Unpacking(position_ids.shape, groups, position_ids.new_empty(rows * length)) if is_packed else None
         )
 
     return find
