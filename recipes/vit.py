@@ -1,4 +1,4 @@
-"""Train a classifier of images: fine-tune a ViT, DeiT, Swin, DINOv2 or ConvNeXt, or train a new one, such as a DeepViT.
+"""Train an image classifier: fine-tune a ViT, DeiT, Swin, DINOv2 or ConvNeXt, or train a new one, such as a DeepViT.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/vit.py --config recipes/configs/vit/vit_large_imagenet.yaml
@@ -6,9 +6,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/vit.py --config recipes/configs/vit/laptop.yaml
 
-The images are rows of a dataset, a folder, Parquet files or tar shards, or tar shards that are streamed. Before and
-after training and every --eval_steps, loss, top-1 and top-5 accuracy and the calibration error are measured on held-out
-images; pictures show what is confused.
+The images come from a dataset, a folder, Parquet files or tar shards, which can also be streamed. Before and after training
+and every --eval_steps, the recipe measures loss, top-1 and top-5 accuracy and the calibration error on held-out images.
+Pictures show which classes the model confuses.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from accelerate_recipes.vision.classifiers import (
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
 METRIC = Path(__file__).parent / "metrics" / "image_classes.py"
-MOST_NAMED = 12  # classes in the result
+MOST_NAMED = 12  # largest number of classes that the printed result names
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Args(ImageArgs, TrainArgs, Architecture):
     )
     model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(LAYERS))
     label_smoothing: float = arg(
-        0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
+        0.0, "Share of each target's probability that is spread evenly over all classes.", fixed=False, min=0, below=1
     )
     has_new_layer = True
 
@@ -142,7 +142,9 @@ def main(args: Args) -> None:
     records = train(run, train_loader, loss_fn=loss_fn(args), count_fn=count_labels, evaluate_fn=evaluate_fn)
 
     # Result
-    if not on_first_rank(evaluation.file(run.total_steps).exists):  # the last evaluation ran with another --output_dir
+    if not on_first_rank(
+        evaluation.file(run.total_steps).exists
+    ):  # the last evaluation was made in another --output_dir
         evaluate_fn(run.total_steps)
 
     def result(before: dict, after: dict) -> Result:
