@@ -62,7 +62,7 @@ class Args(ImageArgs, TrainArgs, Architecture):
     )
     model_type: str = arg("deepvit", "Architecture of a new model.", choices=list(LAYERS))
     label_smoothing: float = arg(
-        0.0, "Share of each target's probability that is spread evenly over all classes.", fixed=False, min=0, below=1
+        0.0, "Share of each target that is spread evenly over all classes.", fixed=False, min=0, below=1
     )
     has_new_layer = True
 

@@ -314,7 +314,7 @@ def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
-    """Return a random number in [0, 1) for each token of the answers at these places of a step: (places, length), in float64."""
+    """Return a random number in [0, 1) for each token of the answers at these places of a step, (places, length)."""
     drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
     return torch.from_numpy(np.stack(drawn))
 
@@ -386,7 +386,7 @@ class HeldoutAnswers:
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
-        """Measure the mean `reward`, the mean of each reward, and the mean `length` in tokens, of the most likely or drawn answers.
+        """Measure the means of `reward`, of each reward and of the `length` in tokens, for the most likely or drawn answers.
 
         Raises:
             ConfigError: if a reward fails, or if all rewards are None for all answers.

@@ -350,7 +350,7 @@ class Objective:
         return self.data_collator(rows)
 
     def complete_rows(self) -> None:
-        """Add to the rows what the model itself must compute. The model is sharded; even on a resume it has its first weights."""
+        """Add to the rows what the sharded model itself must compute. Even on a resume it still has its first weights."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `run.prepare` moves the model; under FSDP, only this process's shard of it."""
