@@ -142,9 +142,7 @@ def main(args: Args) -> None:
     records = train(run, train_loader, loss_fn=loss_fn(args), count_fn=count_labels, evaluate_fn=evaluate_fn)
 
     # Result
-    if not on_first_rank(
-        evaluation.file(run.total_steps).exists
-    ):  # the last evaluation was made in another --output_dir
+    if not on_first_rank(evaluation.file(run.total_steps).exists):  # the last evaluation ran with another --output_dir
         evaluate_fn(run.total_steps)
 
     def result(before: dict, after: dict) -> Result:
