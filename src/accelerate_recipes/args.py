@@ -106,7 +106,7 @@ class TrainArgs(AdapterArgs):
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
     )
     greater_is_better: bool | None = arg(
-        None, "Whether a higher value is better; default: true unless the name ends in `loss`."
+        None, "True if a higher value is better; default: true unless the name ends in `loss`."
     )
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
