@@ -316,6 +316,8 @@ def resolve(
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
     groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, mappings, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
+    # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
+    # after the preset overrides it.
     groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])

@@ -90,6 +90,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)
     is_shared = "sequence_group" in batch
+    # Some kernels read boundaries. Others need a mask if the model does not find the documents by position ids, and if ranks
+    # share rows, since a rank has only a part of these.
     is_told = config._attn_implementation in READ_BOUNDARIES
     if not is_told and (is_shared or packing_of(config) is Packing.MASK):
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
@@ -101,6 +103,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
         return output, 0.0
     if not is_shared:
         return output, coefficient * output.aux_loss * count_next_tokens(batch)
+    # Ranks that share rows have different numbers of targets. Each weighs its balance by the mean number, so that the sum
+    # over the ranks is that of whole rows.
     counts = count_next_tokens(batch).to(output.router_logits[0].device, torch.float32)
     balance, mean_count = balance_of_rows(
         output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]

@@ -89,6 +89,8 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     encoder, decoder = (num_multiplied(part) for part in (model.get_encoder(), model.get_decoder()))
     cross = num_layers * 2 * config.hidden_size * width
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
+    # Weights of cross-attention that make keys and values multiply the source, all other weights of the decoder the target.
+    # Attention: encoder tokens see the source; decoder tokens see the target, and the source.
     multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
     attended = config.num_hidden_layers * source**2 + num_layers * target * (source + target)
     return Flops(float((multiplied + 12 * width * attended).sum() / target.sum()))

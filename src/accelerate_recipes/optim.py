@@ -152,6 +152,7 @@ class Adafactor(torch.optim.Optimizer):
             update = grad * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
         else:
             update = grad * state["element"].rsqrt()
+        # Scale the update down if its root mean square is above the threshold.
         rms = (whole(update.square().sum()) / update.numel()).sqrt()
         update = update / (rms / self.clip_threshold).clamp(min=1.0)
         # For a parameter of one row, of which some ranks hold nothing, DTensor leaves the whole update on all ranks.

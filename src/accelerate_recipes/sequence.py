@@ -168,6 +168,8 @@ def balance_of_rows(
     Returns:
         The loss, and the mean over the ranks of `num_targets`.
     """
+    # The loss is E * sum over experts of (share of tokens sent to the expert) * (its mean probability). The loss is
+    # linear in the latter, so only the shares must be averaged over the ranks. The same all-reduce averages the counts.
     probabilities = torch.cat([logits.flatten(0, -2) for logits in router_logits]).float().softmax(-1)
     num_tokens, num_experts = probabilities.shape
     chosen = probabilities.topk(top_k).indices.flatten()

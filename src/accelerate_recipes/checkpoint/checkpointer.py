@@ -156,6 +156,8 @@ class Checkpointer:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
                 (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
+        # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
+        # completes the checkpoint. The random state is read now too: the next step changes it.
         model_state, optimizer_state = self._trained_state()
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -306,6 +308,7 @@ class Checkpointer:
             raise ConfigError(
                 f"{checkpoint} is of no use: {name} holds NaN or infinity; move it away, and an older is taken"
             )
+        # The state of the optimizer has brought the hyperparameters of the checkpoint; put those of the command line back.
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])

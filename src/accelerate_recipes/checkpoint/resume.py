@@ -42,6 +42,7 @@ def find_resume(args: TrainArgs) -> Path | None:
     output_dir = Path(args.output_dir)
     check_replaceable(output_dir / "export", args.base_model)
     present = complete_checkpoints(output_dir)
+    # No changed argument: this same command has written the newest checkpoint, so it continues there.
     if args.resume_from_checkpoint == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
     elif args.resume_from_checkpoint == "none":
@@ -113,6 +114,7 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
             output directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
         chosen = on_first_rank(lambda: find_in_own(args))
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and defect(chosen))) if reason]

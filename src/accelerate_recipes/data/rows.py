@@ -278,6 +278,7 @@ def make_eval_loader(
     size = args.per_device_eval_batch_size
     num_batches = math.ceil(len(rows) / (size * world_size))
     order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
+    # Deal the rows out in turn: with `lengths`, the ranks then have rows of similar length at the same time.
     places = range(rank, num_batches * size * world_size, world_size)
     mine = [order[place] if place < len(rows) else -1 for place in places]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]
