@@ -119,9 +119,7 @@ class Agenda:
         return self.step
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
-        """Tell the watch what this rank does next. The first step has a longer limit: it may compile, and start data
-        workers.
-        """
+        """Tell the watch what this rank does next. The first step has more time: it may compile, and start workers."""
         watch.expect(what, self.step_timeout or self.args.ddp_timeout, progress)
 
     def save_is_overdue(self) -> bool:
@@ -169,7 +167,7 @@ class Agenda:
         """Log the steps of the window in one line, with the additional `values`.
 
         Raises:
-            DataError: if no step had a target, in the last MOST_IDLE steps or in all steps of a shorter run.
+            DataError: if the last MOST_IDLE steps, or all steps of a shorter run, had no target.
         """
         if window.num_targets:
             self.trained_at = self.step

@@ -47,9 +47,7 @@ class TrainLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Begin after `step` optimizer steps; call it before iterating. `states` are the results of `state` on all
-        ranks.
-        """
+        """Begin after `step` optimizer steps; call it before iterating. `states` are the results of `state` of all ranks."""
         ...
 
     def state(self) -> dict:
@@ -88,7 +86,7 @@ def train_step(
     """Take one optimizer step on this rank's micro-batches, which lie on its device; without a target no weight changes.
 
     Raises:
-        NonFiniteError: if loss or gradient norm are not finite. The weights are still unchanged then.
+        NonFiniteError: if the loss or the gradient norm is not finite. The weights are still unchanged then.
     """
     accelerator, model, max_grad_norm = run.accelerator, run.model, run.args.max_grad_norm
     # The check below reads the norm, not the clipped gradients, so the limit must be a finite number.
@@ -263,9 +261,7 @@ def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors of a batch to the device, without waiting if they are pinned. Numbers, as in a packed batch of
-    trl, stay.
-    """
+    """Copy the tensors of a batch to the device, without waiting if they are pinned; numbers in the batch stay."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()

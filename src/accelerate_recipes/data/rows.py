@@ -152,9 +152,7 @@ class LengthOrder(StepOrder):
 
 
 class EpochOrder(StepOrder):
-    """StepOrder for rows with random changes, such as augmentation: row r of epoch e gets the number e * N + r, of N
-    rows.
-    """
+    """StepOrder for rows with random changes, such as augmentation: row r of epoch e has the number e * N + r, of N rows."""
 
     def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
         super().__init__(num_rows, args, rank, world_size)
