@@ -47,9 +47,7 @@ TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer
 @dataclass
 class Args(TextArgs, TrainArgs, Architecture, Stretch):
     output_dir: str = "outputs/c4"
-    model_name_or_path: str = arg(
-        "", "Pretrained model to continue with (a name on the Hub, or a folder); empty: a new one."
-    )
+    model_name_or_path: str = arg("", "Model to continue with: a name on the Hub, or a folder; empty: make a new one.")
     tokenizer_name: str = arg(
         "", "Tokenizer of a new model: a name on the Hub, or a folder; empty: train a new one with vocab_size tokens."
     )

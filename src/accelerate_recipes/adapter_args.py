@@ -21,9 +21,7 @@ class AdapterArgs:
     )
     lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
     lora_alpha: int = arg(32, "Scale of an adapter's output: this value / --lora_r.", fixed=True, min=1)
-    lora_dropout: float = arg(
-        0.05, "Dropout on the input of an adapter; must be 0 if experts get adapters.", min=0, below=1
-    )
+    lora_dropout: float = arg(0.05, "Dropout on an adapter's input; 0 if experts get adapters.", min=0, below=1)
     lora_target_modules: list[str] = arg(
         [ALL_LINEAR],
         "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",

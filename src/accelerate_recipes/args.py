@@ -106,7 +106,7 @@ class TrainArgs(AdapterArgs):
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
     )
     greater_is_better: bool | None = arg(
-        None, "True if a higher value is better; default: true unless the name ends in `loss`."
+        None, "A higher value is better; default: true unless the name ends in `loss`."
     )
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
@@ -114,9 +114,7 @@ class TrainArgs(AdapterArgs):
     step_timeout: int = arg(
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
-    report_to: str = arg(
-        "none", "Trackers, separated by commas: tensorboard, trackio, wandb; none: only metrics.jsonl."
-    )
+    report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
     push_to_hub: str = arg(
         "", "Repository on the Hub, ORG/NAME, to which the export is pushed at the end; a new one is made private."
     )

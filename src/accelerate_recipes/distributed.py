@@ -340,9 +340,7 @@ def report_strategy(
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale gradients down to a norm of `max_norm` (0: never). Return the norm before that, a scalar on the device."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if max_norm or (
-        plugin and plugin.fsdp_version == 1
-    ):  # only FSDP1's own clipping can compute the norm of flat shards
+    if max_norm or (plugin and plugin.fsdp_version == 1):  # only FSDP1's own clipping knows the norm of flat shards
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
     else:  # clipping to infinity would multiply each gradient by 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -29,9 +29,7 @@ class Flops(NamedTuple):
     """Training FLOPs per target token, for MFU by two conventions."""
 
     attended: float  # a token attends to its document
-    full_rows: float | None = (
-        None  # a token attends to the whole row, as in published figures; None if rows are not packed
-    )
+    full_rows: float | None = None  # a token attends to the whole row, as published; None if rows are not packed
 
 
 def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
@@ -210,9 +208,7 @@ class MetricsLog:
                 record["mfu_full_rows"] = self.flops.full_rows * tokens_per_peak
                 line += f" (counting full rows: {record['mfu_full_rows']:.3f})"
         record["peak_memory_gib"] = gib
-        record["data_wait"] = (
-            window.data_seconds / window.seconds
-        )  # on rank 0; the ranks wait for each other in each step
+        record["data_wait"] = window.data_seconds / window.seconds  # of rank 0; ranks wait for each other anyway
         record |= counts
         line += f", peak memory: {gib:.1f} GiB, data wait: {record['data_wait']:.1%}"
         line += f", retries: {record['retries']}" if record.get("retries") else ""

@@ -108,9 +108,7 @@ class Checkpointer:
     resumed_from: Path | None
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
     newest: Path | None = None
-    data_states: list[dict] = field(
-        default_factory=list
-    )  # after `resume`: the `data_state` that each rank gave to `save`
+    data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
 
     def __post_init__(self):
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):

@@ -262,11 +262,8 @@ class Objective:
                 super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
         except ConfigError:
             raise
-        except (
-            ValueError,
-            TemplateError,
-            TypeError,
-        ) as error:  # TemplateError: the chat template or the rows are wrong
+        except (ValueError, TemplateError, TypeError) as error:
+            # A TemplateError comes from a wrong chat template, or from wrong rows.
             # A TypeError about Undefined comes from a template that writes a value which a row lacks.
             if isinstance(error, TypeError) and "Undefined" not in str(error):
                 raise
