@@ -225,6 +225,7 @@ def prepare(
     local = sum(local_numel(p) for p in model.parameters())
     units = fsdp_units(model)
     report_strategy(accelerator, model, total, trained, local, units)
+    # Check that FSDP has really sharded. With wrong settings of wrapping a run would work, but need more memory.
     if accelerator.distributed_type == DistributedType.FSDP:
         shards = shard_world_size(accelerator)
         if not units:

@@ -111,6 +111,7 @@ def generate_texts(
                 end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
                 answers[i] = (text, ids[: end + 1])
     model.train()
+    # Prompts that were repeated to fill batches have the same number, so their answers count once.
     found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
     in_order = [found[i] for i in range(len(prompts))]
     return Generated([text for text, _ in in_order], [ids for _, ids in in_order])

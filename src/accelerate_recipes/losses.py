@@ -124,6 +124,7 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
     check_packing(unwrapped(model).config)
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
     positions = torch.arange(4).repeat(2, 2)
+    # Two rows of two documents, of four tokens each. The first documents differ, the second ones are equal.
     rows = {
         "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
         "position_ids": positions.to(device),
@@ -220,6 +221,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if of_weight is not None:
                 add_product(of_weight, logits, some, scales)
             del logits  # free it before the next chunk is made
+        # Kept on `ctx` itself, not by save_for_backward, so that the backward pass can free and overwrite them.
         ctx.kept = [of_weight, of_hidden, of_bias, scales]
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         return losses.sum()
@@ -230,6 +232,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not ctx.kept:
             raise RuntimeError("the gradients of this loss are kept for one backward pass, and this is the second")
         scales = ctx.kept.pop()
+        # The scales of `scales_of` are powers of two: dividing by them is exact.
         factors = factor if scales is None else factor / scales, factor, factor
         # Each sum is freed before the next is multiplied.
         gradients = [times(ctx.kept.pop(0), *how) for how in zip(factors, ctx.dtypes, strict=True)]
@@ -272,6 +275,8 @@ def add_product(total: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor,
 
     With `scales`, the products are in fp16, and so is `logits` afterwards, in the same memory.
     """
+    # SPREAD lifts small gradients of logits into the range of fp16. The hidden states are divided by it, so that the product
+    # has only the factor `scales`.
     if scales is not None:
         logits = torch.mul(logits, SPREAD, out=logits.view(torch.float16))
         hidden = hidden * (scales / SPREAD)

@@ -58,6 +58,7 @@ def decoder_flops(
     Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    # Experts have three matrices each; a token passes through only `num_experts_per_tok` of them.
     idle = 0
     if num_experts := getattr(config, "num_local_experts", 0):
         idle = num_experts - config.num_experts_per_tok

@@ -80,6 +80,7 @@ class KahanAdamW(torch.optim.AdamW):
             params, grads, exp_avgs, exp_avg_sqs, compensations = ([local_shard(t) for t in ts] for ts in tensors)
             # A compensation holds what earlier roundings have lost of a weight. AdamW's kernel adds its update to the
             # compensation, in place of the weight; `add_compensated_` then adds the sum to the weight and rounds once.
+            # Weight decay comes later too, since it is a share of the weight, not of the compensation.
             adamw(
                 compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,

@@ -361,6 +361,7 @@ def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> No
         to_have = [need for need in needs if not os.path.isdir(need.name)]
         if is_first_of_machine():
             download([need for need in to_have if cache.lacking(need)], command)
+        # There is no process group yet, so the other processes wait for the files.
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
     raise_problems("This run cannot start", lacking_problems(needs, command) or check_models(args, needed)[1])

@@ -151,6 +151,7 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
 
     `split` and `join` are dimensions.
     """
+    # Part r of `split` goes to rank r. What comes from rank r is its part of `join`.
     sent = torch.stack(tensor.chunk(group.size(), split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

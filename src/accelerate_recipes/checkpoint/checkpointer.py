@@ -189,6 +189,7 @@ class Checkpointer:
             # Each rank syncs and checksums the files that it wrote: DCP names them after the rank.
             mine = [*(unfinished / "state").glob(f"__{rank}_*"), unfinished / f"rng-{rank}.pt"]
             described = [describe(file, unfinished) for file in mine]
+        # This collective is also a barrier: all ranks have written their files before rank 0 writes the marker.
         files = {name: entry for part in on_all_ranks(described, self.group) for name, entry in part}
         with self._all_or_none(unfinished):
             if rank == 0:
@@ -235,6 +236,7 @@ class Checkpointer:
             assert defect(final), f"{final} is complete"  # find_resume refuses such a run
             set_aside(final)  # damaged, or written by another program; an unfinished checkpoint has another name
         remove_leftovers(final.parent)
+        # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
         if self.newest is not None and self.newest.is_dir():
             needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
             free = shutil.disk_usage(final.parent).free

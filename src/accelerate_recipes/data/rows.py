@@ -77,6 +77,7 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epo
     # The permutation has the same key; `jumped` gives draws that are independent of its draws.
     generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())
     for first in range(0, num_batches, LENGTH_WINDOW):
+        # `window` is a view: the assignment below rearranges `order` itself.
         last = min(first + LENGTH_WINDOW, num_batches)
         window = order[start + first * batch_size : start + last * batch_size]
         by_length = window[np.argsort(lengths[window], kind="stable")]

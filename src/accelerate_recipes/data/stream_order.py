@@ -158,6 +158,7 @@ def stream_rows(
         place = state.rows * order.num_streams + stream
         return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
 
+    # One turn of this loop is the rest of an epoch, from `state` on. `start` is the first unread token of the document.
     while True:
         pieces, space = [], order.max_length
         start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
@@ -173,6 +174,7 @@ def stream_rows(
                 tokens_seen += len(piece)
                 is_end = start == len(tokens)
                 ended += is_end
+                # A full row: its state names the document, or the token in it, with which the next row begins.
                 if space == 0:
                     place = (document + 1, 0) if is_end else (document, start)
                     behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
@@ -209,6 +211,7 @@ def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> in
     for stream in range(order.num_streams):
         parts = parts_of_stream(order, len(lengths), stream, epoch)
         read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
+        # A stream cuts its tokens into rows without gaps, so only their sum counts.
         rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
         whole += rows
         rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))

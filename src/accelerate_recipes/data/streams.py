@@ -304,6 +304,8 @@ class StreamLoader:
         for share in shares:
             while len(share) < self.share:
                 share.append(left.popleft())
+        # Exchange the rows that another rank takes than the one that has read them. All ranks have computed the same shares,
+        # so each knows which of its rows to give and which to keep of those that it receives.
         found = {row.key: row for row in own}
         taken = {key for key, _, _ in chain(*shares[self.rank])}
         given = [[] for _ in range(self.world_size)]

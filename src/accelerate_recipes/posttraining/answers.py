@@ -209,6 +209,7 @@ class ByOwnNumbers(LogitsProcessor):
         self.numbers, self.place = numbers, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # Sum in float64: in fp32, rounding over a large vocabulary would move the boundaries between tokens.
         sums = scores.float().softmax(-1).double().cumsum(-1)
         passed = self.numbers[:, self.place, None] * sums[:, -1:]  # rounding may leave a total that is not 1
         drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
