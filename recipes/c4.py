@@ -1,4 +1,4 @@
-"""Pretrain a model of any architecture on C4 or on your own text, or continue to pretrain one.
+"""Pretrain a model of any architecture on C4 or on your own text, from scratch or from a pretrained model.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml recipes/c4.py \\
         --config recipes/configs/c4/llama3_1_8b.yaml
@@ -6,11 +6,11 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/c4.py --config recipes/configs/c4/laptop.yaml
 
-A new model has the fields of its config.json from --config_overrides; the presets hold those of published models.
-No process ever holds the model whole: it is created in shards, with the same weights on any number of processes. The
-text is streamed, tokenised on the way, and cut into rows without padding or truncation. Before and after training, loss,
-perplexity and bits per byte are measured on a fixed number of rows of the validation split, or of a share of --train_files,
-and compared with gzip.
+--config_overrides sets the fields of config.json for a new model; the presets hold those of published models. The model is
+created in shards, so no process ever holds it whole, and its weights are the same on any number of processes. The text is
+streamed, tokenised during training, and cut into rows without padding or truncation. Before and after training, the recipe
+measures loss, perplexity and bits per byte on a fixed number of rows, and compares them with gzip. The rows come from the
+validation split, or from a held-out share of --train_files.
 """
 
 import gzip
@@ -41,15 +41,15 @@ from accelerate_recipes.run import Result, finish, start
 from accelerate_recipes.tokenizers import load_tokenizer, make_or_resume, new_bpe_tokenizer
 from accelerate_recipes.trial import Trial, packed_trial
 
-TOKENIZER_TEXTS = 20_000  # documents that a new tokenizer is trained on
+TOKENIZER_TEXTS = 20_000  # number of documents that train a new tokenizer
 
 
 @dataclass
 class Args(TextArgs, TrainArgs, Architecture, Stretch):
     output_dir: str = "outputs/c4"
-    model_name_or_path: str = arg("", "Model to continue with (a name on the Hub, or a folder) instead of a new one.")
+    model_name_or_path: str = arg("", "Model to continue with: a name on the Hub, or a folder; empty: make a new one.")
     tokenizer_name: str = arg(
-        "", "Tokenizer of a new model, a name on the Hub or a folder; empty: train a new one with vocab_size tokens."
+        "", "Tokenizer of a new model: a name on the Hub, or a folder; empty: train a new one with vocab_size tokens."
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(

@@ -5,9 +5,10 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess.py --config recipes/configs/chess/laptop.yaml
 
-A game is one document, its moves in UCI (`e2e4 e7e5 g1f3`); several are packed into a row. Before and after training,
-the loss is measured on games held out by hash, and in positions of all phases the share of legal moves and of moves as
-played, compared with a baseline that knows only the previous move.
+A game is one document, with its moves in UCI (`e2e4 e7e5 g1f3`). Several games are packed into a row. Before and after
+training, the recipe measures the loss on held-out games, which are chosen by hash. In positions of all phases of these
+games, it measures the shares of moves that are legal and of moves that were played. It compares both with a baseline that
+knows only the previous move.
 """
 
 import json
@@ -47,7 +48,7 @@ class Args(GamesArgs, TrainArgs, Architecture):
     output_dir: str = "outputs/chess"
     model_name_or_path: str = arg("codellama/CodeLlama-7b-hf", "Causal language model: a name on the Hub, or a folder.")
     from_scratch: bool = arg(
-        False, "Train a new model of --model_type, with a token per move, instead of a pretrained model."
+        False, "Train a new model of --model_type, with one token for each move, instead of a pretrained model."
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     max_length: int = arg(1024, "Tokens in a row; a longer game is split.", min=2)

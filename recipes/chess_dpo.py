@@ -3,10 +3,10 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess_dpo.py --config recipes/configs/chess_dpo/laptop.yaml
 
-It begins with the export of chess.py. First the model moves in positions of real games. If its move is illegal (or,
-with `--reject not_played`, not the master's), the played move and this one make a pair. Then the model learns to prefer the
-played one. Before and after training, it measures the share of legal moves and of moves as played, in positions of
-held-out games.
+It begins with the export of chess.py. First the model chooses a move in positions of real games. If its move is illegal
+(with `--reject not_played`, also if the master played another move), the master's move and the model's move make a pair.
+Then the model learns to prefer the master's move. Before and after training, the recipe measures the shares of moves that
+are legal and of moves that were played, in positions of held-out games.
 """
 
 import json
@@ -56,12 +56,12 @@ def requirements(args: Args) -> Requirements:
 
 class Trainer(PairTrainer):
     def _prepare_dataset(self, dataset: datasets.Dataset, *_) -> datasets.Dataset:
-        """Return the dataset unchanged. trl would put an end token after each move, as if the game were over."""
+        """Return the dataset unchanged. trl would add an end token to each move, as if the game were over."""
         return dataset
 
 
 def pair_file(args: Args, positions: Path) -> Path:
-    """Name the file of pairs after what decides its content: another --reject, model or games makes its own."""
+    """Name the file of pairs after what decides its content: another --reject, model or set of games gets another file."""
     model = [args.model_name_or_path, cache.version("model", args.model_name_or_path)]
     key = json.dumps([args.reject, model, positions.name]).encode()
     return Path(args.output_dir) / f"pairs-{xxhash.xxh64_hexdigest(key)}.jsonl"
@@ -72,7 +72,8 @@ def load_pairs(
 ) -> tuple[datasets.Dataset, int]:
     """Load the pairs, tokenised for trl's collator, without those that have more than `max_tokens`.
 
-    Returns also how many there were.
+    Returns:
+        The rows, and the number of pairs before any was left out.
 
     Raises:
         ConfigError: if there are no pairs.
@@ -105,7 +106,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    folder = prepare_positions(args, Args.seed)  # not --seed: runs are compared in the same positions
+    folder = prepare_positions(args, Args.seed)  # not --seed: all runs are compared in the same positions
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     next_moves = NextMoves(facts, tokenizer, METRIC)
 

@@ -1,11 +1,12 @@
-"""Train a chess model with rewards, by trl's GRPOTrainer: it answers with moves, and earns more for legal ones.
+"""Train a chess model with rewards, by trl's GRPOTrainer: the model answers with moves, and legal moves earn more.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/chess_grpo.py --config recipes/configs/chess_grpo/laptop.yaml
 
-It begins with the export of chess.py. In each position of a step the model draws `--num_generations` moves; those that
-earn more than their group's mean become likelier. The rewards are in accelerate_recipes/games/rewards.py. Before and
-after training, it measures the share of legal moves and of moves as played, in positions of held-out games.
+It begins with the export of chess.py. In each position of a step, the model draws `--num_generations` moves. Moves that
+earn more than the mean of their group become more likely. The rewards are in accelerate_recipes/games/rewards.py. Before
+and after training, the recipe measures the shares of moves that are legal and of moves that were played, in positions of
+held-out games.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ class Args(StockfishArgs, PositionsArgs, GRPOArgs, GRPOConfig):
     output_dir: str = "outputs/chess_grpo"
     reward_weights: list[float] = arg(
         [0.2, 1.0, 0.5, 1.0],
-        "Weights of the rewards: the answer is a move, is legal, was played, is good (with --stockfish).",
+        "Weights of the rewards: the answer is a move; it is legal; it was played; it is good (with --stockfish).",
         fixed=False,
         choices=Range(),
     )
@@ -74,7 +75,7 @@ def main(args: Args) -> None:
 
     # Tokenizer and data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    folder = prepare_positions(args, Args.seed)  # not --seed: runs are compared in the same positions
+    folder = prepare_positions(args, Args.seed)  # not --seed: all runs are compared in the same positions
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     next_moves = NextMoves(facts, tokenizer, METRIC)
 

@@ -6,10 +6,10 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no recipes/grpo.py \\
         --config recipes/configs/grpo/arithmetic.yaml
 
-A row has a `prompt`, a text or messages; its other columns go to the rewards. To each prompt of a step the model draws
-`--num_generations` answers; those that earn more than their group's mean become likelier. `--rewards` runs code: each
-FILE.py:FUNCTION is loaded as a program of yours (docs/rewards.md). Before and after training, the answers to held-out
-prompts, the most likely ones and drawn ones, are scored by the same rewards.
+A row has a `prompt`, a text or a list of messages; its other columns go to the rewards. For each prompt of a step, the model
+draws `--num_generations` answers. Answers that earn more than the mean of their group become more likely. `--rewards` runs
+code: each FILE.py:FUNCTION is loaded as a program of yours (docs/rewards.md). Before and after training, the same rewards
+score answers to held-out prompts: the most likely answers, and drawn ones.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class Args(RowsArgs, GRPOArgs, GRPOConfig):
     rewards: list[str] = arg(
         [], "Rewards: my_rewards.py:function, whose code is run; accuracy_reward; think_format_reward.", fixed=False
     )
-    num_eval_prompts: int = arg(256, "Held-out prompts to answer in an evaluation; 0: all.", fixed=False, min=0)
-    num_samples: int = arg(8, "Answers of a logged step that samples.html shows.", fixed=False, min=0)
+    num_eval_prompts: int = arg(256, "Held-out prompts answered in each evaluation; 0: all.", fixed=False, min=0)
+    num_samples: int = arg(8, "Number of answers that samples.html shows for a logged step.", fixed=False, min=0)
 
     def problems(self, world_size: int) -> list[str]:
         found = super().problems(world_size) + reward_problems(self.rewards, self.elsewhere)
@@ -70,11 +70,12 @@ def requirements(args: Args) -> Requirements:
 def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets.Dataset], dict[str, int]]:
     """Load the rows to train on and to evaluate on, as `train` and `test`, without prompts of more than `room` tokens.
 
-    Returns also how many of them are left out, and how long the longest prompt is.
+    Returns:
+        The rows, and counts: how many are left out, and the length of the longest prompt.
 
     Raises:
         DataError: for rows that cannot be read, or have no prompt.
-        ConfigError: if nothing is left, or a row asks for another rendering than the others.
+        ConfigError: if nothing is left, or if a row has a rendering of its own.
     """
     rows, lengths = args.read_rows(), []
     for name, side in rows.items():
@@ -94,14 +95,14 @@ def load_rows(args: Args, tokenizer: Any, room: int) -> tuple[dict[str, datasets
 
 
 class Trainer(RewardTrainer):
-    samples: Samples | None = None  # on rank 0
-    shown = 0  # step whose answers were written last
+    samples: Samples | None = None  # given on rank 0
+    shown = 0  # last step whose answers were written
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
-        """Log a step, and write some of its answers."""
+        """Log a step, and write some of its answers to `samples`."""
         super().log(logs, *others)
         step = self.state.global_step
-        if self.samples and self.run.args.num_samples and step != self.shown:  # after the last step it logs once more
+        if self.samples and self.run.args.num_samples and step != self.shown:  # once, even if a step is logged twice
             drawn, self.shown = self._logs, step
             every = max(1, len(drawn["prompt"]) // self.run.args.num_samples)
             columns = zip(drawn["prompt"], drawn["completion"], *drawn["rewards"].values(), strict=True)

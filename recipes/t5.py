@@ -1,4 +1,4 @@
-"""Train or fine-tune a T5 or a BART on pairs of texts: translation, summaries, corrections. Evaluations write the texts.
+"""Train or fine-tune a T5 or a BART on pairs of texts: translation, summaries, corrections.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/t5.py --config recipes/configs/t5/grammar_3b.yaml
@@ -6,9 +6,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/t5.py --config recipes/configs/t5/laptop.yaml
 
-Batches hold pairs of similar length, padded to a multiple of 8; padding has no loss. Before and after training
-and every --eval_steps, the loss and metrics of generated texts are measured on the same held-out pairs. Each rank generates
-for its share of the sources, from weights that stay sharded; the texts go to predictions/step-<n>.jsonl.
+Batches hold pairs of similar length, padded to a multiple of 8; padding has no loss. Before and after training and every
+--eval_steps, the recipe measures the loss, and metrics of generated texts, on the same held-out pairs. Each rank generates
+texts for its share of the sources, while the weights stay sharded. The texts are written to predictions/step-<n>.jsonl.
 """
 
 import json
@@ -58,7 +58,7 @@ class Args(PairArgs, GenerationArgs, TrainArgs, Architecture):
     model_type: str = arg("t5", "Architecture of a new model.", choices=ENCODER_DECODERS)
     dropout_rate: float = arg(
         0.1,
-        "Dropout, also for a pretrained model: v1.1 was pretrained without dropout, but needs it for fine-tuning.",
+        "Dropout, also of a pretrained model: T5 v1.1 was pretrained without dropout, but needs it in fine-tuning.",
         fixed=False,
         min=0,
         below=1,
@@ -79,7 +79,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def make_config(args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedConfig:
-    """Make a new model's configuration; `tokenizer`, if there is one yet, decides the number of words."""
+    """Make the configuration of a new model. If there is a `tokenizer` already, it decides the size of the vocabulary."""
     padding = tokenizer.pad_token_id if tokenizer else 0
     longest = max(args.max_source_length, args.max_target_length)
     config = new_config(args, tokenizer, longest, pad_token_id=padding, decoder_start_token_id=padding)
@@ -146,7 +146,7 @@ def main(args: Args) -> None:
     # Model
     model = make_model(args, tokenizer)
     generation = args.generation(args.max_target_length)
-    # early_stopping is an option of beam search: if the model sets it, it would contradict a greedy search.
+    # early_stopping is an option of beam search. A model that sets it would contradict greedy search.
     model.generation_config.update(**generation, early_stopping=False)
     lengths = train_pairs.num_tokens("source"), train_pairs.num_tokens("target")
     run.prepare(
@@ -187,7 +187,7 @@ def main(args: Args) -> None:
 
     # Result
     last_predictions = predictions_dir / f"step-{run.total_steps}.jsonl"
-    if not on_first_rank(last_predictions.exists):  # the last evaluation ran with another --output_dir
+    if not on_first_rank(last_predictions.exists):  # the last evaluation was made in another --output_dir
         evaluate_fn(run.total_steps)
 
     def result(before: dict, after: dict) -> Result:
@@ -208,7 +208,7 @@ def main(args: Args) -> None:
 
 
 def write_predictions(file: Path, sources: list[str], references: list[list[str]], texts: list[str]) -> None:
-    """Write the prediction for each source, and what is right: one text, or a list of several."""
+    """Write the prediction for each source, and its references: one text, or a list of several."""
     file.parent.mkdir(exist_ok=True)
     with file.open("w", encoding="utf-8") as lines:
         for source, right, text in zip(sources, references, texts, strict=True):

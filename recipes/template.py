@@ -1,4 +1,4 @@
-"""Teach a BERT to label texts: the smallest whole recipe. docs/your-recipe.md builds it step by step.
+"""Train a BERT to label texts: the smallest complete recipe. docs/your-recipe.md builds it step by step.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 recipes/template.py \\
         --train_files my_texts.jsonl

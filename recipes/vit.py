@@ -1,4 +1,4 @@
-"""Train a classifier of images: fine-tune a ViT, DeiT, Swin, DINOv2 or ConvNeXt, or train a new one, such as a DeepViT.
+"""Train an image classifier: fine-tune a ViT, DeiT, Swin, DINOv2 or ConvNeXt, or train a new one, such as a DeepViT.
 
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --num_processes 8 \\
         recipes/vit.py --config recipes/configs/vit/vit_large_imagenet.yaml
@@ -6,9 +6,9 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
         recipes/vit.py --config recipes/configs/vit/laptop.yaml
 
-The images are rows of a dataset, a folder, Parquet files or tar shards, or tar shards that are streamed. Before and
-after training and every --eval_steps, loss, top-1 and top-5 accuracy and the calibration error are measured on held-out
-images; pictures show what is confused.
+The images come from a dataset, a folder, Parquet files or tar shards, which can also be streamed. Before and after training
+and every --eval_steps, the recipe measures loss, top-1 and top-5 accuracy and the calibration error on held-out images.
+Pictures show which classes the model confuses.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from accelerate_recipes.vision.classifiers import (
 from accelerate_recipes.vision.image_metrics import ImageEvaluation
 
 METRIC = Path(__file__).parent / "metrics" / "image_classes.py"
-MOST_NAMED = 12  # classes in the result
+MOST_NAMED = 12  # largest number of classes that the printed result names
 
 
 @dataclass

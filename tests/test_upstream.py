@@ -9,6 +9,7 @@ import inspect
 
 import datasets
 import huggingface_hub.serialization._base
+import huggingface_hub.utils._verification
 import pytest
 import torch
 import torch._dynamo.pgo
@@ -157,6 +158,7 @@ TOUCHED = [
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
+    (huggingface_hub.utils._verification, "compute_file_hash", "download", "checksums of the Hub's kinds", "path algorithm"),
     (huggingface_hub.serialization._base, "parse_size_to_int", "export", "reads --max_shard_size", "size_as_str"),
 ]  # fmt: skip
 SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]

@@ -20,8 +20,8 @@ class AdapterArgs:
         False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.", fixed=True
     )
     lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
-    lora_alpha: int = arg(32, "Scale of an adapter's output: this / --lora_r.", fixed=True, min=1)
-    lora_dropout: float = arg(0.05, "Dropout on the input of an adapter; 0 if experts get adapters.", min=0, below=1)
+    lora_alpha: int = arg(32, "Scale of an adapter's output: this value / --lora_r.", fixed=True, min=1)
+    lora_dropout: float = arg(0.05, "Dropout on an adapter's input; 0 if experts get adapters.", min=0, below=1)
     lora_target_modules: list[str] = arg(
         [ALL_LINEAR],
         "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
@@ -31,11 +31,11 @@ class AdapterArgs:
     use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
     merge_adapter: bool = arg(False, "Export the model with the adapter merged in, and also the adapter.")
 
-    # Whether the model gets a new output layer, which adapters would leave as it is.
+    # Whether the model gets a new output layer. Adapters would leave it untrained.
     has_new_layer: ClassVar[bool] = False
 
     def adapter_problems(self) -> list[str]:
-        """List what is wrong with the arguments of adapters, one sentence each."""
+        """List problems of the arguments of adapters, one sentence each."""
         if not self.use_peft:
             changed = [name for name, value in vars(AdapterArgs()).items() if getattr(self, name) != value]
             return [f"--{name} has no effect without --use_peft; add that, or remove it" for name in changed]

@@ -23,10 +23,10 @@ MOST_IDLE = 10  # steps in a row without a target, which may happen with few row
 
 
 def tracker_settings(output_dir: Path, is_resumed: bool) -> dict[str, dict[str, str]]:
-    """Return what each tracker needs to know a run by its output directory, and again when it is resumed there.
+    """Return the settings by which each tracker recognises a run, and finds it again when it is resumed.
 
-    status.json keeps the id. A run that begins anew in the directory of another one gets a new id. (Names of directories are
-    not unique, but trackio finds a run to resume by its name. TensorBoard finds it by its folder.)
+    status.json keeps the run's id. A new run in the directory of an old one gets a new id. The id is part of the name in
+    trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder.
     """
     known = read_status(output_dir).get("run") if is_resumed else None
     number = known or uuid.uuid4().hex[:8]
@@ -39,12 +39,11 @@ def tracker_settings(output_dir: Path, is_resumed: bool) -> dict[str, dict[str, 
 class Agenda:
     """Does what is due before the first step and after each step; call its methods on every rank.
 
-    Time is counted in completed optimizer steps.
+    A step number is the number of completed optimizer steps. `evaluate_fn(step)` is called before training, after
+    training and every `eval_steps`. `data_state_fn()` returns what a checkpoint needs, besides the step, about this
+    rank's data.
 
-    `evaluate_fn(step)` is called before and after training and every `eval_steps`; `data_state_fn()` returns what a
-    checkpoint needs, besides the step, about this rank's data.
-
-    Training begins when an Agenda is made: from then on a signal ends the run in good order.
+    Make an Agenda when training begins: from then on, a signal makes the run save a checkpoint and stop.
     """
 
     log: MetricsLog
@@ -70,21 +69,21 @@ class Agenda:
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.args.save(self.output_dir / "args.yaml")
-        # Do not listen earlier: before there is something to save, a signal should end the process, even a waiting one.
+        # Not earlier: before there is something to save, a signal should end the process at once, even while it waits.
         stop.listen(self.output_dir)
         set_seed(
             self.args.seed, device_specific=True
-        )  # the weights are made; from here on ranks draw different dropout
+        )  # the initial weights, equal on all ranks, are made; from here on each rank draws its own dropout
 
     def begin(self) -> int:
-        """Restore the checkpoint that is to be resumed, and measure the model before the first step.
+        """Restore the checkpoint to resume, and evaluate the model before the first step.
 
         Returns:
-            The step to go on from.
+            The number of steps that are completed.
 
         Raises:
-            ConfigError: for a checkpoint beyond the last step, and if --metric_for_best_model is not among what the
-                evaluation gives.
+            ConfigError: for a checkpoint beyond the last step, and if the evaluation does not measure
+                --metric_for_best_model.
         """
         args, checkpoint = self.args, self.checkpointer.resumed_from
         if checkpoint:
@@ -93,12 +92,12 @@ class Agenda:
         self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops)
         self.log.restore(checkpoint)
         if args.trackers:
-            # TensorBoard takes plain values only.
+            # TensorBoard accepts only numbers and strings.
             config = {
                 name: value if isinstance(value, int | float | str) else str(value)
                 for name, value in args.values().items()
             }
-            # The script is the project; a run in it is named after its output directory.
+            # The tracker's project is named after the script, the run after its output directory.
             settings = (
                 tracker_settings(self.output_dir, checkpoint is not None) if self.accelerator.is_main_process else {}
             )
@@ -106,7 +105,7 @@ class Agenda:
         if self.accelerator.is_main_process:
             newest = str(self.checkpointer.newest or "")
             update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
-        # Evaluate if it is due, as before the first step, unless this run was stopped here after it had evaluated.
+        # An evaluation is due before the first step. After a resume it may be due again: skip it if it is in the log.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
             self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
             forget_evaluated_shapes()
@@ -120,19 +119,19 @@ class Agenda:
         return self.step
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
-        """Tell the watch what this rank does next. The first step may compile, and start the data's workers."""
+        """Tell the watch what this rank does next. The first step has more time: it may compile, and start workers."""
         watch.expect(what, self.step_timeout or self.args.ddp_timeout, progress)
 
     def save_is_overdue(self) -> bool:
-        """Tell whether --save_minutes have passed; rank 0's clock counts."""
+        """Tell whether --save_minutes have passed since the last save. The clock of rank 0 decides."""
         return (
             self.accelerator.is_main_process and 0 < 60 * self.args.save_minutes < time.perf_counter() - self.last_save
         )
 
     def completed(self, step: int, seconds: float, *, wants_save: bool, wants_stop: bool) -> None:
-        """Note a step, its duration, and whether a rank wants a checkpoint.
+        """Record a completed step, its duration, and whether a rank wants a checkpoint.
 
-        With `wants_stop` a rank was asked to stop; a log line and a save are still due.
+        With `wants_stop`, a rank was asked to stop: the caller still logs and saves before the run ends.
         """
         self.step, self.wants_save = step, wants_save
         stop.step_took(seconds)
@@ -168,7 +167,7 @@ class Agenda:
         """Log the steps of the window in one line, with the additional `values`.
 
         Raises:
-            DataError: if the last steps had no target, at least MOST_IDLE of them, or all of this run.
+            DataError: if the last MOST_IDLE steps, or all steps of a shorter run, had no target.
         """
         if window.num_targets:
             self.trained_at = self.step
@@ -185,10 +184,10 @@ class Agenda:
         """Evaluate and save if due, after a step and its log line.
 
         Raises:
-            Stopped: where a rank was asked to stop, also during the evaluation; what was done until then is saved.
+            Stopped: if a rank was asked to stop, also during the evaluation; a checkpoint is saved before.
         """
         if not self.stopped and self.evaluation_is_due:
-            # A whole evaluation may take hours; each of its batches has the time of a collective.
+            # A whole evaluation may take hours, so the time limit of a collective holds for each batch.
             limit = self.args.ddp_timeout
             watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
@@ -206,7 +205,7 @@ class Agenda:
             raise self.stopped
 
     def end(self) -> list[dict]:
-        """Close the log; returns the records of metrics.jsonl, of earlier parts of the run too."""
+        """Close the log; return the records of metrics.jsonl, including those of earlier parts of the run."""
         watch.expect("what follows training", float("inf"))
         self.log.progress.close()
         return self.log.records

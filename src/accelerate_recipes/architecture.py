@@ -38,10 +38,10 @@ class Architecture:
     config_overrides: dict = arg(
         {},
         "Fields of a new model's config.json, such as hidden_size=128 rope_parameters.rope_theta=5e5, with values in YAML; "
-        "in a preset a mapping. All other fields, sizes too, are as the model's class in transformers has them.",
+        "in a preset a mapping. All other fields, sizes too, have the defaults of the model's class in transformers.",
     )
 
-    of_new_model: ClassVar[tuple[str, ...]] = ("model_type", "config_overrides")  # a pretrained model does without
+    of_new_model: ClassVar[tuple[str, ...]] = ("model_type", "config_overrides")  # not used with a pretrained model
     kind: ClassVar[Kind] = CAUSAL
 
     def architecture_problems(self, max_length: int | None, **decided: Any) -> list[str]:
@@ -62,7 +62,8 @@ def new_config(
 ) -> PreTrainedConfig:
     """Make the configuration of the model that the arguments describe.
 
-    What they leave open is as `decided`: the model is made for `max_length` tokens, and has the tokenizer's begin and end.
+    Fields that the arguments leave open are as `decided`; the model is made for `max_length` tokens, and has the begin
+    and end tokens of the tokenizer.
 
     Raises:
         ConfigError: with everything that is wrong with the arguments.
@@ -99,20 +100,20 @@ def try_config(
         args.kind.check(config, title)
     except ConfigError as error:
         return None, [str(error)]
-    except Exception as error:  # of the classes of configurations, which check their fields each in its own way
+    except Exception as error:  # each class of configurations checks its fields in its own way
         return None, [f"--config_overrides: {one_line(error)}"]
     found += size_problems(config.get_text_config())
     return None if found else config, [f"--config_overrides: {problem}" for problem in found]
 
 
 def field_names(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Return the names of the fields that a class of configurations adds to those that all have, and their other names."""
+    """Return the names, and other names, of the fields that a class of configurations adds to those of all classes."""
     added = {f.name for f in fields(config_class)} - {f.name for f in fields(PreTrainedConfig)}
     return added | {*config_class.attribute_map}
 
 
 def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any], path: str = "") -> list[str]:
-    """List the names that are no fields of a class of configurations, or of those within it, and impossible values."""
+    """List names that are no fields of a class of configurations, or of a class nested in it, and impossible values."""
     known, found, inner = field_names(config_class), [], {}
     for name, value in overrides.items():
         first, _, rest = name.partition(".")
@@ -133,7 +134,7 @@ def field_problems(config_class: type[PreTrainedConfig], overrides: Mapping[str,
 
 
 def size_problems(config: PreTrainedConfig) -> list[str]:
-    """List sizes that contradict each other, of which the classes of transformers would make a model that cannot compute."""
+    """List sizes that contradict each other. transformers would make a model of them that cannot compute."""
 
     def number(*names: str) -> tuple[str, int]:
         found = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
@@ -159,7 +160,7 @@ def size_problems(config: PreTrainedConfig) -> list[str]:
 
 @contextlib.contextmanager
 def rope_warnings() -> Iterator[list[str]]:
-    """Collect what transformers only logs about `rope_parameters`: keys that it does not know, and factors in disorder."""
+    """Collect warnings that transformers only logs about `rope_parameters`: unknown keys, and factors in the wrong order."""
     found, logger = [], logging.getLogger("transformers.modeling_rope_utils")
 
     def collect(record: logging.LogRecord) -> bool:
@@ -178,7 +179,7 @@ def rope_warnings() -> Iterator[list[str]]:
 
 
 def nested(values: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Turn dotted names into sections, {"a.b": 1} into {"a": {"b": 1}}, and other names of a field into its own."""
+    """Turn dotted names into sections, {"a.b": 1} into {"a": {"b": 1}}, and other names of a field into its proper name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         first, *rest = name.split(".")

@@ -1,8 +1,8 @@
-"""Arguments of a recipe: one flat dataclass, `defaults < --config preset.yaml < flags`.
+"""Arguments of a recipe: one flat dataclass. Flags override the preset (`--config`), the preset overrides the defaults.
 
-Names are those of `transformers.TrainingArguments` wherever it has one. Settings of the accelerate
-YAML (sharding, precision, compile, activation checkpointing) have no flag here; typing one is an error
-that names the key. All problems are reported at once, in one `ConfigError`.
+Names are those of `transformers.TrainingArguments` wherever it has one. Settings of the accelerate YAML (sharding,
+precision, compile, activation checkpointing) have no flag here. Such a flag is an error that names the key of the YAML.
+All problems are reported at once, in one `ConfigError`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from accelerate_recipes.errors import raise_problems
 from accelerate_recipes.flags import Merge, Parser, Range, arg, check_group, group_flags, read_preset, tokens
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 
-# Flags that other scripts have, but that the accelerate YAML or another argument decides here.
+# Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
 OWNED_ELSEWHERE = {
     "gradient_checkpointing": "set `fsdp_activation_checkpointing: true` under `fsdp_config:` in the accelerate YAML",
     "gradient_accumulation_steps": "it follows from --total_batch_size, --per_device_train_batch_size and the processes",
@@ -44,7 +44,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class TrainArgs(AdapterArgs):
-    """Arguments that every recipe takes. Steps are completed optimizer steps; a batch is counted in sequences."""
+    """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
     output_dir: str = arg("outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.")
     resume_from_checkpoint: str = arg(
@@ -87,7 +87,7 @@ class TrainArgs(AdapterArgs):
     )
     activation_memory_budget: float = arg(
         1.0,
-        "Share of the activations that compiled layers keep; the rest, what is cheapest, is computed again.",
+        "Share of the activations that compiled layers keep; those that are cheapest to compute are recomputed.",
         min=0,
         max=1,
     )
@@ -105,45 +105,49 @@ class TrainArgs(AdapterArgs):
     metric_for_best_model: str = arg(
         "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
     )
-    greater_is_better: bool | None = arg(None, "Higher is better; default: true unless the name ends in `loss`.")
+    greater_is_better: bool | None = arg(
+        None, "A higher value is better; default: true unless the name ends in `loss`."
+    )
     async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
     dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
     ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.", min=1)
     step_timeout: int = arg(
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
-    report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
+    report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
     push_to_hub: str = arg(
-        "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
+        "", "Repository on the Hub, ORG/NAME, to which the export is pushed at the end; a new one is made private."
     )
 
-    # Fields of other libraries that are not arguments here, and what decides instead.
+    # Fields of other libraries that are not arguments here, each with what decides it instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
 
-    # For fields that another library declares: their ranges, and which of them are fixed on a resume.
+    # Ranges of fields that another library declares, and the names of those fields that are fixed on a resume.
     ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
 
-    # Whether ranks can share a row (parallelism_config_cp_size): rows are packed, and batches say where documents begin.
+    # Whether ranks can share a row (parallelism_config_cp_size). For this, rows must be packed, and batches must say where
+    # documents begin.
     shares_rows = False
 
-    # Whether rows of any length are padded until the ranks that share one can divide it.
+    # Whether rows of any length are padded to a length that the ranks which share a row can divide.
     pads_rows: ClassVar[bool] = False
 
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
 
-    # Folders that only the machine of the run sees: this machine cannot check their files.
+    # Folders that only the machine of the run can see. Files in them cannot be checked here.
     elsewhere = ()
 
-    # Shares of the data in this launch: processes, or groups that share rows. `world_size` is a property of transformers'.
+    # Shares of the data in this launch: processes, or groups of processes that share rows. (transformers' arguments have
+    # `world_size` already, as a property.)
     num_launched = 1
 
-    # Processes in such a group (parallelism_config_cp_size).
+    # Processes in a group that shares rows (parallelism_config_cp_size).
     row_size = 1
 
     def problems(self, world_size: int) -> list[str]:
-        """List contradictions between these values, one sentence each. A recipe adds its own."""
+        """List contradictions between these values, one sentence each. A recipe extends the list."""
         found = []
         if self.min_lr_ratio and self.lr_scheduler_type == "constant_with_warmup":
             found.append(
@@ -176,7 +180,7 @@ class TrainArgs(AdapterArgs):
         return found + batch_problems(self.total_batch_size, per_device, world_size, self.row_size)
 
     def settle(self, saved: Mapping[str, Any]) -> list[str]:
-        """Set arguments that are left open: to the values `saved` in the checkpoint to resume, or, with {}, of a new run.
+        """Set the arguments that are left open, from the `saved` ones of the checkpoint to resume, or for a new run from {}.
 
         Returns:
             Reasons why this launch cannot continue with the saved values, one sentence each.
@@ -184,7 +188,7 @@ class TrainArgs(AdapterArgs):
         return []
 
     def file_problems(self, name: str, suffixes: Collection[str], files: Sequence[str] | None = None) -> list[str]:
-        """List what is missing or of an unknown kind of an argument's files, or of `files` of them, one sentence each."""
+        """List the files of an argument, or of `files`, that are missing or of an unknown kind, one sentence each."""
         found, files = [], getattr(self, name) if files is None else files
         for file in map(Path, [files] if isinstance(files, str) else files):
             if not file.is_file() and not self.is_elsewhere(file):
@@ -194,22 +198,22 @@ class TrainArgs(AdapterArgs):
         return found
 
     def is_elsewhere(self, file: str | Path) -> bool:
-        """Tell whether a file lies in a folder that this machine does not see."""
+        """Tell whether a file lies in a folder that this machine cannot see."""
         return bool(set(map(Path, self.elsewhere)) & set(Path(os.path.normpath(file)).parents))
 
     @property
     def base_model(self) -> str:
-        """Name or folder of the pretrained model that a run begins with; empty if it makes a new one."""
+        """Name or folder of the pretrained model at which a run begins; empty if the run makes a new model."""
         return "" if getattr(self, "from_scratch", False) else getattr(self, "model_name_or_path", "")
 
     @property
     def has_boundaries(self) -> bool:
-        """True if the batches say where documents begin, as some kernels of attention need."""
+        """True if the batches say where documents begin. Some attention kernels need this."""
         return True
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Dtype in which the trained weights are kept."""
+        """Dtype of the trained weights in memory."""
         return torch.bfloat16 if self.optim == "adamw_bf16_kahan" else torch.float32
 
     @property
@@ -218,12 +222,12 @@ class TrainArgs(AdapterArgs):
 
     @classmethod
     def fixed_on_resume(cls) -> set[str]:
-        """Names of the arguments that must not change when a checkpoint is continued; see `arg`."""
+        """Return the names of the arguments that must not change when a checkpoint is continued; see `arg`."""
         found = set(cls.fixed)
         for name in (f.name for f in fields(cls)):
             if shared := TrainArgs.__dataclass_fields__.get(name):
                 is_fixed = shared.metadata["fixed"]
-            else:  # a class that only changes the default does not decide it
+            else:  # the first class that declares it by `arg` decides; one that only changes the default has no metadata
                 declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
                 said = [f.metadata["fixed"] for f in declared if f is not None and "fixed" in f.metadata]
                 is_fixed = said and said[0] is not False
@@ -232,11 +236,11 @@ class TrainArgs(AdapterArgs):
         return found
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Forward passes per optimizer step on one process."""
+        """Return the number of forward passes per optimizer step on one process."""
         return self.total_batch_size // (self.per_device_train_batch_size * world_size)
 
     def values(self) -> dict[str, Any]:
-        """Return all arguments by name; beside a pretrained model, none that a recipe calls `of_new_model`."""
+        """Return all arguments by name. If the run begins at a pretrained model, leave out those named in `of_new_model`."""
         left_out = {*self.owned_elsewhere, *(getattr(self, "of_new_model", ()) if self.base_model else ())}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
@@ -246,9 +250,9 @@ class TrainArgs(AdapterArgs):
 
 
 def batch_problems(total: int, per_device: int, world_size: int, row_size: int = 1) -> list[str]:
-    """Check that `total` sequences divide over `world_size` shares of the data with `per_device` sequences a pass.
+    """Check that `total` sequences divide evenly over `world_size` shares of the data, with `per_device` sequences a pass.
 
-    `row_size` processes share rows, and so one share.
+    `row_size` processes share rows, and thus one share of the data.
     """
     step = per_device * world_size
     if total % step == 0:
@@ -271,8 +275,9 @@ def parse(
 ) -> Args:
     """Resolve the arguments of a recipe.
 
-    `world_size` is the number of shares of the data; default: what the launcher put into the environment. `other_problems`
-    finds problems of the launch with these arguments; they are reported together with those found here.
+    `world_size` is the number of shares of the data; by default it follows from the launcher's environment.
+    `other_problems` returns problems of the launch with these arguments; they are reported together with those found
+    here.
 
     Raises:
         ConfigError: with every problem found, in the preset, the flags and their combination.
@@ -286,9 +291,9 @@ def parse(
 def resolve(
     args_class: type[Args], argv: Sequence[str], world_size: int, elsewhere: Sequence[str] = (), row_size: int = 1
 ) -> tuple[Args, list[str]]:
-    """Return the arguments, without the wrong ones, and every problem found.
+    """Return the arguments, without those that are wrong, and every problem found.
 
-    `elsewhere` and `row_size` are those of `TrainArgs`.
+    `elsewhere` and `row_size` are fields of `TrainArgs`.
     """
     argv = list(argv)
     # Do not exit at the first error, and allow no abbreviations: `--learning` must not silently mean --learning_rate.
@@ -309,6 +314,8 @@ def resolve(
     mappings = {action.dest for action in parser._actions if isinstance(action, Merge)}
     groups = [(f"--{key}", values, where) for key, values, where in read_preset(presets, mappings, errors)]
     groups += [(flag, values, "on the command line") for flag, values in flags if flag != "--config"]
+    # Parse each flag alone first, to find all errors. Then parse the flags without error together, in the same order: a flag
+    # after the preset overrides it.
     groups = [group for group in groups if check_group(parser, args_class.owned_elsewhere, *group, errors)]
 
     namespace = parser.parse_args([token for flag, values, _ in groups for token in tokens(flag, values)])

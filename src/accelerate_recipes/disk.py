@@ -52,7 +52,7 @@ def filesystem(path: Path) -> str:
 
 
 def shared_disk_warnings(folder: Path, machines: int) -> list[str]:
-    """Say that an output directory which several machines must see lies on a disk of this one."""
+    """Warn if several machines must see the output directory, but it lies on a disk of this machine."""
     kind = filesystem(folder)
     if machines < 2 or kind not in LOCAL_FILESYSTEMS:
         return []
@@ -60,13 +60,13 @@ def shared_disk_warnings(folder: Path, machines: int) -> list[str]:
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether an error means that the disk has no room, or the user's share of it, or a file may not be so large."""
+    """Tell whether an error means that the disk is full, that the user's quota is, or that a file may not be so large."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to an error that names no file, as errors of writing do."""
+    """Add the path to an error that names no file; errors in writing do not name one."""
     try:
         yield
     except OSError as error:
@@ -75,12 +75,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def own_suffix() -> str:
-    """Return an ending for names of unfinished files that no other process of the cluster uses."""
+    """Return an ending for names of unfinished files. No other process of the cluster uses the same ending."""
     return f".partial-{socket.gethostname()}-{os.getpid()}"
 
 
 def print_any_text() -> None:
-    """Print a character that the encoding of the locale lacks as its number: it must not end a run, or a command."""
+    """Print characters that the locale's encoding lacks as their numbers. They must not end a run or a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -91,18 +91,18 @@ def read_json(file: Path) -> Any:
 
 
 def read_json_lines(file: Path) -> list[Any]:
-    """Read a file of one JSON value a line, without a last line that is not whole.
+    """Read a file with one JSON value in each line; an incomplete last line is left out.
 
-    Not by `splitlines`, which also divides a text in which one of Unicode's own line ends stands.
+    `splitlines` is not used: it would also split at Unicode's other line ends, which may stand inside a text.
     """
     *lines, _ = file.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
 
 
 def write_atomically(path: Path, text: str, suffix: str = ".partial") -> None:
-    """Write a file that is whole under its name at any moment.
+    """Write a file so that at any moment, the file of this name is complete.
 
-    The content is first written to a name with `suffix`; give `own_suffix()` if several processes may write at once.
+    The content is first written to a name with `suffix`. Give `own_suffix()` if several processes may write at once.
     """
     partial = path.with_name(path.name + suffix)
     with naming(path):

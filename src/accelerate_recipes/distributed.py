@@ -1,8 +1,8 @@
 """One accelerate YAML, on a GPU cluster and on a laptop: `make_accelerator()` and `prepare()`.
 
-`accelerate launch` puts the YAML into the environment; this module reads only that. On a machine with
-accelerators it takes Accelerate's normal path. Without accelerators, FSDP is still real: sharded over gloo.
-What libraries get wrong is corrected in `upstream`.
+`accelerate launch` writes the YAML into the environment; this module reads only the environment. On a machine with
+accelerators it follows Accelerate's normal path. Without accelerators, FSDP still shards, over gloo. `upstream` corrects
+errors of the libraries.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ from accelerate_recipes.weights import initialize
 def make_accelerator(args: TrainArgs) -> Accelerator:
     """Make the Accelerator that the launcher's environment describes, and set `args.seed` on all ranks alike.
 
-    `strategy.launch_problems` has found nothing wrong with it.
+    Call `strategy.launch_problems` first; this function assumes that it found nothing.
 
     Raises:
         ConfigError: for a strategy that would run as independent copies.
@@ -70,7 +70,7 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     if is_compiled():
-        # Ranks compile the same code at the same time: each gets its own folder, so that none waits for locks.
+        # Ranks compile the same code at the same time. Each gets a folder of its own, so that none waits for a lock.
         for name, default in (("TORCHINDUCTOR_CACHE_DIR", "torchinductor"), ("TRITON_CACHE_DIR", "triton")):
             base = Path(os.environ.get(name) or Path(tempfile.gettempdir()) / f"{default}_{os.getuid()}")
             os.environ[name] = str(base / f"rank-{rank()}")
@@ -114,7 +114,8 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the se
 def keep_memory_in_one_piece() -> None:
     """Let memory segments of a GPU grow, unless the user has configured the allocator; call it before the GPU is used.
 
-    With batches of many lengths, and layers that are gathered and freed, ever more of fixed segments would lie idle.
+    Segments of fixed size would waste ever more memory when batches have many lengths, and layers are gathered and
+    freed.
     """
     if (
         torch.cuda.is_available()
@@ -125,41 +126,42 @@ def keep_memory_in_one_piece() -> None:
 
 
 def make_deterministic() -> None:
-    """Choose algorithms that add in a fixed order, before anything is on a GPU. A function without one fails when called.
+    """Choose algorithms that add in a fixed order. Call it before anything is on a GPU.
 
-    This is transformers' enable_full_determinism without CUDA_LAUNCH_BLOCKING, which orders kernels that one stream
-    already orders. Source: "Reproducibility" in the notes of the PyTorch documentation.
+    A function without such an algorithm fails when it is called. This is transformers' enable_full_determinism without
+    CUDA_LAUNCH_BLOCKING: a single stream already orders its kernels. Source: "Reproducibility" in the notes of the
+    PyTorch documentation.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers, for the flash-attn package
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers reads it, for the flash-attn package
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def use_cores(num_cores: int) -> None:
-    """Divide the cores among the processes of this machine, for all computation on a CPU or for offload's optimizer.
+    """Divide the cores among the processes of this machine, for computation on a CPU or for the optimizer of CPU offload.
 
-    The launchers set OMP_NUM_THREADS=1, even for one process, unless the user set it: so 1 is not the user's choice.
+    Launchers set OMP_NUM_THREADS=1, even for one process, unless the user has set it. So 1 is not the user's choice.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelPlugin:
-    """Make the plugin of the YAML's FSDP settings, without those that a CPU lacks; gradients are reduced as `args` say."""
+    """Make the plugin of the YAML's FSDP settings, without those that a CPU lacks. `args` choose the dtype of reductions."""
     version = int(os.environ.get("FSDP_VERSION", 1))
-    # Accelerate's default under bf16 reduces gradients in bf16: 8 bits of mantissa for a sum over all ranks. Without a
-    # `param_dtype` the parameters keep their dtype: fp32, or bf16 with --optim adamw_bf16_kahan.
+    # Accelerate's default under bf16 also reduces gradients in bf16: a sum over all ranks with 8 bits of precision.
+    # A policy without `param_dtype` keeps the dtype of the parameters: fp32, or bf16 with --optim adamw_bf16_kahan.
     compute_dtype = torch.bfloat16 if computes_in_bf16() and args.param_dtype == torch.float32 else None
     policy = {"param_dtype": compute_dtype, "reduce_dtype": DTYPES[args.reduce_dtype]}
     if version == 2:
         settings = {"mixed_precision_policy": MixedPrecisionPolicy(**policy)}
     else:
-        # Buffers keep their precision, as under all other strategies: in bf16 the frequencies of a rotary embedding are
-        # up to 0.4 % off, which is 5 rad at position 4096 in heads of 128.
+        # Buffers keep their precision, as under all other strategies. In bf16 the frequencies of a rotary embedding would
+        # be up to 0.4 % off: in heads of 128 dimensions, 5 rad at position 4096.
         settings = {"mixed_precision_policy": MixedPrecision(**policy, buffer_dtype=None)}
     if on_cpu and version == 1:
-        # torch's FSDP1 broadcasts the first weights only between GPUs; on a CPU all ranks build the same weights instead.
+        # FSDP1 can broadcast the first weights only between GPUs. On a CPU, each rank makes the same weights instead.
         settings |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}
     if on_cpu and version == 2 and os.environ.get("FSDP_OFFLOAD_PARAMS") == "true":
         settings["cpu_offload"] = CPUOffloadPolicy(pin_memory=False)  # pinning needs an accelerator
@@ -169,19 +171,20 @@ def make_fsdp_plugin(args: TrainArgs, on_cpu: bool) -> FullyShardedDataParallelP
 def prepare(
     accelerator: Accelerator, model: nn.Module, args: TrainArgs
 ) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Module]]:
-    """Shard the model as the strategy says, then build the optimizer of `args` on what this rank holds.
+    """Shard the model as the strategy says, then build the optimizer of `args` on the parameters that this rank holds.
 
     Returns:
         Model, optimizer, and the modules whose parameters a forward pass gathers before it computes anything (see
         `accumulate`): embedding and first layer.
 
-    A new model (`models.new_model`) gets its first weights here, from the seed that `make_accelerator` set: under
-    FSDP2 after sharding, so that no rank ever holds the whole model. Otherwise each rank does: DDP must, and FSDP1 takes it
-    from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights that are read; for a new model it is off.
+    A new model (`models.new_model`) gets its first weights here, from the seed that `make_accelerator` set. Under FSDP2
+    this happens after sharding, so no rank ever holds the whole model. Under other strategies each rank holds it for a
+    while: DDP must, and FSDP1 takes it from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights from
+    files; for a new model it is switched off.
 
-    Accelerate 1.15 needs an FSDP2 model and its optimizer prepared together, and finds the optimizer's
-    parameters by `data_ptr`, which is 0 for all on the meta device: all entries silently become one tensor.
-    So Accelerate gets a placeholder, and the real optimizer is built on the sharded parameters; FSDP1 with
+    Accelerate 1.15 needs an FSDP2 model and its optimizer prepared together. It finds the optimizer's parameters by
+    `data_ptr`, which is 0 for all on the meta device, so that all entries silently become one tensor. Therefore
+    Accelerate gets a placeholder, and the real optimizer is built on the sharded parameters. FSDP1 with
     `use_orig_params` needs this order too. The optimizer needs no wrapper, because there is no gradient scaler.
     """
     total = sum(p.numel() for p in model.parameters())
@@ -192,7 +195,8 @@ def prepare(
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
         accelerator.ao_recipe_handler.module_filter_func = lambda module, name: name in layers
-    # Parameters of a pretrained model may be meta too: those that its files lack, and all on ranks that did not read it.
+    # Ask the first rank. A pretrained model too has meta parameters: those that its files lack and, on ranks that did not
+    # read the files, all.
     is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
@@ -214,7 +218,7 @@ def prepare(
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
         upstream.restore_rng_in_recompute(model)
         upstream.compile_inside_recompute(model, accelerator.state.dynamo_plugin)
-        # `generate` may call an encoder by itself; embedding and last norms must be gathered then too.
+        # `generate` may call the encoder alone. Then too, FSDP must gather the root's parameters: embedding and last norms.
         inner = accelerator.unwrap_model(model, keep_torch_compile=False)
         if hasattr(inner, "generate"):
             register_fsdp_forward_method(inner, "generate")
@@ -227,6 +231,7 @@ def prepare(
     local = sum(local_numel(p) for p in model.parameters())
     units = fsdp_units(model)
     report_strategy(accelerator, model, total, trained, local, units)
+    # Check that FSDP has really sharded. With wrong settings of wrapping a run would work, but need more memory.
     if accelerator.distributed_type == DistributedType.FSDP:
         shards = shard_world_size(accelerator)
         if not units:
@@ -243,7 +248,7 @@ def prepare(
 
 
 def parameter_device(accelerator: Accelerator) -> torch.device:
-    """Return the device of new parameters: FSDP1 and CPU offload take them from the CPU."""
+    """Return the device on which new parameters are made: FSDP1 and CPU offload take them from the CPU."""
     on_cpu = accelerator.distributed_type == DistributedType.FSDP and (
         not accelerator.is_fsdp2 or isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     )
@@ -251,16 +256,18 @@ def parameter_device(accelerator: Accelerator) -> torch.device:
 
 
 def recompute_every(model: nn.Module, n: int) -> None:
-    """Recompute activations only in the first and every n-th layer after it, among those that Accelerate wrapped for this.
+    """Recompute the activations of only the first and every n-th layer after it, of those that Accelerate wrapped for this.
 
-    The others keep their activations. Their wrapper stays, because it is part of parameter names, but only calls the layer.
+    The other layers keep their activations. Their wrapper stays, because it is part of parameter names, but it only
+    calls the layer.
     """
     modules = list(model.modules())
     for i, wrapper in enumerate(module for module in modules if isinstance(module, CheckpointWrapper)):
         if i % n:
             wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
     for wrapper in modules:
-        # The outer wrapper moves what is saved to the CPU: for such a layer these would be all activations.
+        # An OffloadWrapper moves saved tensors to the CPU. Around a layer that is not recomputed, these would be all its
+        # activations, so this wrapper is switched off too.
         if isinstance(wrapper, OffloadWrapper) and not recomputes(wrapper._checkpoint_wrapped_module):
             wrapper.forward = wrapper._checkpoint_wrapped_module.__call__
 
@@ -270,13 +277,13 @@ def recomputes(wrapper: CheckpointWrapper) -> bool:
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
-    """List the modules, one for each group of parameters that FSDP gathers together."""
+    """List the FSDP units: one module for each group of parameters that FSDP gathers together."""
     units: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, FSDP1):
             units[id(module)] = module
         elif isinstance(module, FSDPModule):
-            # Modules that are gathered together share a state; a module without parameters of its own has no group.
+            # Modules that are gathered together share one state. A module without parameters of its own has no group.
             state = module._get_fsdp_state()
             if state._fsdp_param_group is not None:
                 units.setdefault(id(state), module)
@@ -284,10 +291,10 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def prefetch_layers(layers: Sequence[FSDPModule], depth: int) -> None:
-    """Gather the next `depth` layers while one computes, in forward and backward. FSDP2's default is one.
+    """Gather the next `depth` layers while one layer computes, in forward and backward passes. FSDP2's default is one.
 
-    More layers hide a slow network behind computation, and cost the memory of as many whole layers. The accelerate YAML
-    has no key for this.
+    More layers hide a slow network behind computation, but need memory for as many whole layers. The accelerate YAML has
+    no key for this.
     """
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + depth])
@@ -307,7 +314,7 @@ def is_no_shard(accelerator: Accelerator) -> bool:
 def report_strategy(
     accelerator: Accelerator, model: nn.Module, total: int, trained: int, local: int, units: list[nn.Module]
 ) -> None:
-    """Print the line that says which strategy runs."""
+    """Print one line that describes the strategy of this run."""
     parts = [
         strategy_name(accelerator),
         f"{accelerator.num_processes} x {accelerator.device.type}",
@@ -338,7 +345,7 @@ def report_strategy(
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale gradients down to a norm of `max_norm` (0: never); return the norm before, a scalar on the device."""
+    """Scale gradients down to a norm of `max_norm` (0: never). Return the norm before that, a scalar on the device."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if max_norm or (plugin and plugin.fsdp_version == 1):  # only FSDP1's own clipping knows the norm of flat shards
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
@@ -352,15 +359,16 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, max_norm: float) 
 def accumulate(
     accelerator: Accelerator, model: nn.Module, first_units: Sequence[nn.Module], is_last: bool
 ) -> Iterator[None]:
-    """Communicate no more than necessary in forward and backward of one micro-batch.
+    """Run the forward and backward pass of one micro-batch in this context, with no more communication than necessary.
 
-    DDP reduces gradients only with the last micro-batch. FSDP reduce-scatters with each: keeping whole gradients until
-    the last would cost every rank the memory of all of them. Hybrid sharding does this inside a replica, and reduces
-    between replicas (the slow network) only with the last.
+    DDP reduces gradients only with the last micro-batch. FSDP reduce-scatters with each one: keeping whole gradients
+    until the last would cost every rank the memory of all of them. Hybrid sharding reduce-scatters inside a replica, and
+    all-reduces between replicas (the slow network) only with the last micro-batch.
 
     The backward pass gathers `first_units` last, and the next forward pass needs them first. So under FSDP2 they stay
-    gathered from one micro-batch to the next, while no activations exist. Where all parameters stay gathered from forward
-    to backward (reshard_after_forward: false), all stay gathered between micro-batches too. Neither raises the peak.
+    gathered from one micro-batch to the next, while no activations exist. With reshard_after_forward: false, all
+    parameters stay gathered from forward to backward pass; then all stay gathered between micro-batches too. Neither
+    raises the peak of memory.
     """
     if accelerator.distributed_type != DistributedType.FSDP:
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):

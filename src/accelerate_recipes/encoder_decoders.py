@@ -17,10 +17,10 @@ from accelerate_recipes.tokenizers import load_tokenizer
 def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: float, **settings: Any) -> PreTrainedModel:
     """Load a pretrained T5, T5 v1.1, FLAN-T5, mT5 or BART, as `load_model` loads a model.
 
-    `dropout_rate` holds wherever the model has dropout.
+    `dropout_rate` holds for all kinds of dropout in the model.
 
     Raises:
-        ConfigError: for another kind of model, and for one that does not say how a text begins.
+        ConfigError: for another kind of model, and for a model that does not name the token with which a text begins.
     """
     config = load_config(name)
     check_encoder_decoder(config, name)
@@ -35,7 +35,7 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
 
 
 def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:
-    """Raise ConfigError for a model that is none of ENCODER_DECODERS, and for one that does not say how a text begins."""
+    """Raise ConfigError for a model that is none of ENCODER_DECODERS, or names no token with which a text begins."""
     if config.model_type not in ENCODER_DECODERS:
         raise ConfigError(
             f"{name} is a {config.model_type}, not one of {', '.join(ENCODER_DECODERS)}; give another model"
@@ -51,9 +51,10 @@ ENCODER_DECODER = Kind(AutoModelForSeq2SeqLM, load_tokenizer, check_encoder_deco
 
 
 def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
-    """Return the fields of an encoder-decoder's configuration with which it has this dropout, and no LayerDrop.
+    """Return the fields that give an encoder-decoder's configuration this dropout, and no LayerDrop.
 
-    LayerDrop skips whole layers, different ones on each rank: under FSDP the ranks would wait for each other for ever.
+    LayerDrop skips whole layers, different ones on each rank. Under FSDP, the ranks would then wait for each other
+    without end.
     """
     kinds = ("dropout_rate", "dropout", "attention_dropout", "activation_dropout")
     found = {kind: rate for kind in kinds if hasattr(config, kind)}
@@ -63,7 +64,7 @@ def dropouts(config: PreTrainedConfig, rate: float) -> dict[str, float]:
 def encoder_decoder_on_meta(
     config: PreTrainedConfig, is_tied: bool, attn_implementation: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Make an encoder-decoder on the meta device, of which only the sizes matter: as it would be after loading."""
+    """Make an encoder-decoder on the meta device, as it would be after loading. Only its sizes matter."""
     with torch.device("meta"):
         model = made(AutoModelForSeq2SeqLM, config, dtype=dtype, attn_implementation=attn_implementation)
         if not is_tied:
@@ -73,7 +74,7 @@ def encoder_decoder_on_meta(
 
 
 def new_encoder_decoder(config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Make an encoder-decoder with its first weights, whole on each rank: the same on all, from the common seed."""
+    """Make an encoder-decoder with its first weights, whole on each rank, and equal on all ranks by the common seed."""
     with torch.random.fork_rng([]):
         torch.manual_seed(torch.initial_seed())
         return share_embedding(

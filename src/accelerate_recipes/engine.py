@@ -1,9 +1,9 @@
-"""Training loop: `train()` goes from step to step, `train_step()` is the arithmetic of one step.
+"""Training loop: `train()` runs the optimizer steps, `train_step()` computes one of them.
 
-Model, data and loss are passed in. A recipe gives the sum of the losses of a batch and the number of its targets; only
-this module divides one by the other, over all micro-batches and ranks, so that the result does not depend on how the
-batch was divided. A loss of several parts, such as a mean over pairs and one over tokens, gives a sum and a number for
-each part. `agenda.Agenda` does what else is due at a step.
+The recipe passes in model, data and loss: the sum of the losses of a batch, and the number of its targets. Only this
+module divides the sum by the number, over all micro-batches and ranks, so the result does not depend on how the batch
+was divided. A loss of several parts, such as a mean over pairs plus a mean over tokens, has a sum and a number for each
+part. `agenda.Agenda` does the other work that is due at a step.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ from accelerate_recipes.ranks import on_all_data_ranks, on_all_ranks, sum_over_r
 from accelerate_recipes.run import Run
 from accelerate_recipes.sequence import part_of_rows, row_group
 
-Batch = dict[str, Any]  # tensors; and numbers, such as of documents
-# A sum, or one for each part of the loss; and the numbers of targets that divide them. The last part is that of tokens (of
-# images, in a recipe that has no tokens), whose number gives the speed.
+Batch = dict[str, Any]  # tensors, and plain numbers such as the longest document
+# A LossFn returns one sum, or a sum for each part of the loss. A CountFn returns the number of targets that divides each
+# sum. The last part counts tokens (in a recipe without tokens, images); the logged speed comes from it.
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 CountFn = Callable[[Batch], torch.Tensor]
-# Makes the micro-batches of the step after `step` from this rank's rows, such as answers that the model draws.
+# Makes the micro-batches of the step after `step` from this rank's rows. GRPO draws answers to prompts here.
 DrawFn = Callable[[int, list[Batch]], list[Batch]]
 
 
 class TrainLoader(Protocol):
-    """Source of this rank's micro-batches in the order of the steps, without end. Each batch names its rows in `row`."""
+    """Source of this rank's micro-batches, in the order of the steps and without end. `row` of a batch numbers its rows."""
 
-    # After the last micro-batch of a step, true if this rank cannot take its share of the next step without asking the
-    # other ranks. The engine sets it on all ranks if it is true on one.
+    # True, after the last micro-batch of a step, if this rank must ask the other ranks before it can read its share of the
+    # next step. If it is true on one rank, the engine sets it on all ranks.
     is_uneven: bool
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def start_at(self, step: int, states: list[dict]) -> None:
-        """Begin after `step` optimizer steps; called before iterating. `states` are the results of `state` on all ranks."""
+        """Begin after `step` optimizer steps; call it before iterating. `states` are the results of `state` of all ranks."""
         ...
 
     def state(self) -> dict:
-        """Return what a checkpoint needs besides the step, in numbers and strings."""
+        """Return what a checkpoint needs besides the step, as numbers and strings."""
         ...
 
     def counts(self) -> dict[str, int]:
@@ -60,18 +60,18 @@ class TrainLoader(Protocol):
 
 
 class Step(NamedTuple):
-    """Result of one optimizer step; equal on all ranks, tensors are scalars on the device."""
+    """Result of one optimizer step, equal on all ranks. Tensors lie on the device."""
 
-    loss_sums: torch.Tensor  # of each part, (K,), in nats
-    num_targets: torch.Tensor  # (K,)
-    grad_norm: torch.Tensor  # before clipping
+    loss_sums: torch.Tensor  # (K,), one for each part of the loss, in nats
+    num_targets: torch.Tensor  # (K,), one for each part
+    grad_norm: torch.Tensor  # scalar, before clipping
     save: bool  # a rank wants a checkpoint
     stop: bool  # a rank was asked to stop
-    is_uneven: bool  # the data of some rank are uneven, see TrainLoader
+    is_uneven: bool  # `TrainLoader.is_uneven` is true on a rank
 
     @property
     def loss(self) -> torch.Tensor:
-        """Mean over all targets, in nats per token; the sum of the means of all parts."""
+        """Mean over all targets, in nats per token. A loss of several parts is the sum of their means."""
         return (self.loss_sums / self.num_targets.clamp(min=1)).sum()
 
 
@@ -86,18 +86,18 @@ def train_step(
     """Take one optimizer step on this rank's micro-batches, which lie on its device; without a target no weight changes.
 
     Raises:
-        NonFiniteError: before the weights change.
+        NonFiniteError: if the loss or the gradient norm is not finite. The weights are still unchanged then.
     """
     accelerator, model, max_grad_norm = run.accelerator, run.model, run.args.max_grad_norm
-    # Only the norm is checked before the weights change, not the clipped gradients, so the limit must be a number.
+    # The check below reads the norm, not the clipped gradients, so the limit must be a finite number.
     assert 0 <= max_grad_norm < float("inf"), max_grad_norm
-    # One collective sums everything that the ranks must agree on: the number of targets, wishes to save and to stop, and
-    # whether to talk about the next step's data.
+    # Count before computing: each micro-batch's loss is divided by the number of targets of the whole step, on all ranks.
+    # The same collective carries all that the ranks must agree on: wishes to save and to stop, and uneven data.
     num_targets = torch.stack([count_fn(batch) for batch in micro_batches]).sum(0).reshape(-1)
     wishes = torch.tensor([int(wants_save), int(stop.requested() is not None), int(is_uneven)])
     wishes = wishes.to(accelerator.device, non_blocking=True)  # torch.tensor(..., device=) would wait for the device
     num_targets, num_wishes = sum_over_ranks(torch.cat([num_targets, wishes])).split([len(num_targets), len(wishes)])
-    # DDP and FSDP average gradients over the ranks; the sum over all targets is wanted.
+    # DDP and FSDP average gradients over the ranks. The factor turns this average into a sum, then divides by the targets.
     scale = accelerator.num_processes / num_targets.clamp(min=1)
     micro_losses = []
     for i, batch in enumerate(micro_batches):
@@ -107,7 +107,7 @@ def train_step(
         micro_losses.append(loss.detach().reshape(-1))
     loss_sums = sum_over_ranks(torch.stack(micro_losses).sum(0))
     grad_norm = clip_gradients(accelerator, model, max_grad_norm)
-    # A step waits for the device only here. All values are sums over all ranks, so all ranks decide alike.
+    # A step waits for the device only here. All values are reduced over all ranks, so all ranks decide the same.
     are_finite = torch.isfinite(loss_sums).all(), torch.isfinite(grad_norm.to(loss_sums.device))
     flags = torch.stack([*are_finite, num_targets[-1] > 0, *(num_wishes > 0)])
     loss_is_finite, norm_is_finite, has_targets, *wanted = flags.tolist()
@@ -115,7 +115,7 @@ def train_step(
     if not (loss_is_finite and norm_is_finite):
         message = f"loss {step.loss.item()}, gradient norm {grad_norm.item()}"
         raise NonFiniteError(message, torch.stack(micro_losses).sum(-1).tolist())
-    if has_targets:  # else weight decay, and what the optimizer remembers of earlier steps, would change the weights
+    if has_targets:  # else weight decay and the moments of earlier steps would change the weights
         run.optimizer.step()
     run.optimizer.zero_grad()
     return step
@@ -131,16 +131,16 @@ def train(
     draw_fn: DrawFn | None = None,
     values_fn: Callable[[int], dict[str, float]] | None = None,
 ) -> list[dict]:
-    """Train to the run's last step, from the checkpoint that is to be resumed if there is one.
+    """Train to the run's last step, beginning at the checkpoint to resume if there is one.
 
-    `evaluate_fn(step)` runs on all ranks, before and after training and every `eval_steps`. `values_fn(step)` returns, on
-    all ranks, what a log line after `step` says besides.
+    `evaluate_fn(step)` runs on all ranks: before training, after training, and every `eval_steps`. `values_fn(step)`
+    also runs on all ranks; it returns additional values for the log line after `step`.
 
     Returns:
-        The records of metrics.jsonl, of earlier parts of the run too.
+        The records of metrics.jsonl, including those of earlier parts of the run.
 
     Raises:
-        Stopped: when a rank was asked to stop; what was done until then is saved.
+        Stopped: when a rank was asked to stop; a checkpoint is saved before.
         NonFiniteError: naming the step and the last good checkpoint.
         DataError: for many steps without a target.
     """
@@ -153,7 +153,7 @@ def train(
     window = Window()
     run.model.train()
     while step < run.total_steps:
-        # Retries on a failing network may take longer than a step may: each retry restarts the clock.
+        # Retries on a failing network may take longer than the time limit of a step, so each retry restarts the clock.
         agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
         batches = [on_this_rank(next(micro_batches), accelerator) for _ in range(accumulation_steps)]
@@ -177,8 +177,8 @@ def train(
         run.scheduler.step()
         step += 1
         agenda.completed(step, time.perf_counter() - start, wants_save=done.save, wants_stop=done.stop)
-        # A GPU still updates the weights. The next step waits for that; before anything else the step waits itself, so
-        # that the logged speed counts it.
+        # The GPU may still be updating the weights. If another step follows at once, that step waits for it. If something
+        # else is due, `item` waits here, so that the logged speed includes the update.
         grad_norm = done.grad_norm.item() if agenda.something_is_due else float("nan")
         seconds = time.perf_counter() - start
         window.add(done.loss_sums, done.num_targets, args.total_batch_size, seconds, data_seconds)
@@ -202,7 +202,7 @@ def dump_non_finite(
     """Write the rows of the step after `step`, and the loss of each micro-batch, to non_finite.json.
 
     Returns:
-        The file, and the last good checkpoint. A checkpoint whose weights give no micro-batch a finite loss is not good.
+        The file, and the last good checkpoint. A checkpoint is not good if its weights give no micro-batch a finite loss.
     """
     rows = [batch["row"].tolist() for batch in batches]
     ranks = on_all_ranks([{"rows": r, "loss_sum": loss} for r, loss in zip(rows, error.micro_losses, strict=True)])
@@ -225,11 +225,11 @@ def evaluate_loss(
 ) -> float:
     """Compute the mean loss over all targets of all ranks, in nats per token, or the mean of another sum over targets.
 
-    Every rank must pass the same number of batches, since forward passes communicate; a batch without targets
-    counts nothing.
+    Every rank must pass the same number of batches, since forward passes communicate. A batch without targets adds
+    nothing to the mean.
 
     Raises:
-        Stopped: between two batches.
+        Stopped: between two batches, if a rank was asked to stop.
         DataError: if there is no target at all.
     """
     loss_sum = torch.zeros((), device=accelerator.device, dtype=torch.float64)
@@ -256,12 +256,12 @@ def batches_to_evaluate(accelerator: Accelerator, model: nn.Module, batches: Ite
 
 
 def on_this_rank(batch: Batch, accelerator: Accelerator) -> Batch:
-    """Copy a batch to the device: of rows that ranks share, this rank's part."""
+    """Copy a batch to the device. Where ranks share rows, copy only this rank's part of the rows."""
     return to_device(part_of_rows(batch, row_group(accelerator)), accelerator.device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to the device, without waiting if its memory is pinned. A packed batch of trl also holds numbers."""
+    """Copy the tensors of a batch to the device, without waiting if they are pinned; numbers in the batch stay."""
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()

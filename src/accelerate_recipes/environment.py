@@ -1,4 +1,4 @@
-"""Strategy of this launch, as `accelerate launch` put it into the environment."""
+"""Strategy of this launch, as `accelerate launch` wrote it into the environment."""
 
 import os
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ def is_compiled(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def computes_in_bf16(precision: str | None = None) -> bool:
-    """Tell whether layers compute in bf16 beside fp32 weights.
+    """Tell whether layers compute in bf16 while weights are in fp32.
 
-    `precision` is the accelerate YAML's `mixed_precision`; default: that of this launch. With fp8, the linear layers get
-    their inputs in bf16, and everything else computes in bf16.
+    `precision` is `mixed_precision` of the accelerate YAML; default: that of this launch. With fp8, the linear layers
+    get their inputs in bf16, and everything else computes in bf16.
     """
     return (precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) in ("bf16", "fp8")

@@ -1,4 +1,4 @@
-"""Reading of a preset and a command line, strictly: every problem is found, and no value changes its meaning in silence."""
+"""Strict parser of presets and command lines: it finds every problem, and never changes the meaning of a value silently."""
 
 import argparse
 import math
@@ -13,16 +13,16 @@ from transformers import HfArgumentParser
 
 from accelerate_recipes.errors import ConfigError, suggestion
 
-MAX_INT = 2**31 - 1  # numpy and torch then accept a seed plus step and rank, and a product of two sizes
+MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
 
 
 class OutOfRangeError(ValueError):
-    """A number is out of range; the text says what it must be."""
+    """Error for a number out of range; its text says what the number must be."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed values of a numeric argument: finite, and within the bounds. argparse gets it as `choices`."""
+    """Allowed values of a numeric argument: finite, and within the bounds. argparse gets a Range as `choices`."""
 
     min: float = -math.inf
     max: float = math.inf
@@ -30,7 +30,7 @@ class Range:
     below: float = math.inf
 
     def check(self, number: float) -> None:
-        """Check that a number is in the range. Raises OutOfRangeError."""
+        """Raise OutOfRangeError for a number that is not in the range."""
         if not math.isfinite(number):
             raise OutOfRangeError("it must be a finite number")
         if isinstance(number, int) and number > min(self.max, MAX_INT):
@@ -43,7 +43,7 @@ class Range:
         return ", and ".join(f"{word} {bound}" for word, bound in bounds.items() if math.isfinite(bound)) or "finite"
 
     def __iter__(self) -> Iterator[str]:
-        yield str(self)  # in --help
+        yield str(self)  # shown by --help
 
 
 def arg(
@@ -51,8 +51,8 @@ def arg(
 ) -> Any:
     """Declare a dataclass field with its help text, as HfArgumentParser reads it. `bounds` of a number are those of `Range`.
 
-    If a `fixed` argument changes, a checkpoint cannot be continued: it decides the model, the order of the data, or the
-    optimizer's state. Default: a recipe's own fields are fixed, those of TrainArgs are not.
+    A `fixed` argument must not change when a checkpoint is continued, because it decides the model, the order of the
+    data, or the optimizer's state. By default, the fields of a recipe are fixed, and those of TrainArgs are not.
     """
     metadata = {"help": help, "fixed": fixed}
     if choices or bounds:
@@ -66,7 +66,7 @@ class Parser(HfArgumentParser):
     """HfArgumentParser that accepts a Range as `choices`, and the other metadata that `arg` sets."""
 
     def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
-        """Drop metadata that argparse does not know: HfArgumentParser passes on all metadata of a field."""
+        """Add an argument without the metadata of its field that argparse does not know; HfArgumentParser passes on all."""
         if settings.get("type") is dict:
             settings |= {"type": settings_in, "nargs": "+", "action": Merge}
         return super().add_argument(*names, **settings)
@@ -79,14 +79,14 @@ class Parser(HfArgumentParser):
 
 
 class Merge(argparse.Action):
-    """Puts NAME=VALUE into a mapping, beside what the preset has there."""
+    """Action that adds NAME=VALUE to a mapping which the preset may have begun."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         merged = getattr(namespace, self.dest)
         for name, value in (item for setting in values for item in setting.items()):
-            # A section replaces its fields, and a field the section that was set whole.
+            # A new section replaces its fields that were set before. A new field replaces a section that was set as a whole.
             merged = {
                 n: v for n, v in merged.items() if not f"{n}.".startswith(f"{name}.") and not name.startswith(f"{n}.")
             }
@@ -95,7 +95,7 @@ class Merge(argparse.Action):
 
 
 def settings_in(text: str) -> dict[str, Any]:
-    """Read NAME=VALUE, whose value is YAML; a section becomes dotted names."""
+    """Read NAME=VALUE, where the value is YAML. The names in a section become dotted names."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -128,17 +128,17 @@ def group_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]
 
 
 def tokens(flag: str, values: Sequence[str]) -> list[str]:
-    """Join a flag and its values for argparse, which would take a separate `-1e-5` for another flag."""
+    """Join a flag and its values for argparse, which would take a separate `-1e-5` for a flag."""
     return [f"{flag}={values[0]}"] if len(values) == 1 else [flag, *values]
 
 
 def read_preset(
     presets: list[list[str]], mappings: Collection[str], errors: list[str]
 ) -> list[tuple[str, list[str], str]]:
-    """List the preset's (key, values as flag tokens, where), so that YAML and flags pass the same checks.
+    """List (key, values, place) for each line of the preset, with values as on a command line, so both pass the same checks.
 
-    `mappings` are the keys that hold a section. Values stay as they stand in the file: YAML would make 8 of 010, false of
-    `no`, 3.1 of 3.10, and a text of 1e-5.
+    `mappings` are the keys that hold a section. Values stay as they are written in the file: YAML would make 8 of 010,
+    false of `no`, 3.1 of 3.10, and a text of 1e-5.
     """
     if not presets:
         return []
@@ -160,7 +160,7 @@ def read_preset(
     groups = []
     for key, value in content.items():
         if value in (None, [], {}):
-            continue  # an argument that was not set, as `save` writes it
+            continue  # `save` writes an argument that was not set this way
         if key in mappings and isinstance(value, dict):
             value = [
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
@@ -174,20 +174,20 @@ def read_preset(
 
 
 def as_yaml(value: Any) -> str:
-    """Write in one line what `Texts` has read."""
+    """Write a value that `Texts` has read, in one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(as_yaml, value))}]"
     return "null" if value is None else str(value)
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML in which a key stands once, where PyYAML silently takes the last one, and no alias repeats what is nested.
+    """YAML loader that refuses a key which occurs twice, where PyYAML silently takes the last, and aliases of nested values.
 
-    Aliases of aliases grow without end.
+    Aliases of aliases could grow without end.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Read a node; raises YAMLError for an alias of a list of lists and the like."""
+        """Read a node; raise YAMLError for an alias of a list or section that holds others."""
         is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
         node = super().compose_node(parent, index)
         if is_alias and isinstance(node, yaml.CollectionNode):
@@ -199,7 +199,7 @@ class Yaml(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Read a section; raises YAMLError for a key that stands twice."""
+        """Read a section; raise YAMLError for a key that occurs twice."""
         node, lines = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
@@ -209,7 +209,7 @@ class Yaml(yaml.SafeLoader):
 
 
 class Values(Yaml):
-    """YAML in which 1e-5 is a number, as in JSON; to PyYAML it is a text."""
+    """YAML loader that reads 1e-5 as a number, as in JSON; PyYAML reads it as a text."""
 
 
 Values.add_implicit_resolver(
@@ -218,7 +218,7 @@ Values.add_implicit_resolver(
 
 
 class Texts(Yaml):
-    """YAML whose values are texts as they stand in the file, without quotes; empty ones and null are None."""
+    """YAML loader that reads a value as text, as it is written in the file, without quotes; empty and null give None."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
@@ -252,7 +252,7 @@ def check_group(
     where: str,
     errors: list[str],
 ) -> bool:
-    """Parse one flag with its values; if that fails, say why in `errors`."""
+    """Parse one flag with its values; if that fails, add the reason to `errors`."""
     action = parser._option_string_actions.get(flag)
     name = action.dest if action else flag.removeprefix("--").replace("-", "_")  # --no_packing belongs to `packing`
     if name in owned_elsewhere:

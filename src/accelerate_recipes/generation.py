@@ -20,7 +20,7 @@ from accelerate_recipes.sequence import whole_rows
 
 
 class Sampling(NamedTuple):
-    """Settings for drawing texts by chance. The same seed gives the same texts on the same number of ranks."""
+    """Settings for drawing texts at random. The same seed gives the same texts on the same number of ranks."""
 
     temperature: float
     seed: int
@@ -45,15 +45,16 @@ def generate_texts(
     length_penalty: float = 1.0,
     sampling: Sampling | None = None,
 ) -> Generated:
-    """Generate a text for each prompt (token ids), greedily, with beams or by `sampling`; every rank gets all.
+    """Generate a text for each prompt (token ids): greedily, with beams or by `sampling`. Every rank gets all texts.
 
     An encoder-decoder reads the prompt; a decoder continues it. If a prompt leaves a decoder no room for the new tokens
-    among its positions, it reads only the end of the prompt. No rank ever holds the whole model: the parts
-    outside the wrapped layers (embedding, output layer, last norms) are gathered during the whole generation, a layer only
-    while it computes. So each token costs a gather of all layers, and all ranks run as many passes as the slowest.
+    among its positions, the decoder reads only the end of the prompt. No rank ever holds the whole model: the parts
+    outside the wrapped layers (embedding, output layer, last norms) stay gathered during the whole generation, a layer
+    only while it computes. So each token costs a gather of all layers, and all ranks run as many passes as the slowest
+    rank.
 
     Raises:
-        Stopped: between two batches.
+        Stopped: between two batches, if a rank was asked to stop.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
     generator = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -61,6 +62,8 @@ def generate_texts(
         room = max_positions(generator.config)
         max_new_tokens = min(max_new_tokens, room - 1)
         prompts = [prompt[-(room - max_new_tokens) :] for prompt in prompts]
+    # Deal the prompts to the ranks by length, so that batches need little padding. Repeat the last prompt until all ranks
+    # have equally many full batches: their passes communicate.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     missing = -len(by_length) % (world_size * batch_size)
     mine = (by_length + by_length[-1:] * missing)[rank::world_size]
@@ -73,7 +76,7 @@ def generate_texts(
     if sampling:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0}
     model.eval()
-    # `generate` calls an encoder without the model's own forward, where Accelerate puts autocast.
+    # `generate` calls an encoder directly. Accelerate's autocast is in the forward of the whole model, so it is set here.
     with (
         whole_rows(),
         with_padding(generator),
@@ -108,6 +111,7 @@ def generate_texts(
                 end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
                 answers[i] = (text, ids[: end + 1])
     model.train()
+    # Prompts that were repeated to fill batches have the same number, so their answers count once.
     found = {i: answer for part in on_all_ranks(answers) for i, answer in part.items()}
     in_order = [found[i] for i in range(len(prompts))]
     return Generated([text for text, _ in in_order], [ids for _, ids in in_order])
@@ -115,7 +119,7 @@ def generate_texts(
 
 @contextlib.contextmanager
 def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
-    """Draw from generators with this seed, torch's, Python's and numpy's, so that training draws the same afterwards."""
+    """Draw random numbers of torch, Python and numpy from this seed in this context, and restore the generators after it."""
     if seed is None:
         yield
         return
@@ -135,7 +139,7 @@ def own_draws(device: torch.device, seed: int | None) -> Iterator[None]:
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Call modules uncompiled that `nn.Module.compile` has compiled in place, as Accelerate does by layer under FSDP2.
 
-    Otherwise they would be compiled for every length.
+    Otherwise they would be compiled again for every length.
     """
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     for module in compiled:
@@ -150,8 +154,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 def whole_root(model: nn.Module) -> contextlib.AbstractContextManager:
     """Gather the parameters outside the wrapped layers.
 
-    A call of the model does this, but `generate` calls parts of the model directly: FSDP1's inner module, an encoder. Under
-    FSDP2 `generate` counts as a call (see `distributed.prepare`).
+    A call of the model does this, but `generate` calls parts of the model directly: FSDP1's inner module, or an encoder.
+    Under FSDP2, `generate` counts as a call (see `distributed.prepare`).
     """
     if isinstance(model, FSDP1):
         return FSDP1.summon_full_params(model, recurse=False, writeback=False)

@@ -8,10 +8,10 @@ import sys
 from dataclasses import dataclass
 
 GIB = 2**30
-# What a GPU holds besides the tensors of a step: CUDA's context and code of kernels about 0.5 GiB, NCCL's buffers 0.5 to 0.7
-# GB for each of two communicators (NCCL #964), cuBLAS's workspaces, and what the driver keeps. Not measured here.
+# Memory of a GPU besides the tensors of a step: CUDA's context and code of kernels, about 0.5 GiB; NCCL's buffers, 0.5 to
+# 0.7 GB for each of two communicators (NCCL #964); cuBLAS's workspaces; memory of the driver. Not measured here.
 OUTSIDE = int(2.5 * GIB)
-EFFICIENCY = 0.8  # of each peak speed; hardly more was measured anywhere, so that times are lower bounds
+EFFICIENCY = 0.8  # share of each peak speed. Hardly more has been measured anywhere, so times are lower bounds
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ GPUS = {
 }
 
 
-# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, of GPUs and variants of which no more is known here.
+# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, of GPUs and variants whose other values are not known here.
 MORE_PEAKS = {
     "GH200": 989.4, "H200 NVL": 835.5, "H100 NVL": 835.5, "H100 PCIe": 756.0, "A40": 149.7, "A30": 165.0, "A10": 125.0,
     "L40": 181.05, "MI300X": 1307.4,
@@ -64,7 +64,7 @@ MORE_PEAKS = {
 
 
 def bf16_peak(name: str) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of what the driver calls `name`; None where it is not known."""
+    """Return the dense bf16 peak, in FLOP/s, of the GPU that the driver calls `name`; None if it is not known."""
     if "MIG" in name:  # a slice of the named device
         return None
     more = next((tflops for known, tflops in MORE_PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
@@ -72,10 +72,10 @@ def bf16_peak(name: str) -> float | None:
 
 
 def known_as(name: str) -> str:
-    """Return the name in GPUS of what a cluster calls `name`, such as nvidia_a100-sxm4-40gb; empty if it is none of them.
+    """Return the name in GPUS of a GPU that a cluster calls `name`, such as nvidia_a100-sxm4-40gb; empty if there is none.
 
-    Where several have that name, a size in it decides, else it is the one with the most memory. A part of a GPU is none,
-    nor is a slower one of the same name.
+    If several GPUs have that name, a size in the name decides; without a size, the one with the most memory is taken. A
+    part of a GPU is none of them, nor is a slower GPU of the same name.
     """
     words = "_".join(re.findall("[a-z0-9.]+", name.lower())).replace("rtx_4090", "rtx4090")
     size = re.search(r"(\d+)gb", words)

@@ -4,12 +4,12 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-BLOCK = 2048  # numbers a program
+BLOCK = 2048  # numbers that one program of a kernel processes
 
 
 @triton.jit
 def rounded(x):
-    """Round fp32 to the nearest number that bf16 has, ties to even; by its bits, which no compiler leaves out."""
+    """Round fp32 to the nearest number in bf16, ties to even. This works on the bits, so that no compiler removes it."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # the bits of a NaN would overflow
@@ -30,6 +30,6 @@ def add_compensated_kernel(weights, compensations, decay, size, BLOCK: tl.conste
 def add_compensated(weight: torch.Tensor, compensation: torch.Tensor, decay: float) -> None:
     """Compute `optim.add_compensated_` for one weight in bf16; both tensors are contiguous."""
     size = weight.numel()
-    if size:  # else a shard is empty
+    if size:  # a shard may be empty
         launch = add_compensated_kernel[(triton.cdiv(size, BLOCK),)]  # pyright: ignore[reportIndexIssue]
         launch(weight, compensation, decay, size, BLOCK=BLOCK)

@@ -1,6 +1,7 @@
-"""Checks of what `accelerate launch` is told, but drops in silence: keys and values of its YAML, and flags.
+"""Checks of what `accelerate launch` is told but silently drops: keys and values of its YAML, and flags.
 
-Preflight asks before a job is queued. A run asks for the launcher that started it, so that a mistake is no quiet change.
+Preflight makes these checks before a job is queued. A run makes them for the launcher that started it, so that a mistake
+does not go unnoticed.
 """
 
 import os
@@ -66,7 +67,7 @@ KINDS = {int: "a whole number", str: "a text; put it in quotes"}
 def yaml_problems(path: Path, num_processes: int | None = None) -> list[str]:
     """List what is wrong with the keys and values of an accelerate YAML, one sentence each.
 
-    `num_processes` is that of the launcher's flags, without which the YAML must give it.
+    `num_processes` is the value of the launcher's flag; without it, the YAML must give the number.
     """
     if not path.is_file():
         return [f"{path}: no such file; the shipped ones lie in accelerate_configs/"]
@@ -149,10 +150,10 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
 
 def launch_environment(argv: list[str]) -> dict[str, str]:
-    """Return what `accelerate launch ARGV` would put into the environment of each process.
+    """Return the variables that `accelerate launch ARGV` would put into the environment of each process.
 
     Raises:
-        ConfigError, ValueError: for what it refuses, or fails at.
+        ConfigError, ValueError: for arguments that it refuses, or at which it fails.
     """
     args, _, _ = _validate_launch_command(parse_flags(argv))
     num_processes, num_machines = (getattr(args, name) or 0 for name in ("num_processes", "num_machines"))
@@ -181,10 +182,11 @@ def launch_environment(argv: list[str]) -> dict[str, str]:
 def launch_flags(
     config: Path, nodes: int, processes_per_node: int, size: int | None = None, replicas: int | None = None
 ) -> list[str]:
-    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between.
+    """Return flags of `accelerate launch`: processes; for a hybrid config, shards inside a node and replicas between nodes.
 
-    Where `size` ranks share a row (default: as many as the config says), there are as many shards as are left, and unless
-    `replicas` says how many there are, replicas only if the config has some.
+    The number of shards is the number of processes / (`replicas` * `size`). `size` ranks share a row (default: the
+    number in the config). By default there is a replica for each node; where ranks share rows, only if the config has
+    replicas.
     """
     flags = ["--num_machines", str(nodes), "--num_processes", str(nodes * processes_per_node)]
     sizes = read_yaml(config).get("parallelism_config")
@@ -202,7 +204,7 @@ def launch_flags(
 
 
 def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Say which of the launcher's flags have no effect in the environment that it makes, in one sentence."""
+    """Name, in one sentence, the launcher's flags that have no effect in the environment that it makes."""
     ignored = [flag for flag in flags if flag.startswith("--parallelism_config_")]
     if not ignored or "ACCELERATE_USE_PARALLELISM_CONFIG" in env:
         return []
@@ -215,8 +217,8 @@ def ignored_flags(config: Path | str, flags: Sequence[str], env: Mapping[str, st
 def launcher_problems() -> list[str]:
     """List what is wrong with the YAML and the flags of the `accelerate launch` that started this process.
 
-    Empty if there is none, or if its command line or its file cannot be read here; and where it has restarted its processes,
-    which have what it read at first.
+    The list is empty if no such launcher exists, or if its command line or its file cannot be read here. It is also
+    empty if the launcher has restarted its processes: these have the environment that it read at first.
     """
     argv, folder = own_launch()
     if not argv or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -231,7 +233,7 @@ def launcher_problems() -> list[str]:
 
 
 def own_launch() -> tuple[list[str], str]:
-    """Find the nearest `accelerate launch` that started this process; returns its arguments, and its working directory."""
+    """Find the nearest `accelerate launch` that started this process. Returns its arguments and its working directory."""
     try:
         for process in psutil.Process().parents():
             command = process.cmdline()

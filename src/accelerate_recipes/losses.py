@@ -1,4 +1,4 @@
-"""Sums of token losses, and the number of tokens in each sum. The engine divides one by the other."""
+"""Sums of token losses, and the number of target tokens in each sum. The engine divides the sum by the number."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.probes import CROSSES, Packing, check_packing, packing_of, unwrapped
 from accelerate_recipes.sequence import IGNORE_INDEX, balance_of_rows, whole_rows
 
-# A chunk has so many bytes of logits for each word, or as many as the hidden states in fp32, up to a limit: in bf16, with
-# 131,072 words, 768 to 2,048 rows.
+# Size of a chunk of logits: BYTES_OF_A_WORD for each word of the vocabulary or, if more, the size of the hidden states in
+# fp32, but at most BYTES_OF_A_CHUNK. In bf16, with 131,072 words, a chunk has 768 to 2,048 rows.
 BYTES_OF_A_WORD, BYTES_OF_A_CHUNK = 1536, 2**29
 LOGITS_IN_FP32 = 3 * 2**21  # few enough for the cache of a GPU, with enough work for it
-SPREAD = 2**8  # by which fp16 holds gradients of logits down to 2**-32
-# Settings that change logits after the output layer, with the value that has no effect; None has none either.
+SPREAD = 2**8  # factor with which fp16 can hold gradients of logits down to 2**-32
+# Settings that change logits after the output layer, each with the value that has no effect. None has no effect either.
 BEHIND_THE_HEAD = {
     "final_logit_softcapping": None, "logits_soft_cap": None, "output_logit_soft_cap": None, "softcap": None,
     "logits_scaling": 1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1,
@@ -33,27 +33,27 @@ BEHIND_THE_HEAD = {
 def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the summed cross-entropy of a causal language model, in nats, as an fp32 scalar.
 
-    `batch` holds `input_ids`, `position_ids` and `labels`, each (B, T). Labels stand at the token's own position
-    (the convention of transformers: logits at t predict the label at t + 1); IGNORE_INDEX is no target.
+    `batch` holds `input_ids`, `position_ids` and `labels`, each (B, T). A label stands at its own token's position, as
+    in transformers: the logits at t predict the label at t + 1. IGNORE_INDEX marks a position that is no target.
 
-    No attention mask is passed. Attention stays inside each document: the batch says where documents begin
-    (`packing.collate`), or transformers sees it from the position ids, which restart.
+    No attention mask is passed. Attention stays inside each document, because the batch says where documents begin
+    (`packing.collate`), or because transformers sees position ids that restart.
 
-    For a mixture of experts in training, the loss that balances the experts is added (`router_aux_loss_coef` of its
-    configuration, for each target). It measures the balance within this batch, also of rows that ranks share, so it is the
-    only value that depends a little on how a global batch is divided.
+    For a mixture of experts in training, the loss that balances the experts is added, weighted by `router_aux_loss_coef`
+    of the model's configuration and by the number of targets. It measures the balance within this batch; where ranks
+    share rows, over the whole rows. So it is the only value that depends a little on how a global batch is divided.
     """
     output, balance = predict(model, batch)
     return summed_cross_entropy(output.logits.flatten(0, 1), next_tokens(batch)) + balance
 
 
 def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Compute the loss, and the gradients, of `next_token_loss` with the logits of some of the tokens at a time.
+    """Compute the loss and the gradients of `next_token_loss`, with logits of only some of the tokens at a time.
 
-    This is for a large vocabulary: whole logits are (B, T, V), some 10 bytes an element with their gradient.
+    This is for a large vocabulary: whole logits are (B, T, V), and with their gradient take some 10 bytes an element.
 
-    During this one call the output layer returns the loss instead of logits. The model calls it as usual: there
-    FSDP has its weight whole, autocast is on, and the backward pass reduces its gradient.
+    During this one call, the output layer returns the loss instead of logits. The model calls the layer as usual, so
+    FSDP has gathered its weight, autocast is on, and the backward pass reduces its gradient.
 
     Raises:
         ConfigError: for a model that scales or caps its logits after the output layer; see `check_head`.
@@ -66,7 +66,7 @@ def next_token_loss_without_logits(model: nn.Module, batch: dict[str, torch.Tens
     try:
         output, balance = predict(model, batch)
     finally:
-        del head.forward  # restores the class's own, which gives logits
+        del head.forward  # restores the forward of the class, which returns logits
     return output.logits + balance
 
 
@@ -76,7 +76,7 @@ def next_token_loss_fn(whole_logits: bool) -> Callable[[nn.Module, dict[str, tor
 
 
 def check_head(config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a model that scales or caps its logits after the output layer: they must be there whole."""
+    """Raise ConfigError for a model that scales or caps its logits after the output layer: its loss needs whole logits."""
     text = config.get_text_config()
     for name, nothing in BEHIND_THE_HEAD.items():
         if getattr(text, name, None) not in (None, nothing):
@@ -87,7 +87,7 @@ def check_head(config: PreTrainedConfig) -> None:
 
 
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
-    """Return the model's output for a packed batch, and what balancing experts adds to the summed loss, or 0."""
+    """Return the model's output for a packed batch, and the loss that balances experts, which is 0 without experts."""
     causal_lm = unwrapped(model)
     config, layers = causal_lm.config, contextlib.nullcontext()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if model.training else 0.0
@@ -95,6 +95,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
     inputs |= {"output_router_logits": True} if coefficient else {}
     inputs |= boundary_arguments(config, batch)
     is_shared = "sequence_group" in batch
+    # Some kernels read boundaries. Others need a mask if the model does not find the documents by position ids, and if ranks
+    # share rows, since a rank has only a part of these.
     is_told = config._attn_implementation in READ_BOUNDARIES
     if not is_told and (is_shared or packing_of(config) is Packing.MASK):
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
@@ -111,6 +113,8 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
         return output, 0.0
     if not is_shared:
         return output, coefficient * output.aux_loss * count_next_tokens(batch)
+    # Ranks that share rows have different numbers of targets. Each weighs its balance by the mean number, so that the sum
+    # over the ranks is that of whole rows.
     counts = count_next_tokens(batch).to(output.router_logits[0].device, torch.float32)
     balance, mean_count = balance_of_rows(
         output.router_logits, config.num_experts_per_tok, counts, batch["sequence_group"]
@@ -134,12 +138,14 @@ def handing_on(causal_lm: nn.Module, masks: dict[str, Any]) -> Iterator[None]:
 def check_document_mask(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError for a model that lets attention cross the documents of a packed row.
 
-    The test uses two rows that differ only in their first document; the predictions in the second must not differ. Call it
-    on all ranks. It tries the model as it is trained, with its kernel; a tiny one shows smaller leaks.
+    The test runs two rows that differ only in their first document: the predictions in the second document must not
+    differ. Call it on all ranks. It tests the model as it is trained, with its kernel. A test of a tiny model
+    (`check_packing`) finds smaller leaks.
     """
     check_packing(unwrapped(model).config)
     tokens = torch.arange(12, device=device) % unwrapped(model).config.get_text_config().vocab_size
     positions = torch.arange(4).repeat(2, 2)
+    # Two rows of two documents, of four tokens each. The first documents differ, the second ones are equal.
     rows = {
         "input_ids": torch.stack([tokens[:8], torch.cat([tokens[8:], tokens[4:8]])]),
         "position_ids": positions.to(device),
@@ -157,10 +163,10 @@ def check_document_mask(model: nn.Module, device: torch.device) -> None:
 def sequence_to_sequence_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Compute the summed cross-entropy of an encoder-decoder, in nats, as an fp32 scalar.
 
-    `batch` holds `input_ids` and `attention_mask`, (B, S), and `labels`, (B, T), padded with IGNORE_INDEX on
-    the right: the padding is no target, and the decoder needs no mask, since it only looks back.
+    `batch` holds `input_ids` and `attention_mask`, (B, S), and `labels`, (B, T), padded on the right with IGNORE_INDEX.
+    Padding is no target. The decoder needs no mask: it only looks back.
     """
-    # Do not pass `labels`: transformers would take a mean, and from logits in their own precision.
+    # Do not pass `labels`: transformers would return a mean, computed in the precision of the logits.
     decoder_input_ids = unwrapped(model).prepare_decoder_input_ids_from_labels(batch["labels"])
     output = model(
         input_ids=batch["input_ids"],
@@ -177,7 +183,7 @@ def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.T
     device = hidden.device.type
     is_cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
-    # Autocast would not take products in fp32 of factors in bf16; the meta device has none.
+    # Without autocast: it would compute products of `add_product` in bf16 that must be in fp32. The meta device has none.
     with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
         return LinearCrossEntropy.apply(
             head.weight, hidden.flatten(0, -2), head.bias, targets, dtype, torch.is_grad_enabled()
@@ -185,20 +191,22 @@ def linear_cross_entropy(head: nn.Linear, targets: torch.Tensor, hidden: torch.T
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of a linear layer.
+    """Summed cross-entropy of a linear layer, without the logits of all rows at once.
 
-    Gradients for a sum need nothing from the backward pass but a factor, so they are computed in the forward pass, where
-    the logits are: no logits are computed twice.
+    The loss is a sum, so the backward pass only multiplies the gradients by a factor. They are computed in the forward
+    pass, while the logits of a chunk exist: no logits are computed twice.
 
-    The gradient of the weight is summed over chunks, in fp32 for factors in fp32. For factors in bf16 a GPU sums in fp16,
-    of which the rounding is an eighth of that of bf16, so that many chunks are as exact as one; and the backward pass
-    makes it the gradient in its place. See `scales_of` for what keeps it in the range of fp16.
+    The gradient of the weight is summed over chunks: in fp32 for factors in fp32, and on a GPU in fp16 for factors in
+    bf16. The rounding of fp16 is an eighth of that of bf16, so a sum over many chunks is as exact as one product. The
+    backward pass then turns the fp16 sum into the gradient, in the same memory. `scales_of` keeps the sum in the range
+    of fp16.
     """
 
     @staticmethod
     def forward(ctx, weight, hidden, bias, targets, dtype, with_gradients):
         inputs, size = (weight, hidden, bias), weight.shape[0]
-        # Each chunk reads and writes the weight's gradient, so it is large, but not beside the model's activations.
+        # Each chunk reads and writes the whole gradient of the weight, so chunks should be large. But they should be small
+        # beside the model's activations.
         room = min(max(BYTES_OF_A_WORD * size, 4 * hidden.numel()), BYTES_OF_A_CHUNK)
         sum_dtype = dtype_of_sum(dtype, hidden.device)
         rows = max(1, room // (size * sum_dtype.itemsize))
@@ -214,7 +222,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             ignored = targets[chunk, None] == IGNORE_INDEX
             words = targets[chunk, None].masked_fill(ignored, 0)
-            # Whatever an ignored row holds, a zero adds nothing to the weight's gradient.
+            # Zeros in ignored rows add nothing to the weight's gradient, even if such a row holds NaN.
             some = hidden[chunk].to(dtype).masked_fill(ignored, 0)
             logits = F.linear(some, weight, bias)
             chosen = [
@@ -223,15 +231,18 @@ class LinearCrossEntropy(torch.autograd.Function):
             ]
             chosen = torch.cat(chosen)
             losses[chunk] = -chosen.masked_fill(ignored, 0).squeeze(1)
-            if any(needed):  # logits become their gradient
-                logits.scatter_(1, words, chosen.expm1().to(dtype))  # exact for a probability near 1
+            # `logits` holds probabilities p now. Their gradient is p, but p - 1 at the target: as expm1(log p) it is exact
+            # also where p is near 1.
+            if any(needed):
+                logits.scatter_(1, words, chosen.expm1().to(dtype))
             if of_hidden is not None:
                 torch.mm(logits, weight, out=of_hidden[chunk]).masked_fill_(ignored, 0)
             if of_bias is not None:
                 of_bias += logits.masked_fill_(ignored, 0).sum(0, dtype=torch.float32)
             if of_weight is not None:
                 add_product(of_weight, logits, some, scales)
-            del logits  # before the next are made
+            del logits  # free it before the next chunk is made
+        # Kept on `ctx` itself, not by save_for_backward, so that the backward pass can free and overwrite them.
         ctx.kept = [of_weight, of_hidden, of_bias, scales]
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         return losses.sum()
@@ -242,6 +253,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not ctx.kept:
             raise RuntimeError("the gradients of this loss are kept for one backward pass, and this is the second")
         scales = ctx.kept.pop()
+        # The scales of `scales_of` are powers of two: dividing by them is exact.
         factors = factor if scales is None else factor / scales, factor, factor
         # Each sum is freed before the next is multiplied.
         gradients = [times(ctx.kept.pop(0), *how) for how in zip(factors, ctx.dtypes, strict=True)]
@@ -249,7 +261,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Multiply a gradient, in place where the result is as large."""
+    """Multiply a gradient by a factor, in place if the result has elements of the same size."""
     if sums is None:
         return None
     is_as_large = sums.itemsize == dtype.itemsize
@@ -257,7 +269,7 @@ def times(sums: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -
 
 
 def replace_by_probabilities(logits: torch.Tensor, words: torch.Tensor, is_needed: bool) -> torch.Tensor:
-    """Return the log-probability of each row's word, (N, 1), in fp32; `logits` become probabilities if that `is_needed`."""
+    """Return the log-probability of each row's target, (N, 1), in fp32. If `is_needed`, `logits` become probabilities."""
     log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
     if is_needed:
         torch.exp(log_probs, out=logits)
@@ -265,21 +277,27 @@ def replace_by_probabilities(logits: torch.Tensor, words: torch.Tensor, is_neede
 
 
 def dtype_of_sum(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Choose fp16 for factors of 16 bits, except on a CPU, which is slow in fp16."""
+    """Choose fp16 if the factors have 16 bits, except on a CPU, where fp16 is slow."""
     return torch.float32 if dtype == torch.float32 or device.type == "cpu" else torch.float16
 
 
 def scales_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Choose a power of two for each column of `hidden`, (H,), with which the weight's gradient is in the range of fp16.
+    """Choose a power of two for each column of `hidden`, (H,), that keeps the weight's gradient in the range of fp16.
 
-    A gradient of a logit is at most 1, so a sum is at most that of the column's absolute values, here 2**15 at most.
+    The gradient of a logit is at most 1. So the sum for a column is at most the sum of the column's absolute values,
+    which the scale brings to 2**15 or less.
     """
     sums = hidden.masked_fill(targets[:, None] == IGNORE_INDEX, 0).abs_().sum(0, dtype=torch.float32)
     return torch.exp2((2**15 / sums.clamp(min=2**-100)).log2().floor())
 
 
 def add_product(total: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Add a chunk's part to the weight's gradient; with `scales` in fp16, as which it leaves `logits`, their gradient."""
+    """Add a chunk's part to the weight's gradient; `logits` holds the gradient of the logits.
+
+    With `scales`, the products are in fp16, and so is `logits` afterwards, in the same memory.
+    """
+    # SPREAD lifts small gradients of logits into the range of fp16. The hidden states are divided by it, so that the product
+    # has only the factor `scales`.
     if scales is not None:
         logits = torch.mul(logits, SPREAD, out=logits.view(torch.float16))
         hidden = hidden * (scales / SPREAD)
@@ -291,9 +309,9 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 def next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the target of each position, (B x T,). Shifts the labels, because shifting the logits would copy them.
+    """Return the target of each position, (B x T,). The labels are shifted, because shifting the logits would copy them.
 
-    Labels of rows that ranks share have one column more: the target of the last position.
+    Where ranks share rows, labels have one more column: the target of the last position.
     """
     missing = 1 + batch["input_ids"].shape[1] - batch["labels"].shape[1]
     return F.pad(batch["labels"][:, 1:], (0, missing), value=IGNORE_INDEX).flatten()
@@ -305,5 +323,5 @@ def count_next_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Count the targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: here every label is a target."""
+    """Count the targets of `sequence_to_sequence_loss`, as a scalar on the batch's device: all labels but padding."""
     return (batch["labels"] != IGNORE_INDEX).sum()

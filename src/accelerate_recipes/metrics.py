@@ -21,19 +21,19 @@ from accelerate_recipes.gpus import bf16_peak
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of this device in FLOP/s, or None where it is not known."""
+    """Return the dense bf16 peak of this device in FLOP/s, or None if it is not known."""
     return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 class Flops(NamedTuple):
     """Training FLOPs per target token, for MFU by two conventions."""
 
-    attended: float  # if a token attends to its document
-    full_rows: float | None = None  # if to the whole row, as published figures count; None if rows are not packed
+    attended: float  # a token attends to its document
+    full_rows: float | None = None  # a token attends to the whole row, as published; None if rows are not packed
 
 
 def flops_per_token(model: PreTrainedModel, document_length: float, row_length: int) -> Flops:
-    """Count the training FLOPs per token of a decoder that is not sharded yet, see `decoder_flops`.
+    """Count the training FLOPs per token of a decoder that is not sharded yet; see `decoder_flops`.
 
     `document_length` is the mean, over all tokens, of the length of a token's document.
     """
@@ -48,16 +48,17 @@ def flops_per_token(model: PreTrainedModel, document_length: float, row_length: 
 def decoder_flops(
     config: PreTrainedConfig, num_parameters: int, attended_length: float, trained_share: float = 1.0
 ) -> float:
-    """Count the training FLOPs per token of a decoder: `6 N + 12 L H Q T`; 2 N of them are gradients of trained weights.
+    """Count the training FLOPs per token of a decoder: `6 N + 12 L H Q T`. The gradients of trained weights are 2 N of them.
 
-    N is the number of parameters that multiply activations: all but the input embedding (a tied one counts once, as the
-    output layer) and the experts that a token is not sent to. There are L layers with H heads of dimension Q. T is
-    `attended_length`, the tokens that a token counts as attending to. Causal masking is not deducted, recomputation
-    (activation checkpointing) is not added.
+    N counts the parameters that multiply activations. It leaves out the input embedding (but a tied one counts once, as
+    the output layer) and the experts that a token is not sent to. There are L layers with H heads of dimension Q. T is
+    `attended_length`, the number of tokens that a token is counted to attend to. Nothing is deducted for causal masking,
+    and nothing added for recomputation (activation checkpointing).
 
     Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    # Experts have three matrices each; a token passes through only `num_experts_per_tok` of them.
     idle = 0
     if num_experts := getattr(config, "num_local_experts", 0):
         idle = num_experts - config.num_experts_per_tok
@@ -68,16 +69,16 @@ def decoder_flops(
 
 
 def trained_share(model: PreTrainedModel) -> float:
-    """Return the share of the parameters that is trained: 1, unless there are adapters."""
+    """Return the share of the parameters that are trained: 1, unless there are adapters."""
     return model.num_parameters(only_trainable=True) / model.num_parameters()
 
 
 def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_lengths: np.ndarray) -> Flops:
     """Count an encoder-decoder's training FLOPs per target token, over pairs of these lengths in tokens, without padding.
 
-    As in `decoder_flops`, a parameter costs 6 FLOPs (a frozen one 4) for each token that it multiplies, and each pair of
-    tokens of which one attends to the other costs 12 L H Q. The encoder, and the keys and values of the decoder's
-    attention to it, process the source; the rest of the decoder and the output layer process the target.
+    As in `decoder_flops`, a parameter costs 6 FLOPs (a frozen one 4) for each token that it multiplies. Each pair of
+    tokens of which one attends to the other costs 12 L H Q. The source passes through the encoder, and through the keys
+    and values of the decoder's cross-attention. The target passes through the rest of the decoder and the output layer.
     """
     config = model.config
     heads = config.num_attention_heads
@@ -87,13 +88,15 @@ def flops_per_target(model: PreTrainedModel, source_lengths: np.ndarray, target_
     encoder, decoder = (num_multiplied(part) for part in (model.get_encoder(), model.get_decoder()))
     cross = num_layers * 2 * config.hidden_size * width
     source, target = (lengths.astype(float) for lengths in (source_lengths, target_lengths))
+    # Weights of cross-attention that make keys and values multiply the source, all other weights of the decoder the target.
+    # Attention: encoder tokens see the source; decoder tokens see the target, and the source.
     multiplied = (4 + 2 * trained_share(model)) * ((encoder + cross) * source + (decoder - cross + embedding) * target)
     attended = config.num_hidden_layers * source**2 + num_layers * target * (source + target)
     return Flops(float((multiplied + 12 * width * attended).sum() / target.sum()))
 
 
 def num_multiplied(part: nn.Module) -> int:
-    """Count the weights of an encoder or a decoder that multiply activations: all but embeddings of tokens and positions."""
+    """Count the weights of an encoder or decoder that multiply activations: all but embeddings of tokens and positions."""
     looked_up = [weight for m in part.modules() if isinstance(m, nn.Embedding) for weight in m.parameters()]
     return sum(map(num_weights, part.parameters())) - sum(map(num_weights, looked_up))
 
@@ -104,18 +107,18 @@ def num_weights(parameter: nn.Parameter) -> int:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process so far, in GiB: tensors on a GPU, resident set on a CPU."""
+    """Return the peak memory of this process so far, in GiB: tensors on a GPU, or the resident set on a CPU."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
     return torch.accelerator.max_memory_allocated(device) / 2**30
 
 
 class Window:
-    """Sums over the steps since the last log line. They are on the device, so that adding to them waits for nothing."""
+    """Sums over the steps since the last log line. They stay on the device, so adding to them does not wait for it."""
 
     def __init__(self):
-        self.loss_sums = torch.zeros((), dtype=torch.float64)  # (K,), of each part of the loss
-        self.counts = torch.zeros((), dtype=torch.int64)  # (K,), of its targets
+        self.loss_sums = torch.zeros((), dtype=torch.float64)  # (K,), one for each part of the loss
+        self.counts = torch.zeros((), dtype=torch.int64)  # (K,), the targets of each part
         self.samples = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
@@ -123,9 +126,9 @@ class Window:
     def add(
         self, loss_sums: torch.Tensor, counts: torch.Tensor, samples: int, seconds: float, data_seconds: float
     ) -> None:
-        """Add a step: the sum of each part of the loss, and the numbers of targets that divide them, (K,) both.
+        """Add a step: the sum of each part of the loss, and the number of targets that divides it, (K,) both.
 
-        `seconds` is what the step took, and `data_seconds` how long it waited for data.
+        `seconds` is the duration of the step; for `data_seconds` of them it waited for data.
         """
         self.loss_sums = self.loss_sums + loss_sums
         self.counts = self.counts + counts
@@ -135,19 +138,19 @@ class Window:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that were targets of the loss."""
+        """Number of tokens that were targets of the loss."""
         return int(self.counts[-1].item())
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of the window in nats per token, each token counting alike; the sum of the means of all parts."""
+        """Mean loss of the window in nats per token. All tokens count alike; the means of several parts are added."""
         return (self.loss_sums / self.counts.clamp(min=1)).sum().item()
 
 
 class MetricsLog:
     """Writes each record to stdout, metrics.jsonl and the trackers. Only rank 0 writes, but call it on all ranks.
 
-    `records` holds what metrics.jsonl holds: one dict per logging step (`loss`, ...) or evaluation (`eval_loss`,
+    `records` equals the content of metrics.jsonl: one dict per logging step (`loss`, ...) or evaluation (`eval_loss`,
     ...), each with its `step`.
     """
 
@@ -170,7 +173,7 @@ class MetricsLog:
         )
 
     def restore(self, checkpoint: Path | None) -> None:
-        """Continue after the records of a checkpoint, or start anew; later records of a killed run are dropped."""
+        """Continue after the records of a checkpoint, or start anew. Later records of a killed run are dropped."""
         if checkpoint is not None:
             self.records = read_json_lines(checkpoint / self.path.name)
             self.progress.update(self.records[-1]["step"] if self.records else 0)
@@ -180,9 +183,10 @@ class MetricsLog:
     def log_step(
         self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]
     ) -> None:
-        """Log the steps of the window in one line: mean loss, throughput of all ranks, peak memory, wait for data.
+        """Log the steps of the window in one line: mean loss, throughput of all ranks, peak memory, time waited for data.
 
-        `counts` are additional values: what all ranks have read so far, or a reward. Without a target there is no `loss`.
+        `counts` are additional values, such as what all ranks have read so far, or a reward. Without a target there is
+        no `loss`.
         """
         record = {"step": step} | ({"loss": window.mean_loss} if window.num_targets else {})
         record |= {

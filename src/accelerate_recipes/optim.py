@@ -15,12 +15,12 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.ranks import is_first
 from accelerate_recipes.weights import WRAPPERS
 
-# Bytes of a parameter in a checkpoint: the weight and its optimizer state. Adafactor's means hardly count.
+# Bytes of a parameter in a checkpoint: the weight and its optimizer state. The means of Adafactor are negligible.
 _STATE_BYTES = {"adamw_torch_fused": 12, "adamw_bf16_kahan": 8, "adafactor": 4, "adamw_8bit": 6}
 
 
 def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None) -> int:
-    """Compute the size of a checkpoint of `trained` parameters. Under FULL_STATE_DICT it holds the weights twice."""
+    """Compute the size of a checkpoint of `trained` parameters. With FULL_STATE_DICT it holds the weights twice."""
     again = args.param_dtype.itemsize if state_dict_type == "FULL_STATE_DICT" else 0
     return trained * (_STATE_BYTES[args.optim] + again)
 
@@ -28,8 +28,8 @@ def checkpoint_bytes(args: TrainArgs, trained: int, state_dict_type: str | None)
 def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return a function that builds the optimizer of `args` on `model` once it is sharded.
 
-    Matrices decay; norms, biases and other parameters of fewer than two dimensions do not. This is decided by name, on the
-    model before sharding, because FSDP1 makes every parameter flat.
+    Matrices get weight decay; norms, biases and other parameters with fewer than two dimensions do not. The names of
+    these are collected before sharding, because FSDP1 makes every parameter flat.
     """
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
 
@@ -39,7 +39,7 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             if parameter.requires_grad:
                 (spared if WRAPPERS.sub("", name) in vectors else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-        # Adapters are all matrices. Leave out an empty group, because it could not be restored from a checkpoint.
+        # Leave out an empty group, because a checkpoint could not restore it. Adapters, for example, are all matrices.
         groups = [group for group in groups if group["params"]]
         if args.optim == "adafactor":
             return Adafactor(groups, args.learning_rate)
@@ -48,18 +48,18 @@ def optimizer_fn(model: nn.Module, args: TrainArgs) -> Callable[[nn.Module], tor
             from bitsandbytes.optim import AdamW8bit  # not among the requirements
 
             return AdamW8bit(groups, **adam)
-        # A fused step is one kernel, on CPU and GPU, for plain tensors and DTensors alike.
+        # A fused step is one kernel, on CPU and GPU, for plain tensors and for DTensors.
         return (KahanAdamW if args.optim == "adamw_bf16_kahan" else torch.optim.AdamW)(groups, **adam, fused=True)
 
     return make_optimizer
 
 
 class KahanAdamW(torch.optim.AdamW):
-    """AdamW for weights in bf16, which keeps the rounding error of an update and adds it to the next update.
+    """AdamW for weights in bf16 that keeps the rounding error of each update and adds it to the next update.
 
-    bf16 has 8 bits: an update of less than 1/512 of a weight is lost. This optimizer needs 8 bytes a parameter (weight, two
-    moments, compensation) and 2 for the gradient, instead of 16. The second moment is in bf16 too; with a beta2 over 0.996
-    it can get stuck, because what it would fall by in a step is rounded away.
+    bf16 has 8 bits of precision: an update of less than 1/512 of a weight is lost. This optimizer needs 8 bytes a
+    parameter (weight, two moments, compensation) and 2 for the gradient, instead of 16. The second moment is in bf16
+    too. With a beta2 above 0.996 it can get stuck, because the amount by which it should fall in a step is rounded away.
 
     Source: Zamirai et al., Revisiting BFloat16 Training, 2020, algorithm 1 (Kahan summation); torchdistx's
     AnyPrecisionAdamW.
@@ -75,10 +75,12 @@ class KahanAdamW(torch.optim.AdamW):
                 if "compensation" not in self.state[parameter]:
                     self.state[parameter]["compensation"] = torch.zeros_like(parameter)
             compensations = [self.state[parameter]["compensation"] for parameter in params]
-            # Elements do not depend on each other, so a rank's shard is a tensor like any other.
+            # Each element is updated by itself, so a rank can update its shards as plain tensors.
             tensors = (params, grads, exp_avgs, exp_avg_sqs, compensations)
             params, grads, exp_avgs, exp_avg_sqs, compensations = ([local_shard(t) for t in ts] for ts in tensors)
-            # The kernel updates the compensations instead of the weights, which are rounded only once, below.
+            # A compensation holds what earlier roundings have lost of a weight. AdamW's kernel adds its update to the
+            # compensation, in place of the weight; `add_compensated_` then adds the sum to the weight and rounds once.
+            # Weight decay comes later too, since it is a share of the weight, not of the compensation.
             adamw(
                 compensations, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, amsgrad=False, maximize=False,
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
@@ -88,9 +90,9 @@ class KahanAdamW(torch.optim.AdamW):
 
 @torch.library.custom_op("accelerate_recipes::add_compensated_", mutates_args=("weights", "compensations"))
 def add_compensated_(weights: list[torch.Tensor], compensations: list[torch.Tensor], decay: float) -> None:
-    """Decay weights and add their compensations, which become what rounding the sum has lost.
+    """Decay the weights and add the compensations to them. A compensation then holds what this rounding has lost.
 
-    On a GPU one kernel reads and writes each number once; elsewhere, and where Triton has no C compiler, five operators
+    On a GPU, one kernel reads and writes each number once. Elsewhere, and where Triton has no C compiler, five operators
     compute the same bits.
     """
     has_compiler = "CC" in os.environ or bool(shutil.which("gcc") or shutil.which("clang"))
@@ -103,7 +105,7 @@ def add_compensated_(weights: list[torch.Tensor], compensations: list[torch.Tens
         else:
             pending.add_(weight, alpha=-decay)
             rounded = weight + pending
-            pending.add_(weight.sub_(rounded))  # minus what the weight changes by
+            pending.add_(weight.sub_(rounded))  # subtracts the change that the weight has really made
             weight.copy_(rounded)
 
 
@@ -113,11 +115,11 @@ def _(weights: list[torch.Tensor], compensations: list[torch.Tensor], decay: flo
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without a first moment, which trained T5. For a matrix it keeps the mean squares of rows and columns.
+    """Adafactor without a first moment, as it trained T5. For a matrix it keeps the mean squares of rows and columns.
 
-    The learning rate is the external one, as in `transformers.TrainingArguments` (no relative step, no scaling by
-    the parameter). The versions of torch 2.13 and transformers 5.23 fail on DTensors, so on FSDP2's shards. Here means are
-    taken over the whole parameter, with small all-reduces, and a step is the same as on one process.
+    The learning rate is given from outside, as in `transformers.TrainingArguments`: no relative step, no scaling by the
+    parameter. The versions of torch 2.13 and transformers 5.23 fail on DTensors, and so on the shards of FSDP2. Here,
+    small all-reduces take each mean over the whole parameter, so a step is the same as on one process.
 
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018, algorithms 4 and 5.
     """
@@ -145,24 +147,26 @@ class Adafactor(torch.optim.Optimizer):
         state["step"] += 1
         for name, value in means.items():
             state[name].lerp_(value, state["step"].item() ** self.decay_rate)
+        # The mean square of an element is estimated by (row mean) x (column mean) / (mean of the row means).
         if grad.ndim > 1:
             row = state["row"] / mean(state["row"], -1).unsqueeze(-1)
             update = grad * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
         else:
             update = grad * state["element"].rsqrt()
+        # Scale the update down if its root mean square is above the threshold.
         rms = (whole(update.square().sum()) / update.numel()).sqrt()
         update = update / (rms / self.clip_threshold).clamp(min=1.0)
-        # If a parameter has one row, so that a rank has no part of it, DTensor leaves the update whole on all ranks.
+        # For a parameter of one row, of which some ranks hold nothing, DTensor leaves the whole update on all ranks.
         return update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
 
 
 def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Compute a mean over all ranks that share the dimension. DTensor's own gives uneven shards equal weight."""
+    """Compute a mean over all ranks that share the dimension. DTensor's own mean gives uneven shards equal weight."""
     return whole(tensor.sum(dim)) / tensor.shape[dim]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Complete a DTensor that is a partial sum over shards; return anything else unchanged."""
+    """Complete a DTensor that is a partial sum over shards. Anything else is returned unchanged."""
     if isinstance(tensor, DTensor):
         done = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=done)
@@ -176,9 +180,9 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: TrainArgs, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Make the schedule over `total_steps` optimizer steps; step it once after each.
+    """Make the schedule over `total_steps` optimizer steps. Step it once after each optimizer step.
 
-    The warm-up starts at 0. After it the learning rate falls to `min_lr_ratio` of the peak and stays there.
+    The warm-up starts at 0. After it, the learning rate falls to `min_lr_ratio` of the peak and stays there.
     """
     if is_first():
         for warning in warmup_warnings(args, total_steps):
@@ -204,7 +208,7 @@ def num_warmup_steps(args: TrainArgs, total_steps: int) -> int:
 
 
 def warmup_warnings(args: TrainArgs, total_steps: int) -> list[str]:
-    """Warn, in a sentence, if a run ends before its learning rate reaches the peak."""
+    """Warn, in one sentence, if a run ends before its learning rate reaches the peak."""
     warmup = num_warmup_steps(args, total_steps)
     if warmup < total_steps:
         return []

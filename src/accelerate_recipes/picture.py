@@ -28,7 +28,7 @@ def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curve
     from matplotlib.figure import Figure
 
     matplotlib.use("agg")  # there may be no display
-    unit = "" if panels else " (nats per token)"  # with other panels it is not that of tokens
+    unit = "" if panels else " (nats per token)"  # with other panels, the loss is not one of tokens
     panels = [Curves({"training": "loss", "held out": "eval_loss"}, f"Loss{unit}"), *panels]
     panels = [panel for panel in panels if any(name in r for name in panel.names.values() for r in records)]
     columns = 2 if len(panels) in (1, 3) else 3

@@ -1,4 +1,4 @@
-"""Positions that a pretrained model was made for, and how they are stretched."""
+"""Positions of a pretrained model: how many it has, and how they are stretched."""
 
 import sys
 from dataclasses import dataclass, fields
@@ -12,12 +12,12 @@ from accelerate_recipes.pretrained import load_config
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Return the longest sequence that a model is made for, in tokens; a huge number if its configuration has no limit."""
+    """Return the longest sequence of a model, in tokens; a huge number if its configuration has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def check_length(name: str, max_length: int, flag: str = "max_length", multiple: int = 1) -> None:
-    """Raise ConfigError if rows of `max_length` tokens are longer than the pretrained model is made for.
+    """Raise ConfigError if rows of `max_length` tokens are longer than the longest sequence of a pretrained model.
 
     `flag` is the argument that the message names; batches are padded to a `multiple`.
     """
@@ -33,7 +33,7 @@ class Stretch:
     """Arguments of a recipe that stretches the positions of a pretrained model."""
 
     max_position_embeddings: int = arg(
-        0, "Longest sequence that a pretrained model is made for once its positions are stretched, in tokens.", min=0
+        0, "Longest sequence of a pretrained model after its positions are stretched, in tokens.", min=0
     )
     rope_theta: float = arg(0.0, "Base of a pretrained model's rotary embedding; 0: its own.", min=0)
     rope_scaling_factor: float = arg(
@@ -43,12 +43,12 @@ class Stretch:
     )
     rope_low_freq_factor: float = arg(
         1.0,
-        "With --rope_scaling_factor: waves longer than original context / this are stretched whole.",
+        "With --rope_scaling_factor: waves longer than (original context / this value) are stretched fully.",
         above=0,
     )
     rope_high_freq_factor: float = arg(
         4.0,
-        "With --rope_scaling_factor: waves shorter than original context / this are not stretched.",
+        "With --rope_scaling_factor: waves shorter than (original context / this value) are not stretched.",
         above=0,
     )
     rope_original_max_position_embeddings: int = arg(
@@ -88,10 +88,10 @@ class Stretch:
 
 
 def stretched_positions(config: PreTrainedConfig, name: str, args: Stretch) -> dict[str, Any]:
-    """Return the fields of a pretrained model's config.json that change if the arguments stretch its positions, else none.
+    """Return the fields of a pretrained model's config.json that the arguments change by stretching its positions, if any.
 
     Raises:
-        ConfigError: for a model whose positions cannot be stretched so, and for another original context than its own.
+        ConfigError: for a model whose positions cannot be stretched this way, and for another original context than its own.
     """
     if not args.stretches:
         return {}

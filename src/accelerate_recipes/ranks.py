@@ -1,10 +1,10 @@
-"""Ranks: which one this process is, and collectives among them.
+"""Ranks: the number of this process, and collectives among the ranks.
 
-The launcher's environment gives the numbers, so they are known before there is a process group; without a launcher there is
-one process. The collectives work without a process group, too.
+The launcher's environment gives the numbers, so they are known before there is a process group. Without a launcher there
+is one process. The collectives also work without a process group.
 
-With `parallelism_config_cp_size: N` in the accelerate YAML, N neighbouring ranks share each row (see `sequence`): they read
-the same rows, so for the data they are one rank.
+With `parallelism_config_cp_size: N` in the accelerate YAML, N neighbouring ranks share each row (see `sequence`). They
+read the same rows, so they count as one rank for the data.
 """
 
 import os
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return the number of this process among all."""
+    """Return the number of this process among all processes."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -39,12 +39,12 @@ def ranks_a_row(env: Mapping[str, str] = os.environ) -> int:
 
 
 def data_rank() -> int:
-    """Return the number of this process's share of the data: the same on all ranks that share rows."""
+    """Return the index of this process's share of the data. Ranks that share rows have the same index."""
     return rank() // ranks_a_row()
 
 
 def data_world_size(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of shares of the data: that of the processes, or of the groups that share rows."""
+    """Return the number of shares of the data: the number of processes, or of groups that share rows."""
     return max(1, int(env.get("WORLD_SIZE", 1)) // ranks_a_row(env))
 
 
@@ -56,7 +56,7 @@ def readers(shares: int, size: int) -> str:
 
 
 def on_all_data_ranks(value: Any) -> list:
-    """Gather the value of each share of the data, once, on every rank."""
+    """Gather on every rank the value of each share of the data, once for ranks that share rows."""
     return on_all_ranks(value)[:: ranks_a_row()]
 
 
@@ -70,7 +70,7 @@ def on_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list:
 
 
 def on_first_rank(compute: Callable[[], T]) -> T:
-    """Return on every rank what `compute` returns on rank 0, and raise on every rank what it raises there."""
+    """Call `compute` on rank 0. Return its result on every rank, or raise its error on every rank."""
     found: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -86,9 +86,9 @@ def on_first_rank(compute: Callable[[], T]) -> T:
 
 
 def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
-    """Call `compute` on every rank, first on one rank of each machine, which fills the caches that the others then use.
+    """Call `compute` on every rank, but first on one rank of each machine, which fills the caches for the others.
 
-    If it raises on one rank, every rank raises the same: waiting for a failed rank would be another error.
+    If it raises on one rank, every rank raises the same error: to wait for a failed rank would give another error.
     """
     result: Any = None
     error = None
@@ -105,14 +105,14 @@ def on_first_of_machine_before_others(compute: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over the ranks, in place, on the device, without waiting for it."""
+    """Sum a tensor over the ranks, in place, on the device. This does not wait for the device."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """Return the largest value of all ranks; waits for the device."""
+    """Return the largest value of all ranks. This waits for the device."""
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

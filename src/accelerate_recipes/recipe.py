@@ -1,4 +1,4 @@
-"""Meeting point of library and recipe: runs a recipe, and loads one by its path.
+"""Runner of recipes: runs a recipe as a script, and loads one by its path.
 
 A recipe is a script that defines `Args`, `requirements(args)` and `main(args)`, does nothing at import, and ends with
 `run_recipe(main, Args, requirements)`.
@@ -50,7 +50,7 @@ from accelerate_recipes.sharing import check_shared_masks, model_sharing_problem
 from accelerate_recipes.strategy import fp8_layers, launch_problems, num_accelerators, wrap_problems
 from accelerate_recipes.tokenizers import load_tokenizer
 
-# Arguments that name directories which runs write to. In a pod, relative ones lie on the volume of its checkpoints.
+# Arguments that name directories to which runs write. In a pod, relative ones lie on the volume for checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 
 
@@ -58,10 +58,9 @@ WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
 class Requirements:
     """Models with their tokenizers, tokenizers alone, and datasets that a run reads from the Hub; empty names are ignored.
 
-    `kind` says how the models are loaded, each with its tokenizer unless `tokenizers` are named.
-
-    `new_model` makes the model of a run that begins with a new one; it is first called on the meta device. `changes`
-    returns the fields that the run changes in the configuration of a model with this name.
+    `kind` says how the models are loaded, each with its tokenizer unless `tokenizers` are named. `new_model` makes the
+    model of a run that begins with a new one; its first call is on the meta device. `changes(config, name)` returns the
+    fields that the run changes in the configuration of the model of this name.
     """
 
     models: list[str] = field(default_factory=list)
@@ -87,7 +86,7 @@ def write_problems(args: TrainArgs) -> list[str]:
         directory = getattr(args, name, None)
         if directory:
             if name != "output_dir" and os.path.isdir(directory) and os.listdir(directory):
-                continue  # prepared data there, perhaps somebody else's, are only read
+                continue  # it holds prepared data, perhaps of somebody else, which are only read
             if why := refusal(directory):
                 found.append(f"--{name} {directory} cannot be written to: {why}; give another")
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
@@ -104,7 +103,7 @@ def write_problems(args: TrainArgs) -> list[str]:
 
 
 def refusal(directory: str | Path) -> str | None:
-    """Return why a directory, or what will hold it, cannot be written to; None if it can."""
+    """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
     try:
         with tempfile.TemporaryFile(dir=existing(Path(directory))):
             return None
@@ -113,7 +112,7 @@ def refusal(directory: str | Path) -> str | None:
 
 
 def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
-    """List what prevents the push of --push_to_hub, one sentence each; rank 0 pushes, perhaps on another machine."""
+    """List what prevents the push of --push_to_hub, one sentence each. Rank 0 pushes, perhaps from another machine."""
     if not args.push_to_hub:
         return []
     found = push.push_problems(args.push_to_hub) if from_here else push.name_problems(args.push_to_hub)
@@ -121,7 +120,7 @@ def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:
 
 
 def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> list[str]:
-    """List the requirements that are not here, and how to download them; `command` is the recipe with its arguments."""
+    """List the requirements that are missing here, and how to download them. `command` is the recipe with its arguments."""
     found, place = [], constants.HF_HUB_CACHE
     lacking = {need: names for need in needs if (names := cache.lacking(need))}
     for need, names in lacking.items():
@@ -138,7 +137,7 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
 
 
 def needs_problems(needed: Requirements, command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """List what is not here and no run could get, and, as warnings, what a run would download."""
+    """List what is missing here and no run could download, and, as warnings, what a run would download."""
     may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
     must_be = [need for need in needed.needs if need not in may_lack]
     found = lacking_problems(may_lack, command)
@@ -149,13 +148,13 @@ def needs_problems(needed: Requirements, command: Sequence[str]) -> tuple[list[s
 def check_models(
     args: TrainArgs, needed: Requirements, *, makes_new: bool = True
 ) -> tuple[list[transformers.PreTrainedModel], list[str]]:
-    """Check the models of a run that are here, and if nothing is wrong with the pretrained ones, their tokenizers.
+    """Check the models of a run whose files are here and, if nothing is wrong with the pretrained ones, their tokenizers.
 
-    The environment is that of the launch. Of a new model `makes_new` says whether its arguments are good enough to make it.
-    Where only data are wanted, perhaps on another machine than the run's, nothing is asked of the models but their files.
+    The environment is that of the launch. `makes_new` says whether the arguments of a new model are good enough to make
+    it. With --data_only, only the files of the models are checked: the run may be on another machine.
 
     Returns:
-        The models on the meta device, and why some cannot be trained so.
+        The models on the meta device, and the reasons why some of them cannot be trained.
     """
     models, problems = [], []
     for name in needed.models:
@@ -178,9 +177,9 @@ def check_models(
 
 
 def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """List why a model on the meta device cannot be trained as `args` and the launch that `env` describes say.
+    """List why a model on the meta device cannot be trained with `args`, in the launch that `env` describes.
 
-    PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before a process has chosen its own.
+    PEFT is not imported: it may import bitsandbytes, which looks at the GPUs before the process has chosen its own.
     """
     found = wrap_problems(model, env) + attention_problems(args, model, env)
     with noting(found):
@@ -192,7 +191,7 @@ def model_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Ma
 
 
 def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Check that a model can be trained with the attention, the packing and the loss that the arguments ask for."""
+    """List why a model cannot be trained with the attention, the packing and the loss that the arguments ask for."""
     name = getattr(args, "attn_implementation", "")
     if not name or model.config.is_encoder_decoder:
         return []
@@ -212,7 +211,7 @@ def attention_problems(args: TrainArgs, model: transformers.PreTrainedModel, env
 
 
 def needs_of(command: Sequence[str]) -> list[cache.Need]:
-    """List what a recipe with arguments reads from the Hub.
+    """List what a recipe reads from the Hub with these arguments.
 
     Raises:
         ConfigError: if the arguments are not valid.
@@ -223,19 +222,19 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
 
 
 def plain_lines_in_a_job() -> None:
-    """Leave out progress bars where nobody watches them."""
+    """Switch progress bars off where stderr is not a terminal."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
 
 
 def prepare_data(command: Sequence[str]) -> None:
-    """Prepare the data of a run in this process, as the run itself will find them, and print its first rows.
+    """Prepare the data of a run in this process, so that the run finds them ready, and print its first rows.
 
-    `command` is the recipe with its arguments. What takes long, such as tokenising, is done here, and no rank waits for it.
+    `command` is the recipe with its arguments. Long work such as tokenising is done here, so that no rank waits for it.
 
     Raises:
-        ConfigError: for arguments that are not valid, and what is not here.
+        ConfigError: for arguments that are not valid, and for missing files.
         DataError: for data that cannot be used.
     """
     plain_lines_in_a_job()
@@ -248,7 +247,7 @@ def prepare_data(command: Sequence[str]) -> None:
 
 
 def problems_here(args: TrainArgs) -> list[str]:
-    """List what prevents a run with these arguments in this process, one sentence each."""
+    """List what prevents this process from running with these arguments, one sentence each."""
     return [
         *launcher_problems(),
         *launch_problems(args, os.environ, num_accelerators()),
@@ -283,7 +282,8 @@ def run_recipe(
         pass
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
-        # A supervisor that restarts by exit codes takes 0 for the end of the run; only a person's `stop` file means that.
+        # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
+        # means this end.
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
@@ -291,10 +291,11 @@ def run_recipe(
     except (ConfigError, DataError, NonFiniteError, SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
-            # Rank 0, or the first process of the machine, prints the error: it was told, or has the same one. If this
-            # process ended first, the launcher would end the other before it has printed. So this one waits to be ended.
+            # Another process prints the error: rank 0, which this process has told, or the first process of the machine,
+            # which has the same error. If this process ended first, the launcher would end the other one before it has
+            # printed. So this process waits until the launcher ends it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            if requested():  # SIGTERM came before this line, and the launcher sends it once
+            if requested():  # the launcher sends SIGTERM only once, and it came before the line above
                 leave(2)
             time.sleep(30)
         fail(args, str(error))
@@ -313,12 +314,12 @@ def run_recipe(
 
 @contextlib.contextmanager
 def as_problem_of_the_disk() -> Iterator[None]:
-    """Turn the error of a full disk, or of a place that may not be read or written, into one for the user."""
+    """Turn the error of a full disk, or of missing permission to read or write, into an error for the user."""
     try:
         yield
     except OSError as error:
         if is_full(error):
-            # Errors of `datasets` while it writes name no file.
+            # `datasets` names no file in its errors while it writes.
             places = f"--output_dir, {datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}"
             where = "" if error.filename else f": a file below {places}"
             raise ConfigError(f"{error}{where}; make room, and the same command goes on") from error
@@ -328,16 +329,16 @@ def as_problem_of_the_disk() -> Iterator[None]:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print to stderr or another file; even where that is full or closed, the run must end in good order."""
+    """Print to stderr or to another file. Even if that is full or closed, the run must end in good order."""
     with contextlib.suppress(OSError):
         print(text, file=file or sys.stderr, flush=True)
 
 
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
-    """End with an error that the user must put right. If another rank found it, rank 0 runs this in the watch's thread."""
+    """End with an error that the user must correct. If another rank found it, the watch's thread on rank 0 calls this."""
     say(f"error: {printable(reason)}")
     if args is not None and attempt()["job"] and is_first():
-        # Before training too, the job script must learn that a restart would not help.
+        # status.json must tell the job script, also before training begins, that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):
             lock.take(Path(args.output_dir))
     end_with(args, state="failed", reason=reason)
@@ -346,15 +347,13 @@ def fail(args: TrainArgs | None, reason: str) -> NoReturn:
 
 
 def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> None:
-    """Make sure that what a run reads is here, and that its models can be trained, before anything is on a GPU.
+    """Make sure that the files of a run are here, and that its models can be trained, before anything is on a GPU.
 
-    `command` is the recipe with its arguments.
-
-    Offline, every process checks that it is here. Otherwise the first process of each machine downloads what is missing,
-    unless it is streamed, and the others wait.
+    `command` is the recipe with its arguments. Offline, every process checks that the files are here. Otherwise the
+    first process of each machine downloads missing files, except those that are streamed, while the others wait.
 
     Raises:
-        ConfigError: with everything that is not here, cannot be downloaded, or cannot be trained so.
+        ConfigError: with everything that is missing, or with all reasons why a model cannot be trained.
     """
     needs = needed.needs
     if not constants.HF_HUB_OFFLINE:
@@ -362,6 +361,7 @@ def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> No
         to_have = [need for need in needs if not os.path.isdir(need.name)]
         if is_first_of_machine():
             download([need for need in to_have if cache.lacking(need)], command)
+        # There is no process group yet, so the other processes wait for the files.
         while any(map(cache.lacking, to_have)):  # the launcher ends this if the first process fails
             time.sleep(1)
     raise_problems("This run cannot start", lacking_problems(needs, command) or check_models(args, needed)[1])
@@ -370,19 +370,20 @@ def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> No
 def leave(code: int) -> NoReturn:
     """End this process, whose work is done, without the interpreter's teardown.
 
-    The teardown waits for a save in the background, and, for ever, for a loader's worker or a thread that does not end. With
-    torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that nobody
-    joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished before.
+    The teardown waits for a save in the background and, without end, for a loader's worker or a thread that does not
+    end. With torch 2.13 on gloo it aborts now and then ("terminate called without an active exception": a thread that
+    nobody joins), and the launcher takes the finished run for a failed one. Files are closed and trackers finished
+    before this call.
     """
     workers.remove_socket()
-    with contextlib.suppress(OSError):  # a pipe that nobody reads any more
+    with contextlib.suppress(OSError):  # the reader of a pipe may have gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
-    """Write to status.json how the run ended, if the run owns its output directory already."""
+    """Write to status.json how the run ended, if the run owns its output directory."""
     if lock.is_taken() and not lock.is_lost():
         try:
             update_status(Path(args.output_dir), **changes)
@@ -394,7 +395,7 @@ def load(path: str | Path) -> ModuleType:
     """Load the recipe at `path` as a module.
 
     Raises:
-        ConfigError: if there is no such file, it cannot be imported, or it lacks what a recipe defines.
+        ConfigError: if there is no such file, if it cannot be imported, or if it lacks what a recipe defines.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""A run from its start to its result. The `main` of every recipe goes through it:
+"""Run of a recipe, from its start to its result. The `main` of every recipe has these steps:
 
     run = start(args)
     ...                                             tokenizer and data
@@ -43,24 +43,24 @@ from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_shared_masks
 
-# The runs of this process, kept until it ends, where nothing is torn down (`recipe.leave`). If a run were freed when a
-# recipe's `main` returns, gloo would wait for its threads while holding the interpreter's lock, which one of them may need:
-# under DDP one run in eight hung this way (torch 2.13).
+# Keeps the runs of this process until `recipe.leave` ends it without teardown. If a run were freed when a recipe's `main`
+# returns, gloo would hold the interpreter's lock while it waits for its threads, and one of these may need that lock: under
+# DDP one run in eight hung this way (torch 2.13).
 _runs: list["Run"] = []
 
 
 @dataclass
 class Run(Generic[Args]):
-    """Everything that belongs to one run. `shard` fills the first of the later fields, `prepare` fills all."""
+    """Everything that belongs to one run. `shard` fills the fields from `model` to `first_units`, `prepare` fills all."""
 
     args: Args
     accelerator: Accelerator
-    resumed_from: Path | None = None  # the checkpoint that the run begins with
+    resumed_from: Path | None = None  # checkpoint at which the run begins
 
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     adapter: Adapter | None = field(init=False, default=None)
-    first_units: list[nn.Module] = field(init=False)  # modules that a forward pass gathers before it computes
+    first_units: list[nn.Module] = field(init=False)  # modules whose parameters a forward pass gathers first
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
     artifacts: list[Any] = field(init=False)  # configuration, tokenizer, ... to save and export
     checkpointer: Checkpointer = field(init=False)
@@ -80,12 +80,12 @@ class Run(Generic[Args]):
 
     @property
     def data_rank(self) -> int:
-        """Number of this process's share of the data: the same on all ranks that share rows."""
+        """Index of this process's share of the data. Ranks that share rows have the same index."""
         return ranks.data_rank()
 
     @property
     def data_world_size(self) -> int:
-        """Number of shares of the data: the ranks, or the groups of ranks that share rows."""
+        """Number of shares of the data: the number of ranks, or of groups of ranks that share rows."""
         return ranks.data_world_size()
 
     @property
@@ -99,11 +99,11 @@ class Run(Generic[Args]):
 
     @property
     def writes_rows(self) -> bool:
-        """False where only the data are wanted, in the directory of another run, whose rows must stay."""
+        """False for --data_only in the directory of another run, whose rows.txt must stay."""
         return not (self.args.data_only and (self.output_dir / "status.json").exists())
 
     def print(self, text: str) -> None:
-        """Print on rank 0. Control characters, which may come from the data, are escaped."""
+        """Print on rank 0. Control characters, which the data may contain, are escaped."""
         if self.is_first:
             print(printable(text), flush=True)
 
@@ -115,16 +115,16 @@ class Run(Generic[Args]):
         counts: dict[str, int] | None = None,
         classes: Sequence[str] = (),
     ) -> None:
-        """Write the first rows of training and of evaluation, as they are trained, to rows.txt and rows.html.
+        """Write the first rows of training and of evaluation, as the model will get them, to rows.txt and rows.html.
 
-        Call it on all ranks, when the data are ready and before the model is made. `loaders` are named after what they are
-        for, such as "Training"; `num_targets` and `counts` are for a line above the rows, as `shown.count_line` takes them.
-        Where the labels are classes, of rows or of tokens, `classes` are their names.
-        A resumed run keeps the rows that it wrote before.
+        Call this on all ranks, when the data are ready and before the model is made. The keys of `loaders` are headings,
+        such as "Training". `num_targets` and `counts` give the numbers of a line above the rows; see `shown.count_line`.
+        If the labels are classes, of rows or of tokens, `classes` holds their names. A resumed run keeps the files that
+        it wrote before.
 
         Raises:
             ConfigError: if no row has a target.
-            DataReady: if data are all that is wanted (--data_only).
+            DataReady: with --data_only, when the files are written.
         """
         if self.resumed_from and on_first_rank((self.output_dir / "rows.txt").exists):
             return
@@ -135,16 +135,16 @@ class Run(Generic[Args]):
         if counted:
             self.print(counted)
         if self.args.data_only:
-            print(text, flush=True)  # a process alone; the text has colours
+            print(text, flush=True)  # --data_only has one process; `self.print` would escape the colours
             raise DataReady
 
     def show_images(self, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
-        """Draw the first images of training and of evaluation, as they are trained, in rows.png; `names` are the classes'.
+        """Draw the first images of training and evaluation in rows.png, as the model will get them. `names` are class names.
 
-        Call it where a recipe of texts calls `show_rows`.
+        Call this where a recipe for texts calls `show_rows`.
 
         Raises:
-            DataReady: if data are all that is wanted (--data_only).
+            DataReady: with --data_only, when the file is written.
         """
         file = self.output_dir / "rows.png"
         if self.writes_rows and not (self.resumed_from and on_first_rank(file.exists)):
@@ -154,12 +154,12 @@ class Run(Generic[Args]):
             raise DataReady
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Put the adapters of --use_peft into a model, shard it as the strategy says, and make its optimizer."""
+        """Add the adapters of --use_peft to a model, shard it as the strategy says, and make its optimizer."""
         self.adapter = self.adapter or add_adapters(model, self.args)
         self.model, self.optimizer, self.first_units = prepare(self.accelerator, model, self.args)
 
     def shard_reference(self, model: PreTrainedModel) -> nn.Module:
-        """Shard a second model as the strategy says, which is never trained."""
+        """Shard a second model, which is never trained, as the strategy says."""
         sharded, *_ = prepare(self.accelerator, model, self.args)
         return sharded.eval()
 
@@ -181,17 +181,17 @@ class Run(Generic[Args]):
         `flops_fn(model)` counts the training FLOPs per target token, for MFU.
 
         Raises:
-            ConfigError: for adapters, a strategy or settings that do not fit the model.
+            ConfigError: if adapters, strategy or settings do not fit the model.
         """
         if ranks_a_row() > 1:
             check_shared_masks(model.config, model.config._attn_implementation, getattr(self.args, "max_length", 0))
-        tie_as_read(model)  # a recipe may load its model by itself
+        tie_as_read(model)  # again, since a recipe may load its model without `models`
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
-        if self.is_first:  # it is the last, since it rewrites what the others have written
+        if self.is_first:  # Published comes last, since it rewrites files that the others have written
             self.artifacts.append(Published(self.artifacts[0], tokenizer))
         self.flops = flops_fn(model) if flops_fn else None
         self.shard(model)
@@ -221,29 +221,28 @@ class Run(Generic[Args]):
 
 
 class DataReady(Exception):
-    """Raised when the data are ready, if --data_only asks for no more."""
+    """Raised when the data are ready and --data_only asks for no more."""
 
 
 def start(args: Args) -> Run[Args]:
     """Begin a run: start the process group, and agree on the checkpoint to resume.
 
-    With --data_only there is no process group and no checkpoint: such a run only reads data, in one process.
-
-    From here on the output directory belongs to this run.
+    From here on the output directory belongs to this run. A run with --data_only has no process group and no checkpoint:
+    it only reads data, in one process.
 
     Raises:
-        ConfigError: for a launch that cannot work, and a checkpoint or an output directory that the run cannot use.
+        ConfigError: for a launch that cannot work, and for a checkpoint or an output directory that the run cannot use.
     """
     if args.data_only:
         args.settle({})
-        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh would have more processes than one
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh needs several processes
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     accelerator = make_accelerator(args)
     return Run(args, accelerator, agree_on_resume(accelerator, args))
 
 
 class Result(NamedTuple):
-    """Lines of text that say what a run has reached, and bars and further curves for its picture."""
+    """Result of a run as lines of text, with bars and further curves for its picture."""
 
     text: str
     bars: Bars | None = None
@@ -264,12 +263,12 @@ def finish(
 ) -> None:
     """Draw, export and print the result of a run that has trained to its end; push the export if --push_to_hub is set.
 
-    `description` begins the model card. `result_fn` is called on rank 0, with the first and the last record of an
-    evaluation; by default everything that was measured is printed.
+    `description` begins the model card. `result_fn(first, last)` is called on rank 0 with the first and the last record
+    of an evaluation; the default prints all measures.
 
     Raises:
-        ConfigError: if the export does not render what was trained, and if the push fails, with the command that repeats
-            it; everything else is done by then.
+        ConfigError: if the export does not render rows as they were trained, and if the push fails. The push comes last; the
+            message holds the command that repeats it.
     """
     out = run.output_dir / "export"
     if run.is_first:
@@ -284,7 +283,7 @@ def finish(
         if (run.output_dir / ROWS).exists():
             run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()
-    if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for it
-        from accelerate_recipes.hub.push import push  # it imports `datasets`, which training does not need
+    if run.is_first and run.args.push_to_hub:  # the other ranks do not wait for the push
+        from accelerate_recipes.hub.push import push  # imports `datasets`, which training does not need
 
         push(out, exported_files(out), run.args.push_to_hub)

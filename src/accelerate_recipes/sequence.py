@@ -1,11 +1,12 @@
-"""Rows that several ranks share: each has some of a row's positions, and in attention some of the heads.
+"""Rows that several ranks share: each rank holds some positions of a row and, inside attention, some of the heads.
 
-Everything but attention computes a position by itself, so a rank with T / N of a row's T positions needs 1 / N of the
-activations. Around attention, all-to-alls give it all T positions of 1 / N of the heads, and afterwards its own positions of
-all heads. The kernel sees whole rows: documents and windows are what they are in one process, and nothing is approximated.
+Except in attention, each position is computed by itself. So a rank that holds T / N of a row's T positions needs 1 / N
+of the activations. Before attention, an all-to-all gives each rank all T positions of 1 / N of the heads; after
+attention, another gives back its own positions of all heads. The kernel sees whole rows, so documents and windows are as
+in one process, and nothing is approximated.
 
 `parallelism_config_cp_size: N` in the accelerate YAML asks for this. The ranks of a row are neighbours. The weights are
-sharded over all of them, as without it.
+sharded over all ranks, as without it.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
@@ -33,19 +34,20 @@ _rows_are_whole = False
 
 
 def row_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
-    """Return the ranks with which this one shares rows; None if its rows are its own."""
+    """Return the ranks that share rows with this rank, or None if it shares none."""
     mesh = accelerator.torch_device_mesh
     return mesh["cp"].get_group() if mesh is not None and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
 def part_of_rows(batch: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return this rank's part of a batch of packed rows, which is the same on all ranks of the group.
+    """Return this rank's part of a batch of packed rows; the batch is the same on all ranks of the group.
 
-    Boundaries of documents still describe whole rows. `labels` has one column more than `input_ids`, (B, T / N + 1): what
-    the last position predicts is the first token of the next rank. `row_position_ids` are those of the whole rows, (B, T).
+    Boundaries of documents still describe whole rows. `labels` has one column more than `input_ids`, (B, T / N + 1),
+    because the last position predicts the first token of the next rank. `row_position_ids` are the position ids of whole
+    rows, (B, T).
 
     Raises:
-        ConfigError: for rows that the ranks cannot divide.
+        ConfigError: for rows that the ranks cannot divide evenly.
     """
     if group is None:
         return batch
@@ -66,7 +68,7 @@ def part_of_rows(batch: dict[str, Any], group: dist.ProcessGroup | None) -> dict
 
 @contextlib.contextmanager
 def whole_rows() -> Iterator[None]:
-    """Compute rows inside this context that no other rank shares, such as a text that is generated."""
+    """Compute with rows that no other rank shares, such as a text that is generated, inside this context."""
     global _rows_are_whole
     before, _rows_are_whole = _rows_are_whole, True
     try:
@@ -76,10 +78,10 @@ def whole_rows() -> Iterator[None]:
 
 
 def share_attention() -> None:
-    """Let attention be shared, in this process, from now on.
+    """Make this process share attention from now on.
 
-    transformers hands `sequence_group`, an argument of the model, on to attention. Layers whose activations are recomputed
-    get it again. A call without it is an error, unless the rows are whole.
+    transformers passes `sequence_group`, an argument of the model, on to attention; layers whose activations are
+    recomputed get it again. A call without it is an error, unless `whole_rows` is active.
     """
     for name in (DOCUMENTS, "sdpa"):
         attend = ALL_ATTENTION_FUNCTIONS[name]
@@ -108,7 +110,7 @@ def attend_shared(
         (B, T / N, H, D).
 
     Raises:
-        ConfigError: for a model that did not hand the group on, which would see only this rank's part of a row.
+        ConfigError: for a model that did not pass the group on: its attention would see only this rank's part of a row.
     """
     if sequence_group is None:
         if not _rows_are_whole:
@@ -118,11 +120,14 @@ def attend_shared(
             )
         return attend(module, query, key, value, attention_mask, **settings)
     size, heads = sequence_group.size(), key.shape[1]
-    if copies := math.lcm(heads, size) // heads - 1:  # fewer of them than ranks, and each rank needs one
+    # The ranks divide the heads. Where they do not divide those of keys and values, repeat these until they do.
+    if copies := math.lcm(heads, size) // heads - 1:
         key, value = (tensor.repeat_interleave(copies + 1, 1) for tensor in (key, value))
         groups = query.shape[1] // key.shape[1]
         causal = getattr(module, "is_causal", True)
         module = SimpleNamespace(num_key_value_groups=groups, is_causal=causal, training=module.training)
+    # From (B, heads, part of T, D) to (B, part of the heads, T, D). `attend` returns (B, T, part of the heads, D), which
+    # the last exchange turns into (B, part of T, heads, D).
     query, key, value = (Exchange.apply(tensor, sequence_group, 1, 2) for tensor in (query, key, value))
     output, _ = attend(module, query, key, value, attention_mask, **settings)
     return Exchange.apply(output, sequence_group, 1, 2), None
@@ -142,7 +147,11 @@ class Exchange(torch.autograd.Function):
 
 
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
-    """Redistribute a tensor: a rank had all of `split` and a part of `join`; it gets a part of `split`, all of `join`."""
+    """Redistribute a tensor: a rank holds all of `split` and a part of `join`, and gets a part of `split` and all of `join`.
+
+    `split` and `join` are dimensions.
+    """
+    # Part r of `split` goes to rank r. What comes from rank r is its part of `join`.
     sent = torch.stack(tensor.chunk(group.size(), split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -152,13 +161,16 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup, split: int, join: i
 def balance_of_rows(
     router_logits: tuple[torch.Tensor, ...], top_k: int, num_targets: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute this rank's loss that balances experts, of which the mean over the ranks of `group` is that of whole rows.
+    """Compute this rank's loss that balances experts. Its mean over the ranks of `group` is the loss of whole rows.
 
-    It is the model's own loss, but the experts' shares of the tokens, which have no gradient, are those of all ranks.
+    It is the model's own loss, except that the experts' shares of the tokens, which have no gradient, are means over all
+    ranks of the group.
 
     Returns:
         The loss, and the mean over the ranks of `num_targets`.
     """
+    # The loss is E * sum over experts of (share of tokens sent to the expert) * (its mean probability). The loss is
+    # linear in the latter, so only the shares must be averaged over the ranks. The same all-reduce averages the counts.
     probabilities = torch.cat([logits.flatten(0, -2) for logits in router_logits]).float().softmax(-1)
     num_tokens, num_experts = probabilities.shape
     chosen = probabilities.topk(top_k).indices.flatten()

@@ -1,4 +1,4 @@
-"""Models whose rows several ranks can share (see `sequence`), and why they cannot share those of others."""
+"""Check whether several ranks can share the rows of a model (see `sequence`), and say why not."""
 
 import math
 
@@ -11,18 +11,18 @@ from accelerate_recipes.probes import shares_in_small, tiny_model
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.sequence import balance_of_rows
 
-LONGEST_MASK = 8192  # tokens in a row that ranks share; its mask has 64 MiB
+LONGEST_MASK = 8192  # tokens in a row that ranks share; the mask of such a row has 64 MiB
 
 
 def check_sharing(config: PreTrainedConfig) -> None:
-    """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of models with this configuration."""
+    """Raise ConfigError if ranks share rows (see `sequence`), but cannot share those of a model with this configuration."""
     size = ranks_a_row()
     if size > 1:
         raise_problems("Ranks cannot share rows (parallelism_config_cp_size)", model_sharing_problems(config, size))
 
 
 def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
-    """List why `size` ranks cannot share the rows of models with this configuration, one sentence each."""
+    """List why `size` ranks cannot share the rows of a model with this configuration, one sentence each."""
     text = config.get_text_config()
     name = text.model_type
     heads = math.gcd(*(getattr(layer, "num_attention_heads", 0) or 0 for layer in of_layers(text)))
@@ -57,7 +57,7 @@ def model_sharing_problems(config: PreTrainedConfig, size: int) -> list[str]:
 
 
 def check_shared_masks(config: PreTrainedConfig, attention: str, max_length: int) -> None:
-    """Raise ConfigError if rows of `max_length` tokens that ranks share cannot have their mask with this attention."""
+    """Raise ConfigError if this attention cannot have a mask for rows of `max_length` tokens that ranks share."""
     if attention == "sdpa" and getattr(config, "router_aux_loss_coef", 0):
         raise ConfigError(
             f"with sdpa, rows that ranks share have a mask, with which {config.model_type} cannot balance its experts; give "
@@ -79,7 +79,7 @@ def rope_types(text: PreTrainedConfig) -> set[str]:
 
 @torch.no_grad()
 def balances_as_known(config: PreTrainedConfig) -> bool:
-    """Tell whether a tiny model of this configuration computes the loss that balances experts as `balance_of_rows` does."""
+    """Tell whether a tiny model of this configuration balances its experts by the same loss as `balance_of_rows`."""
     model = tiny_model(config, "alone", sequence_group=None)
     if model is None:
         return False

@@ -1,6 +1,7 @@
-"""The strategy: what is wrong with a launch, or with arguments under it, before anything starts; and its name.
+"""Strategy of a launch: its name, and problems of the launch, or of arguments under it, found before anything starts.
 
-All checks read the environment that `accelerate launch` makes from a YAML; preflight makes the same one on a login node.
+All checks read the environment that `accelerate launch` makes from a YAML. preflight makes the same environment on a
+login node.
 """
 
 import math
@@ -99,8 +100,9 @@ def fp8_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def fp8_layers(model: PreTrainedModel) -> set[str]:
-    """Name the layers that compute in fp8: linear ones, but not the output layer, adapters, and sizes that are not multiples
-    of 16, which a GPU does not multiply in fp8.
+    """Name the layers that compute in fp8: linear layers except the output layer, adapters and layers of unsuitable sizes.
+
+    A GPU multiplies in fp8 only sizes that are multiples of 16.
 
     Raises:
         ConfigError: for a mixture of experts.

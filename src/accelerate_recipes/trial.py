@@ -22,11 +22,11 @@ from accelerate_recipes.pretrained import load_config, output_is_embedding
 
 
 class NotSimulatedError(Exception):
-    """A run cannot be simulated; the text names the part."""
+    """Error for a run that cannot be simulated; the text names the part."""
 
 
 def refuse(what: str, settings: dict[str, Any]) -> None:
-    """Refuse to simulate a run with any of these settings that is so: they are named as they are given.
+    """Refuse to simulate a run if any of these settings is on. The message names those that are.
 
     Raises:
         NotSimulatedError: naming them.
@@ -39,15 +39,15 @@ def refuse(what: str, settings: dict[str, Any]) -> None:
 class Trial:
     """Model, loss and one micro-batch of a recipe with its arguments.
 
-    `make_model` makes the model on the meta device, from `config` or from one with fewer layers. Values in `batch`, on the
-    CPU, do not matter; its sizes are the largest that the run will have. `tokens` are the targets in it, at most; of each
-    `unit` there is one.
+    `make_model` makes the model on the meta device, from `config` or from a copy with fewer layers. The values in
+    `batch`, which lies on the CPU, do not matter; its sizes are the largest that the run will have. `tokens` is the
+    largest number of targets in it, and `unit` names them.
 
-    A step may begin with passes without gradients, such as those that draw answers. `before_fn(model, batch, begin)` takes
-    them, and calls `begin(name, times)` before each one, of which the step has so many.
+    A step may begin with passes without gradients, such as those that draw answers. `before_fn(model, batch, begin)`
+    runs them. Before each pass, it calls `begin(name, times)`, where `times` is the number of such passes in a step.
 
-    A loss may compare the model with its base. `keep_reference(base)` is then told what computes as that: the model without
-    its adapters, or a second one, sharded like it.
+    A loss may compare the model with its base. Then `keep_reference(base)` gets the base: the model without its
+    adapters, or a second model, sharded like it.
     """
 
     config: PreTrainedConfig
@@ -62,18 +62,18 @@ class Trial:
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether a row holds several documents, which attention keeps apart."""
+        """Tell whether a row holds several documents, between which attention must not pass."""
         positions = self.batch.get("position_ids")
         return positions is not None and bool((positions[:, 1:] == 0).any())
 
 
 def is_staged(config: PreTrainedConfig) -> bool:
-    """Tell whether layers lie in stages of different widths, as in a Swin, so that few of them say nothing of all."""
+    """Tell whether layers lie in stages of different widths, as in a Swin. Then a few layers do not represent all."""
     return bool(getattr(config, "depths", None))
 
 
 def config_of(args: TrainArgs) -> PreTrainedConfig:
-    """Read the configuration of the pretrained model that a run begins with; nothing else of it is needed.
+    """Read the configuration of the pretrained model at which a run begins. No other file of the model is needed.
 
     Raises:
         NotSimulatedError: if it is not here, and cannot be downloaded.
@@ -87,7 +87,7 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:
     """Make the trial of a causal language model on packed rows of --max_length tokens: one long document, and a short one.
 
-    `config` is a new model's; None: that of the pretrained one.
+    `config` is the configuration of a new model; None for the pretrained model of the arguments.
     """
     length, rows = args.max_length, args.per_device_train_batch_size
     row = pack_row(np.zeros(length, dtype=np.int64), [length - 1, 1], length, 0, args.document_mask)
@@ -103,9 +103,9 @@ def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) 
 
 
 def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
-    """Make the trial of an encoder-decoder on pairs of texts, of which one has the greatest lengths and the others pad.
+    """Make the trial of an encoder-decoder on pairs of texts: one pair has the greatest lengths, the others are padded.
 
-    `config` is a new model's; None: that of the pretrained one.
+    `config` is the configuration of a new model; None for the pretrained model of the arguments.
 
     Raises:
         NotSimulatedError: for a BART.
@@ -113,7 +113,7 @@ def pairs_trial(args: Any, config: PreTrainedConfig | None) -> Trial:
     is_tied = True
     if config is None:
         config = config_of(args)
-        # The file itself: see `output_is_embedding`.
+        # Read the file itself; see `output_is_embedding`.
         settings, _ = PreTrainedConfig.get_config_dict(args.base_model, **cache.pinned(args.base_model))
         is_tied = output_is_embedding(settings)
         check_encoder_decoder(config, args.base_model)

@@ -1,7 +1,7 @@
-"""Corrections of what Accelerate 1.15, torch 2.13 and transformers 5.23 get wrong, each with the reason.
+"""Corrections of errors in Accelerate 1.15, torch 2.13 and transformers 5.23, each with the reason.
 
-A test fails once upstream no longer needs one: then it can go. What needs no function of its own is corrected where it
-happens, with the version.
+For each correction, a test fails once upstream no longer needs it: then it can be removed. A correction that needs no
+function of its own stands where the error happens, with the version.
 """
 
 import contextlib
@@ -24,20 +24,21 @@ from accelerate_recipes.environment import is_compiled
 
 
 def let_torch_choose_dynamic_shapes() -> None:
-    """Undo the default of `accelerate launch` that all sizes in compiled layers are constants.
+    """Undo a default of `accelerate launch` by which all sizes in compiled layers are constants.
 
-    `accelerate launch` 1.15 sets this where the YAML does not. torch would compile a layer anew for each longest
-    document, and after the eighth compile nothing; by itself it makes a variable of a number that changes.
+    `accelerate launch` 1.15 sets this if the YAML does not. torch would then compile a layer again for each new length
+    of the longest document, and give up after eight compilations. By its own default, torch makes a variable of a number
+    that changes.
     """
     if os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC") == "False":
         del os.environ["ACCELERATE_DYNAMO_USE_DYNAMIC"]
 
 
 def choose_interface() -> None:
-    """Let gloo use the network by which this machine reaches the first process, unless GLOO_SOCKET_IFNAME is set.
+    """Make gloo use the network by which this machine reaches the first process, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself gloo (torch 2.13) tells the others the address to which this machine resolves its own name: often 127.0.0.1,
-    where the processes of other machines find nobody. On GPUs too checkpoints are agreed on by gloo.
+    gloo (torch 2.13) tells the other processes the address that this machine's own name resolves to. This is often
+    127.0.0.1, at which other machines cannot reach it. gloo is used on GPUs too: ranks agree on checkpoints by it.
     """
     master = os.environ.get("MASTER_ADDR")
     if master is None or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -47,7 +48,7 @@ def choose_interface() -> None:
         with socket.socket(family, kind) as route:
             route.connect(address)  # sends nothing
             own = route.getsockname()[0]
-    except OSError:  # the rendezvous says more
+    except OSError:  # the rendezvous fails too, with a better message
         return
     for interface, addresses in psutil.net_if_addrs().items():
         if own in (entry.address.split("%")[0] for entry in addresses):
@@ -55,10 +56,10 @@ def choose_interface() -> None:
 
 
 def forget_evaluated_shapes() -> None:
-    """Let compiled code take the sizes of the first training step as constants, whatever was evaluated before it.
+    """Let compiled code treat the sizes of the first training step as constants, whatever was evaluated before.
 
-    torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer: after an evaluation with
-    another batch size, training would get slower kernels. What was compiled for the evaluation stays.
+    torch (2.11 to 2.13) makes a variable of a size that changes between two calls of a layer. After an evaluation with
+    another batch size, training would get slower kernels. The code that was compiled for the evaluation stays.
     """
     if is_compiled():
         from torch._dynamo import pgo  # loads the compiler
@@ -69,11 +70,10 @@ def forget_evaluated_shapes() -> None:
 def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
     """Start the process group on gloo, so that the launcher's processes become one world.
 
-    Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU
-    (AcceleratorState.__init__), and PartialState._prepare_backend knows no CPU unless told `cpu=True`: an FSDP
-    YAML on a CPU silently gives N independent runs. Starting the state ourselves and naming it MULTI_GPU opens
-    that branch; nothing else on our path asks the type for a device. tests/test_distributed.py fails when
-    upstream no longer needs this.
+    Accelerate 1.15 takes its FSDP branch only for MULTI_<device> types other than MULTI_CPU (AcceleratorState.__init__),
+    and PartialState._prepare_backend ignores CPUs unless told `cpu=True`. So an FSDP YAML on a CPU silently gives N
+    independent runs. This function starts the state first and names it MULTI_GPU, which opens that branch. Nothing else
+    on our path reads the device from this type. tests/test_distributed.py fails once upstream no longer needs this.
     """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # `cpu`, not `cpu:0`, which FSDP1 takes for another device
     if "LOCAL_RANK" not in os.environ:
@@ -83,7 +83,7 @@ def start_on_cpu(use_fsdp: bool, timeout: timedelta) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-# Functions that torch leaves to MKL, element by element.
+# Elementwise functions that torch computes by MKL.
 VECTOR_MATH = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "lgamma", "log", "log10", "log1p", "log2", "sin",
     "sqrt", "tan", "tanh",
@@ -93,9 +93,9 @@ VECTOR_MATH = (
 def resolve_vector_math() -> None:
     """Call each function of MKL's vector math once, on one number and therefore in one thread.
 
-    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in a function's first call. If several threads make that
-    call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792). This happened now and then to a
-    rotary embedding in the first step.
+    MKL 2024.2, with which torch 2.13 is built, chooses a kernel in the first call of a function. If several threads make
+    that call, one of them may compute its part with a relative error of 3e-4 (pytorch #188792). This happened now and
+    then to a rotary embedding in the first step.
     """
     for name in VECTOR_MATH:
         for dtype in (torch.float32, torch.float64):
@@ -103,10 +103,10 @@ def resolve_vector_math() -> None:
 
 
 def keep_masks(accelerator: Accelerator) -> None:
-    """Keep Accelerate from throwing attention masks away where ranks share rows.
+    """Keep Accelerate from removing attention masks where ranks share rows.
 
-    With cp_size Accelerate 1.15 (_prepare_cp) hangs a hook on each attention that removes its mask, for a ring attention
-    on GPUs: packed documents would see each other, silently. Here `sequence` shares the rows, with their masks.
+    With cp_size, Accelerate 1.15 (_prepare_cp) adds a hook to each attention that removes its mask, for a ring attention
+    on GPUs. Packed documents would silently attend to each other. Here `sequence` shares the rows, with their masks.
     tests/test_sequence.py fails once upstream no longer does this.
     """
     accelerator._prepare_cp = lambda *prepared: prepared
@@ -122,8 +122,9 @@ def reads_once(accelerator: Accelerator, model: nn.Module) -> bool:
 def hidden_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Copy the first rank's saved buffers to all ranks, and mark them as not saved while Accelerate shards the model.
 
-    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the state
-    for a sharded parameter, and fails at a buffer; tests/test_distributed.py fails once upstream no longer needs this.
+    DeepSeek V3 has such a buffer in its router. Accelerate 1.15 (fsdp2_load_full_state_dict) takes each entry of the
+    state for a sharded parameter, and fails at a buffer. tests/test_distributed.py fails once upstream no longer needs
+    this.
     """
     hidden = []
     for module in model.modules():
@@ -164,10 +165,10 @@ def count_cached_tokens(model: nn.Module) -> None:
 
 
 def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
-    """Take the module that holds the input embedding out of the layers that transformers names for FSDP.
+    """Remove the module that holds the input embedding from the layers that transformers names for FSDP.
 
-    Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then the
-    input embedding in it once more, which torch refuses.
+    Models like BERT name their embeddings there. Accelerate 1.15 (fsdp2_prepare_model) wraps that module, and then wraps
+    the input embedding inside it again, which torch refuses.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     layers = getattr(model, "_no_split_modules", None)
@@ -177,19 +178,20 @@ def leave_embedding_to_accelerate(model: PreTrainedModel) -> None:
 
 
 def computes_on(model: PreTrainedModel, device: torch.device) -> None:
-    """Tell transformers on which device a model computes whose parameters FSDP2 keeps on the CPU.
+    """Tell transformers the device on which a model computes, where FSDP2 keeps the parameters on the CPU.
 
-    `generate` of transformers 5.23 moves its inputs to where the first parameter lies (prepare_inputs_for_generation, 6.).
+    `generate` of transformers 5.23 moves its inputs to the device of the first parameter (prepare_inputs_for_generation,
+    6.).
     """
-    # FSDP2 has given the model a class of its own.
+    # Only this model changes: FSDP2 has given it a class of its own.
     type(model).device = property(lambda _: device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def restore_rng_in_recompute(model: nn.Module) -> None:
-    """Make activation checkpointing draw the same dropout mask again in the recomputation.
+    """Make activation checkpointing draw the same dropout mask again when it recomputes.
 
-    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False: with dropout, gradients would belong to another
-    mask than the loss. Without dropout nothing is changed, so the small cost is paid only where it is needed.
+    Accelerate 1.15 (fsdp2_apply_ac) passes preserve_rng_state=False. With dropout, the gradients would then belong to
+    another mask than the loss. A model without dropout is not changed, so it does not pay the small cost.
     """
     config = getattr(model, "config", None)
     kinds = ("attention_dropout", "activation_dropout", "dropout")  # BART's
@@ -202,10 +204,10 @@ def restore_rng_in_recompute(model: nn.Module) -> None:
 
 
 def compile_inside_recompute(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
-    """Compile layers inside of the wrappers that recompute them.
+    """Compile the layers inside the wrappers that recompute them, instead of the wrappers.
 
-    Accelerate 1.15 (_prepare_fsdp2) compiles the wrappers and then shards the layers inside. torch cannot trace
-    FSDP's hooks within a checkpoint: it would silently compute whole layers uncompiled.
+    Accelerate 1.15 (_prepare_fsdp2) compiles the wrappers and then shards the layers inside. torch cannot trace FSDP's
+    hooks within a checkpoint: it would silently run whole layers uncompiled.
     """
     for wrapper in model.modules():
         if isinstance(wrapper, CheckpointWrapper | OffloadWrapper) and wrapper._compiled_call_impl is not None:

@@ -1,4 +1,4 @@
-"""First weights of a model that was built on the meta device: each by the model's own rule, under any strategy."""
+"""First weights of a model that was built on the meta device: by the model's own rules, equal under any strategy."""
 
 import hashlib
 import re
@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 from accelerate_recipes.errors import ConfigError
 
-# Parts that DDP, FSDP1, activation checkpointing and torch.compile add to a parameter's name.
+# Parts that DDP, FSDP1, activation checkpointing and torch.compile add to the name of a parameter.
 WRAPPERS = re.compile(r"^(_orig_mod\.)?module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 class Place(NamedTuple):
-    """A parameter or buffer, where it lies, and the rules that may give it a value, in the order of transformers."""
+    """A parameter or buffer, its position in a module, and the rules that may give it a value, in transformers' order."""
 
     name: str
     tensor: torch.Tensor
-    tensors: dict[str, torch.Tensor | None]  # parameters or buffers of its module
+    tensors: dict[str, torch.Tensor | None]  # parameters or buffers of its module; `key` is its name there
     key: str
     rules: list[Callable[[], None]]
 
@@ -33,31 +33,32 @@ def initialize(
 ) -> PreTrainedModel:
     """Give every parameter and buffer of a transformers model on the meta device its first value; returns the model.
 
-    A value depends only on `seed` and on the parameter's name, so a model is the same on any number of ranks and under
-    any strategy. Each parameter is drawn whole, one at a time, on `device` (a GPU draws other numbers than a CPU); only this
-    rank's shard is kept, on `storage` (default: `device`). So no rank holds more than its shards and the
-    largest parameter. Every rank draws every parameter: this avoids all communication.
+    A value depends only on `seed` and on the name of the parameter, so a model is the same on any number of ranks and
+    under any strategy. Parameters are drawn one at a time and whole, on `device` (a GPU draws other numbers than a CPU).
+    A rank then keeps only its shard, on `storage` (default: `device`), so it never holds more than its shards and one
+    whole parameter. Every rank draws every parameter, which avoids all communication.
 
     Raises:
         ConfigError: for a class of models whose rules leave a parameter or buffer without a value.
     """
     device = torch.device(device)
     model.to_empty(device=storage or device)
-    model.tie_weights()  # `to_empty` makes a new parameter for each name of a tied one
+    model.tie_weights()  # again: `to_empty` makes a parameter of its own for each name of a tied parameter
     places = all_places(model)
-    # Other tensors have no memory while one is drawn: a rule may reach from a module into all of its children.
+    # A rule may write to all children of its module. So while one tensor is drawn, a meta tensor replaces each other one:
+    # writing to it does nothing.
     for place in places:
         place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device="meta")
     values, done = {}, set()
     try:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            # A tied parameter takes the name that it is tied to.
+            # A tied parameter is drawn under the name to which its other names are tied: this name sorts first.
             for place in sorted(places, key=lambda place: place.name in model.all_tied_weights_keys):
                 if id(place.tensor) not in done:
                     done.add(id(place.tensor))
                     try:
                         value = first_value(place, seed, device)
-                    except NotImplementedError:  # a rule reads another tensor, which has no memory
+                    except NotImplementedError:  # a rule reads another tensor, which is on the meta device
                         value = torch.tensor(torch.nan)
                     if value.sum().isnan():
                         raise ConfigError(
@@ -76,10 +77,11 @@ def initialize(
 
 
 def all_places(model: nn.Module) -> list[Place]:
-    """List all parameters and buffers of a model, tied ones under each name.
+    """List all parameters and buffers of a model; a tied parameter is listed under each of its names.
 
-    Their rules are `_init_weights` of the innermost model of transformers that holds them, for their module and then for
-    each of its parents: those of T5, GPT-2 and others set the parameters of a module's children.
+    The rule for a tensor is `_init_weights` of the innermost transformers model that holds it. It is called on the
+    tensor's module and then on each parent of the module, because the rules of T5, GPT-2 and others set parameters of a
+    module's children.
     """
     places, rules_of = [], {}
     for path, module in model.named_modules():
@@ -95,7 +97,7 @@ def all_places(model: nn.Module) -> list[Place]:
 
 
 def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Copy a value into a parameter, or this rank's shard of it."""
+    """Copy a value into a parameter; where the parameter is sharded, copy this rank's shard of the value."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
         parameter.to_local().copy_(value)
@@ -104,15 +106,15 @@ def fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Derive a parameter's own seed from its name."""
+    """Derive the seed of a parameter from its name and the seed of the run."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big")
 
 
 def first_value(place: Place, seed: int, device: torch.device) -> torch.Tensor:
-    """Compute what the model's own rules give one parameter or buffer, on `device`; NaN if they give it nothing."""
+    """Compute the value that the model's rules give one parameter or buffer, on `device`; NaN if they give it none."""
     stand_in = place.tensors[place.key]
     value = place.tensors[place.key] = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device=device)
-    value.fill_(torch.nan if value.is_floating_point() else 0)  # NaN shows whether a rule sets it
+    value.fill_(torch.nan if value.is_floating_point() else 0)  # NaN that remains shows that no rule sets it
     torch.manual_seed(seed_of(place.name, seed))
     for rule in place.rules:
         rule()
@@ -129,9 +131,10 @@ BY_WEIGHT: dict[str, tuple[str, ...]] = {
 
 
 def linear_layers_and_experts(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Find linear layers by name, but no output layer or router, and the parameters that hold a matrix for each expert.
+    """Find linear layers by name, and the parameters that hold a matrix for each expert.
 
-    Layers that are not called are left out, and those that have but a number, in a list, for a name.
+    The output layer and routers are left out, and so are layers that are not called, and layers of a list (their name is a
+    number).
     """
     head, layers, experts = model.get_output_embeddings(), {}, []
     by_weight = BY_WEIGHT.get(model.config.model_type, ())

@@ -1,4 +1,4 @@
-"""Check of an export as whoever loads it sees it: by transformers alone, without the model's training."""
+"""Check of an export as its users see it: by transformers alone, without the model's training."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ ROWS = "rows.json"  # in the output directory, beside export/
 
 
 class Exported(NamedTuple):
-    """Tokenizer and settings that are read with an export's weights; adapters have no `config`, but their model's."""
+    """Tokenizer and settings that are loaded with an export's weights. `config` is None for adapters, which have none."""
 
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig | None
@@ -57,7 +57,7 @@ def read_exported(folder: Path) -> Exported:
 
 
 def as_exported(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Exported:
-    """Return a model's tokenizer and settings as whoever loads its export gets them: saved, then loaded by transformers.
+    """Return a model's tokenizer and settings as users of its export get them: saved, then loaded by transformers.
 
     Raises:
         ConfigError: for settings that cannot be saved.
@@ -81,9 +81,10 @@ def stops_of(settings: GenerationConfig | PreTrainedConfig | None) -> set[int]:
 class TrainedRows:
     """First rows of a run, and how they were trained.
 
-    `rows` are as they were written, `trained` as they were rendered with the `settings` of `rendering.render`. `ends` are
-    the tokens that end rows. `arguments` are those of the run that decide what it trains. Where the rows are not rendered
-    by the template that is exported, `accepted` are the differences that this makes.
+    `rows` holds the rows as they were written, `trained` as they were rendered with the `settings` of
+    `rendering.render`. `ends` are the tokens that end rows. `arguments` are those arguments of the run that decide what
+    it trains. If another template than the exported one renders the rows, `accepted` holds the differences that this
+    makes.
     """
 
     rows: list[dict]
@@ -94,7 +95,7 @@ class TrainedRows:
     accepted: list[str] = field(default_factory=list)
 
     def own_differences(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """List where the tokenizer's own template renders other tokens than were trained."""
+        """List the places where the tokenizer's own template renders other tokens than those that were trained."""
         everything = [Rendering(ids, [True] * len(ids)) for ids, _ in self.trained]
         whole = {"completion_only": False, "assistant_only": False, "template": None}
         return differences(everything, self.rows, tokenizer, **self.settings | whole)
@@ -117,10 +118,10 @@ class TrainedRows:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the rows into a folder, for a comparison with the export that will lie there.
+        """Write the rows into a folder, for a comparison with the export that will be written there.
 
         Raises:
-            ConfigError: if the file there is not of a run.
+            ConfigError: if there is a file of this name that no run has written.
         """
         file = folder / ROWS
         if file.exists() and not is_of_a_run(file):
@@ -140,7 +141,7 @@ def is_of_a_run(file: Path) -> bool:
 
 
 def compare_with_export(exported: Exported, first: TrainedRows, folder: Path | None) -> None:
-    """Compare the first rows of training with what the export will make of them, and keep them in `folder`, if any.
+    """Compare the first rows of training with how the export will render them, and keep them in `folder`, if any.
 
     Raises:
         ConfigError: for each row that differs, and if a file of the user is in the way.
@@ -151,7 +152,7 @@ def compare_with_export(exported: Exported, first: TrainedRows, folder: Path | N
 
 
 def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
-    """Read the first rows of the run of an export, which lie in the run's `folder`; returns a reason if there are none."""
+    """Read the first rows of the run of an export from the run's `folder`. Returns a reason if there are none."""
     file = folder / ROWS
     if not file.exists():
         return f"there is no {ROWS} in {folder}"
@@ -170,7 +171,7 @@ def kept_rows(export: Path, folder: Path) -> TrainedRows | str:
 
 
 def compare_rows(export: Path, folder: Path) -> str:
-    """Compare what an export makes of the first rows of its run with what was trained; returns what was done.
+    """Compare the first rows of a run, as its export renders them, with the trained rows. Returns a text about the result.
 
     `folder` is the output directory of the run.
 
@@ -188,14 +189,14 @@ def compare_rows(export: Path, folder: Path) -> str:
 
 
 def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
-    """Load an export, compare and generate; returns what was seen, in lines.
+    """Load an export, compare its rows and generate. Returns the results in lines.
 
-    `prompt` is a user's message where the tokenizer has a chat template; default: the beginning of the first row of
+    `prompt` is a user's message if the tokenizer has a chat template; default: the beginning of the first row of
     training.
 
     Raises:
-        ConfigError: for a folder that holds no model, or one that cannot be loaded, for a prompt or a number of tokens that
-            the model does not take, and if the export does not render what was trained.
+        ConfigError: for a folder without a model, or with one that cannot be loaded; for a prompt or a number of tokens that
+            the model does not take; and if the export does not render what was trained.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -261,7 +262,7 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
 
 
 def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], stops: set[int]) -> str:
-    """Say that adapters learn to end where the settings of generation, which are their model's, do not stop."""
+    """Say that adapters learn to end with a token at which generation, by the settings of their model, does not stop."""
     lost, known = (shown_ends(tokenizer, sorted(tokens)) for tokens in ({*ends} - stops, stops))
     return (
         f"Rows end with {lost}, but adapters are loaded with the settings of their model, which stop at {known}; "
@@ -270,7 +271,7 @@ def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], st
 
 
 def load_export(export: Path) -> transformers.PreTrainedModel:
-    """Load a model of any kind; adapters beside their model, which is read from where they name it."""
+    """Load a model of any kind. Adapters are loaded with their model, from the place that they name."""
     if not (export / "config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
@@ -281,13 +282,13 @@ def load_export(export: Path) -> transformers.PreTrainedModel:
     if len(names) != 1 or not hasattr(transformers, names[0]):
         raise ConfigError(f"{export}/config.json names the architectures {names}, not one that transformers has")
     model, info = getattr(transformers, names[0]).from_pretrained(export, output_loading_info=True)
-    if missing := ", ".join(sorted(info["missing_keys"])):  # transformers would draw random ones
+    if missing := ", ".join(sorted(info["missing_keys"])):  # transformers would draw random weights
         raise ConfigError(f"{export} lacks the weights {missing}; export the checkpoint again")
     return model
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | None, first: TrainedRows | None) -> list[int]:
-    """Tokenise what the model shall answer to: the prompt, or else the beginning of the first row of training."""
+    """Tokenise the text to answer: the prompt, or by default the beginning of the first row of training."""
     if prompt is not None:
         asked = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
         return prompt_alone(tokenizer, asked, {})

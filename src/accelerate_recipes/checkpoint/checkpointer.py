@@ -1,4 +1,4 @@
-"""Checkpointer of a run: saves it in the background, and restores it exactly on any number of ranks."""
+"""Checkpointer of a run: saves the run in the background, and restores it exactly on any number of ranks."""
 
 import contextlib
 import json
@@ -63,10 +63,10 @@ PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 
 
 class HostCopy(BlockingAsyncStager):
-    """Copies a state dict into host memory, pinned for a GPU, and keeps the memory for the next copy.
+    """Stager that copies a state dict into host memory, pinned for a GPU, and keeps the memory for the next copy.
 
-    Allocating the memory takes longer than the copy. torch 2.13's BlockingAsyncStager keeps the memory only if it can be
-    pinned; its DefaultStager cannot copy the ShardedTensors of FSDP1.
+    To allocate the memory takes longer than to copy. BlockingAsyncStager of torch 2.13 keeps the memory only if it can
+    be pinned, and DefaultStager cannot copy the ShardedTensors of FSDP1.
     """
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -81,10 +81,10 @@ class HostCopy(BlockingAsyncStager):
 def pin_what_is_asked_for() -> None:
     """Make torch pin host memory of exactly the requested size, from 1 MiB on.
 
-    torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more for a model of
-    7B parameters. Setting one option resets the others, so those of PYTORCH_ALLOC_CONF are given again.
+    torch 2.13 (CachingHostAllocatorImpl::allocate) rounds each tensor up to a power of two: a third more memory for a
+    model of 7B parameters. Setting one option resets all others, so those of PYTORCH_ALLOC_CONF are set again.
     """
-    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11, which knows no such setting either
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11, which does not have the setting either
         return
     settings = torch._C._accelerator_getAllocatorSettings()
     if PIN_EXACTLY not in settings:
@@ -108,15 +108,15 @@ class Checkpointer:
     resumed_from: Path | None
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
     newest: Path | None = None
-    data_states: list[dict] = field(default_factory=list)  # after `resume`: what each rank's data gave to `save`
+    data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
 
     def __post_init__(self):
         for settings in (artifact for artifact in self.artifacts if isinstance(artifact, GenerationConfig)):
-            # `save_pretrained` does the same, but only at the first checkpoint.
+            # `save_pretrained` checks this too, but only at the first checkpoint.
             check_generation_config(settings, self.args.base_model)
         self.model_checksum = model_checksum(self.args.base_model) if is_first() and self.args.base_model else None
         self.stager = HostCopy()
-        # Collectives in the background must not come between those of training.
+        # A group of its own: collectives of a save in the background must not mix with those of training.
         self.group = None
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
@@ -126,15 +126,15 @@ class Checkpointer:
     def save(self, step: int, data_state: dict) -> Path:
         """Write `checkpoint-<step>`, then remove the checkpoints that are not to be kept. Returns its path.
 
-        `data_state` is what this rank's data need besides the step to continue; after `resume`, `data_states` holds those
-        of all ranks.
+        `data_state` is what this rank's data need, besides the step, to continue. After `resume`, `data_states` holds
+        those of all ranks.
 
-        With `async_save` it returns as soon as the state is copied; `wait` waits for the rest. There is one save at a time:
-        it first waits for the previous one.
+        With `async_save`, this returns as soon as the state is copied to host memory; `wait` waits for the rest. There
+        is one save at a time: a new save first waits for the previous one.
 
         Raises:
-            SaveError: on all ranks, if one cannot write, now or in the previous background save, and for weights that are
-                not finite. Older checkpoints are unchanged, and nothing is left half done.
+            SaveError: on all ranks, if one of them cannot write, now or in the previous background save, or if weights are
+                not finite. Older checkpoints are unchanged, and no unfinished directory stays.
         """
         self.wait()
         start = time.perf_counter()
@@ -146,11 +146,16 @@ class Checkpointer:
                 f"{final.name} is not saved: {name} holds NaN or infinity; lower --learning_rate, or look at what the last "
                 f"steps logged. Last good checkpoint: {self.newest or 'none yet'}"
             )
+        # A save goes into `<name>.partial`, which no run resumes. Only when every file is on the disk, its checksum is in
+        # the marker, and the marker is on the disk too, a rename gives the directory its final name. So a kill at any
+        # moment leaves either a complete checkpoint or a directory that is recognised as unfinished.
         with self._all_or_none(unfinished):
             if self.accelerator.is_main_process:
                 self._make_room(unfinished, final)
                 shutil.copy(final.parent / "metrics.jsonl", unfinished)
                 (unfinished / "data.json").write_text(json.dumps(data_states), encoding="utf-8")
+        # With `async_save`, torch copies the state now and writes it in a thread of its own. Our thread waits for this, then
+        # completes the checkpoint. The random state is read now too: the next step changes it.
         model_state, optimizer_state = self._trained_state()
         settings = {"checkpoint_id": unfinished / "state", "process_group": self.group}
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -175,14 +180,16 @@ class Checkpointer:
     def _complete(
         self, step: int, start: float, unfinished: Path, final: Path, write: Callable[[], Any], rng: dict
     ) -> None:
-        """Do the part of a save for which training need not wait. The save began at `start`; `write` writes the state."""
+        """Do the part of a save that training need not wait for. The save began at `start`; `write` writes the state."""
         rank = self.accelerator.process_index
         with self._all_or_none(unfinished):
             write()
             with (unfinished / f"rng-{rank}.pt").open("wb") as file:
                 torch.save(rng, file)
+            # Each rank syncs and checksums the files that it wrote: DCP names them after the rank.
             mine = [*(unfinished / "state").glob(f"__{rank}_*"), unfinished / f"rng-{rank}.pt"]
             described = [describe(file, unfinished) for file in mine]
+        # This collective is also a barrier: all ranks have written their files before rank 0 writes the marker.
         files = {name: entry for part in on_all_ranks(described, self.group) for name, entry in part}
         with self._all_or_none(unfinished):
             if rank == 0:
@@ -207,12 +214,12 @@ class Checkpointer:
             yield
         except dcp.CheckpointException as error:  # holds the errors of all ranks, with tracebacks
             problems = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        except Exception as error:  # any error: the others must not wait, and written files must not stay
+        except Exception as error:  # any error: the other ranks must not wait, and written files must not stay
             problems, failure = {self.accelerator.process_index: str(error)}, error
         found = on_all_ranks(problems, self.group)
         problems = {rank: problem for part in found for rank, problem in part.items()}
         if problems:
-            if self.accelerator.is_main_process and not lock.is_lost():  # else the directory is the other run's
+            if self.accelerator.is_main_process and not lock.is_lost():  # else another run owns the directory
                 shutil.rmtree(unfinished, ignore_errors=True)
             if failure is not None and not is_of_the_disk(failure):
                 raise failure
@@ -227,8 +234,9 @@ class Checkpointer:
             raise OSError(f"another run has taken over {final.parent}")
         if final.exists():
             assert defect(final), f"{final} is complete"  # find_resume refuses such a run
-            set_aside(final)  # damaged, or another program's; our unfinished ones have another name
+            set_aside(final)  # damaged, or written by another program; an unfinished checkpoint has another name
         remove_leftovers(final.parent)
+        # The next checkpoint will be as large as the last one. Without room, fail before anything is written.
         if self.newest is not None and self.newest.is_dir():
             needed = sum(entry["size"] for entry in read_marker(self.newest)["files"].values())
             free = shutil.disk_usage(final.parent).free
@@ -240,7 +248,7 @@ class Checkpointer:
         unfinished.mkdir(parents=True)
 
     def _finish(self, step: int, unfinished: Path, final: Path, files: dict[str, dict]) -> None:
-        """Add the files that only one rank writes, then the marker; `files` are those that the ranks have described."""
+        """Add the files that only one rank writes, then the marker. `files` are the marker's entries of the other files."""
         self.args.save(unfinished / "args.yaml")
         for artifact in [*self.artifacts, *([self.adapter.config] if self.adapter else [])]:
             artifact.save_pretrained(unfinished)
@@ -278,7 +286,7 @@ class Checkpointer:
     def resume(self) -> int:
         """Restore `resumed_from` and return its step, or 0 if there is no checkpoint.
 
-        Model and optimizer are resharded to any number of ranks and any strategy. Learning rate, betas and decay
+        Model and optimizer are resharded to any number of ranks and any strategy. Learning rate, betas and weight decay
         come from the command line.
         """
         if self.resumed_from is None:
@@ -300,6 +308,7 @@ class Checkpointer:
             raise ConfigError(
                 f"{checkpoint} is of no use: {name} holds NaN or infinity; move it away, and an older is taken"
             )
+        # The state of the optimizer has brought the hyperparameters of the checkpoint; put those of the command line back.
         for group, now in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(now)
         seek(self.scheduler, marker["step"])
@@ -312,33 +321,33 @@ class Checkpointer:
         return marker["step"]
 
     def _trained_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the sharded state of the model (with adapters, of these alone) and of the optimizer."""
+        """Return the sharded state of the model (with adapters, only of the adapters) and of the optimizer."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         if self.adapter:
-            # StateDictOptions.ignore_frozen_params would keep the second name of a tied weight (torch 2.13).
+            # StateDictOptions.ignore_frozen_params of torch 2.13 would keep the second name of a tied weight.
             named = self.model.named_parameters()
             trained = [WRAPPERS.sub("", name) for name, parameter in named if parameter.requires_grad]
             model_state = {name: model_state[name] for name in trained}
         return model_state, optimizer_state
 
     def restore_rng(self) -> None:
-        """Set the random generators to their state at `resumed_from`; call it again if something drew after `resume`."""
+        """Restore the random generators from `resumed_from`. Call it again if something has drawn numbers after `resume`."""
         assert self.resumed_from is not None
         marker = read_marker(self.resumed_from)
         if marker["world_size"] == self.accelerator.num_processes:
             file = self.resumed_from / f"rng-{self.accelerator.process_index}.pt"
             set_rng_state(torch.load(file, weights_only=True))
-        else:  # the checkpoint has no generators for a new rank: derive them from the step
+        else:  # another number of ranks: the checkpoint lacks generators for new ranks, so seed all by the step
             set_seed(self.args.seed + marker["step"], device_specific=True)
 
 
 def broken_weight(model: nn.Module) -> str | None:
-    """Return the name of a trained weight whose part on this rank is not finite, or None."""
+    """Return the name of a trained weight that is not finite in this rank's shard, or None."""
     held = {
         name: local_shard(parameter.detach()) for name, parameter in model.named_parameters() if parameter.requires_grad
     }
     held = {name: tensor for name, tensor in held.items() if tensor.numel()}
-    # A maximum keeps NaN and takes no memory; a mask of all elements would.
+    # The largest absolute value is NaN if any element is. It takes no memory; a mask of all elements would.
     largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in held.values()]
     are_finite = torch.isfinite(torch.stack(largest)).tolist() if held else []
     return next((WRAPPERS.sub("", name) for name, good in zip(held, are_finite, strict=True) if not good), None)
@@ -365,7 +374,8 @@ def check_shapes(checkpoint: Path, model_state: dict[str, torch.Tensor]) -> None
 def ask_to_stop_if_failed(save: Future) -> None:
     """Ask to stop if a save failed.
 
-    All ranks fail together, but notice it at different steps: they agree to stop, and then `wait` says why.
+    A save fails on all ranks, but the ranks notice it at different steps. So they agree to stop, and then `wait` raises
+    the error.
     """
     if save.exception() is not None:
         stop.ask("a save that failed")
@@ -377,12 +387,12 @@ def remove_old(output_dir: Path, args: TrainArgs) -> None:
     keep = to_keep(present, args)
     for old in present:
         if old not in keep:
-            # A removal that is interrupted must not leave something named like a checkpoint.
+            # Rename first: an interrupted removal must not leave a directory with the name of a checkpoint.
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
 
 
 def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
-    """Choose the newest `save_total_limit`, each `keep_every_n_steps`, and the best; `checkpoints` are sorted by step."""
+    """Choose the newest `save_total_limit`, each `keep_every_n_steps`, and the best. `checkpoints` are sorted by step."""
     keep = set(checkpoints[-args.save_total_limit :])  # all, if the limit is 0
     if args.keep_every_n_steps:
         keep |= {checkpoint for checkpoint in checkpoints if step_of(checkpoint) % args.keep_every_n_steps == 0}
@@ -393,9 +403,9 @@ def to_keep(checkpoints: Sequence[Path], args: TrainArgs) -> set[Path]:
 
 
 def score(checkpoint: Path, args: TrainArgs) -> float | None:
-    """Return `metric_for_best_model` at the checkpoint's step, with the sign that makes greater better.
+    """Return `metric_for_best_model` at the checkpoint's step, negated if a lower value is better.
 
-    None if it was not measured or is not finite, or if the file with it is damaged.
+    None if it was not measured, if it is not finite, or if the checkpoint's metrics.jsonl is damaged.
     """
     if not args.metric_for_best_model or difference(checkpoint, "metrics.jsonl", read_marker(checkpoint)):
         return None
@@ -411,7 +421,7 @@ def score(checkpoint: Path, args: TrainArgs) -> float | None:
 
 
 def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Move a fresh schedule to where it is after `step` steps. It depends on the step alone."""
+    """Move a fresh schedule to its state after `step` steps. The state depends on the step alone."""
     scheduler.last_epoch = step
     scheduler._step_count = step + 1
     for group, base_lr, factor in zip(
@@ -422,7 +432,7 @@ def seek(scheduler: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, loadable with `weights_only=True`."""
+    """Return the state of every random generator of this process, in a form that `weights_only=True` can load."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""Names and files of checkpoints and exports: what is whole, what is damaged, what a killed run has left."""
+"""Names and files of checkpoints and exports: which are complete, which are damaged, and what a killed run has left."""
 
 import json
 import os
@@ -15,12 +15,13 @@ from accelerate_recipes.disk import checksum, fsync, read_json
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.ranks import is_first
 
-# torch warns whenever a single process saves, which is intended here, and dozens of times with FSDP1, which saves only so.
+# torch warns when a single process saves, which is intended here. With FSDP1, which always saves this way, it warns dozens
+# of times.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 warnings.filterwarnings("ignore", "Please use DTensor instead and we are deprecating ShardedTensor")
 
 MARKER = "complete.json"
-EXPORT = "accelerate_recipes.json"  # in an export: the list of its files, by which a later export recognises it
+EXPORT = "accelerate_recipes.json"  # lists the files of an export; a later export recognises an export by this list
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -29,9 +30,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def defect(checkpoint: Path) -> str | None:
-    """Say why this directory is not a complete checkpoint, or return None.
+    """Return why this directory is not a complete checkpoint, or None if it is.
 
-    Checks names and sizes, and the content only of marker and arguments, which are read to choose a checkpoint.
+    The check compares names and sizes. It reads only the marker and the arguments, which are needed to choose a
+    checkpoint.
     """
     try:
         marker = read_marker(checkpoint)
@@ -51,14 +53,17 @@ def defect(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Name a file of a complete checkpoint that has changed since it was written, or None. Reads one part of the files."""
+    """Describe a file of a complete checkpoint that has changed since it was written, or return None.
+
+    The check reads every `parts`-th file, beginning with file `part`.
+    """
     marker = read_marker(checkpoint)
     names = sorted(marker["files"])[part::parts]
     return next(filter(None, (difference(checkpoint, name, marker) for name in names)), None)
 
 
 def difference(checkpoint: Path, name: str, marker: dict) -> str | None:
-    """Say how the content of a file differs from what was written, or return None."""
+    """Return how the content of a file differs from what was written, or None."""
     try:
         found = checksum(checkpoint / name)
     except OSError as error:  # the disk can no longer read it
@@ -93,14 +98,14 @@ def checksum_of(marker: dict) -> str:
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """List the directories that are named like a checkpoint, oldest first."""
+    """List the directories whose names are those of checkpoints, oldest first."""
     return sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
 
 
 def complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first.
+    """List the complete checkpoints, oldest first.
 
-    Rank 0 warns about each directory that is named like a checkpoint but is not complete.
+    Rank 0 warns about each directory that has the name of a checkpoint but is not complete.
     """
     complete = []
     for checkpoint in candidates(output_dir):
@@ -113,13 +118,13 @@ def complete_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a directory that is not a whole checkpoint, so that a new one can have its name."""
+    """Rename a directory that is not a complete checkpoint, so that a new checkpoint can have its name."""
     names = (f"{checkpoint.name}.damaged{suffix}" for suffix in chain([""], (f"-{i}" for i in count(2))))
     checkpoint.rename(next(path for path in map(checkpoint.with_name, names) if not os.path.lexists(path)))
 
 
 def leftovers(output_dir: Path) -> list[Path]:
-    """List what killed runs left unfinished in their output directory; it is useless."""
+    """List the unfinished directories that killed runs have left in their output directory; they can be removed."""
     found = [path for path in output_dir.glob("checkpoint-*.partial") if NAME.fullmatch(path.stem)]
     unfinished = unfinished_export(output_dir / "export")
     return [*found, unfinished] if (unfinished / EXPORT).is_file() else found
@@ -131,19 +136,19 @@ def remove_leftovers(output_dir: Path) -> None:
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; the older ones are intact."""
+    """Error of a checkpoint that could not be written; the older ones are intact."""
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Tell whether an error means that a file could not be written; the tokenizers library has no class for that."""
+    """Tell whether an error means that a file could not be written. The tokenizers library raises a plain Exception then."""
     return isinstance(error, OSError | SafetensorError) or type(error) is Exception
 
 
 def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
-    """Check that the adapters of a checkpoint belong to this model, as `adapters.base_of` describes it.
+    """Check that the adapters of a checkpoint belong to this model, which `base` describes (see `adapters.base_of`).
 
     Raises:
-        ConfigError: if they were trained in a model with other weights, whatever its name.
+        ConfigError: if they were trained in a model with other weights, even of the same name.
     """
     before = marker.get("base_model")  # absent for a whole model, where names are compared
     if before and before["checksum"] != base["checksum"]:
@@ -155,11 +160,11 @@ def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> N
 
 
 def describe(file: Path, root: Path) -> tuple[str, dict]:
-    """Sync a file to the disk; returns its name and its entry in the marker."""
+    """Sync a file to the disk; return its name and its entry in the marker."""
     fsync(file)
     return str(file.relative_to(root)), {"size": file.stat().st_size, "checksum": checksum(file)}
 
 
 def unfinished_export(out: Path) -> Path:
-    """Return the folder in which an export is written before it gets its final name."""
+    """Return the folder in which an export is written, before it is renamed to its final name."""
     return out.with_name(f"{out.name}.partial")

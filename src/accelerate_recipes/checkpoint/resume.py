@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run resumes."""
+"""Choice of the checkpoint at which a run resumes."""
 
 import copy
 import os
@@ -29,18 +29,20 @@ from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 
 
 def find_resume(args: TrainArgs) -> Path | None:
-    """Find the checkpoint that the run begins with, or None for a fresh start; its content is not verified yet.
+    """Find the checkpoint at which the run begins, or None for a fresh start. Its content is not verified yet.
 
-    `args.resume_from_checkpoint` says which one. If this very command has saved since it began, its newest checkpoint is
-    taken: a command that is given again continues. Arguments that are left open get their values here.
+    `args.resume_from_checkpoint` says which one. But if this same command has saved in the output directory before, its
+    newest checkpoint is taken: a command that is given again continues. Arguments that are left open get their values
+    here.
 
     Raises:
-        ConfigError: for a path that is not a complete checkpoint, a checkpoint of other data or batches, and an
-            output directory whose checkpoints or files the run would collide with.
+        ConfigError: for a path that is not a complete checkpoint, for a checkpoint of other data or batches, and for an
+            output directory that holds checkpoints or files which the run would overwrite.
     """
     output_dir = Path(args.output_dir)
     check_replaceable(output_dir / "export", args.base_model)
     present = complete_checkpoints(output_dir)
+    # No changed argument: this same command has written the newest checkpoint, so it continues there.
     if args.resume_from_checkpoint == "latest" or (present and not changed_arguments(present[-1], args)):
         chosen = present[-1] if present else None
     elif args.resume_from_checkpoint == "none":
@@ -62,7 +64,7 @@ def find_resume(args: TrainArgs) -> Path | None:
         )
     if chosen:
         check_arguments(chosen, args)
-        if args.max_steps > 0:  # else only the data say how many
+        if args.max_steps > 0:  # else the number of steps is known only with the data
             check_not_beyond(chosen, args.max_steps)
     else:
         args.settle({})
@@ -70,7 +72,7 @@ def find_resume(args: TrainArgs) -> Path | None:
 
 
 def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
-    """Raise ConfigError for a checkpoint after the last step of a run."""
+    """Raise ConfigError for a checkpoint whose step is after the last step of a run."""
     if step_of(checkpoint) > total_steps:
         raise ConfigError(
             f"{checkpoint} is further on than the {total_steps} steps of this run; give as many steps or more, or "
@@ -79,7 +81,7 @@ def check_not_beyond(checkpoint: Path, total_steps: int) -> None:
 
 
 def resume_problems(args: TrainArgs, *, reads: bool) -> tuple[Path | None, list[str], list[str]]:
-    """Find the checkpoint that a run would resume, with problems and warnings. `reads` verifies all its checksums."""
+    """Find the checkpoint that a run would resume, with problems and warnings. With `reads`, verify all its checksums."""
     try:
         chosen = find_resume(args)
     except ConfigError as error:
@@ -102,16 +104,17 @@ def damaged(chosen: Path, reason: str) -> str:
 
 
 def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
-    """Agree on rank 0's result of `find_resume`, and verify its checksums, each rank a share of the files.
+    """Agree on the checkpoint that `find_resume` finds on rank 0, and verify its checksums, each rank for some of its files.
 
-    From here on the output directory belongs to this run, and what killed runs left unfinished there is removed. A damaged
-    checkpoint is set aside as `<name>.damaged`, and the next older one is taken.
+    From here on the output directory belongs to this run. Unfinished files of killed runs are removed from it. A damaged
+    checkpoint is renamed to `<name>.damaged`, and the next older one is taken.
 
     Raises:
-        ConfigError: like `find_resume`, if a checkpoint given by its path is damaged, and if another run uses the output
-            directory.
+        ConfigError: like `find_resume`, if a checkpoint that was given by its path is damaged, and if another run uses the
+            output directory.
     """
     rank, world_size = accelerator.process_index, accelerator.num_processes
+    # A damaged checkpoint is renamed, so the next turn finds an older one.
     while True:
         chosen = on_first_rank(lambda: find_in_own(args))
         unseen = [i for i, reason in enumerate(on_all_ranks(chosen and defect(chosen))) if reason]
@@ -120,7 +123,7 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
                 f"ranks {unseen} do not see {chosen} as rank 0 does; --output_dir must lie on a filesystem that all "
                 "machines share"
             )
-        if rank:  # as `find_resume` did on rank 0
+        if rank:  # `find_resume` did this on rank 0
             args.settle(saved_arguments(chosen) if chosen else {})
         if chosen is None:
             return None
@@ -140,12 +143,12 @@ def agree_on_resume(accelerator: Accelerator, args: TrainArgs) -> Path | None:
 
 
 def find_in_own(args: TrainArgs) -> Path | None:
-    """Take the output directory, find the checkpoint in it, and remove what killed runs left unfinished there.
+    """Take the output directory, find the checkpoint in it, and remove the unfinished files of killed runs.
 
     A run that is refused leaves the directory as it was.
 
     Raises:
-        ConfigError: like `find_resume`, and if another run owns the directory, or it cannot be written to.
+        ConfigError: like `find_resume`, and if another run owns the directory, or if it cannot be written to.
     """
     output_dir = Path(args.output_dir)
     try:
@@ -164,7 +167,7 @@ def find_in_own(args: TrainArgs) -> Path | None:
 
 
 def changed_arguments(checkpoint: Path, args: TrainArgs) -> dict[str, tuple]:
-    """Return the arguments that differ from the checkpoint's, as name: (before, now)."""
+    """Return the arguments whose values differ from those of the checkpoint, as name: (before, now)."""
     saved, settled = saved_arguments(checkpoint), copy.copy(args)
     settled.settle(saved)
     return {
@@ -177,7 +180,7 @@ def saved_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_arguments(checkpoint: Path, args: TrainArgs) -> None:
-    """Check that a checkpoint can be continued with these arguments, and take from it those that are left open.
+    """Check that a checkpoint can be continued with these arguments, and copy from it those that are left open.
 
     Raises:
         ConfigError: if a difference would change the model, or the order of the data in the middle of the run.

@@ -1,7 +1,7 @@
-"""Preparation of images as tensors, and what chance does to those that are trained on.
+"""Preparation of images as tensors, with random augmentation of those that are trained on.
 
-It is a pure function of (seed, epoch, row). So a resumed run, and one on another number of processes or loader workers,
-trains on the same pixels.
+The augmentation is a pure function of (seed, epoch, row). So a resumed run, and a run on another number of processes or
+loader workers, trains on the same pixels.
 """
 
 import io
@@ -20,37 +20,35 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.sequence import IGNORE_INDEX
 
-RATIO = 4 / 3  # of the sides of a random crop, at most
-TORCHS_GENERATOR = threading.Lock()  # threads may augment at the same time, where a stream has no workers
+RATIO = 4 / 3  # largest ratio of the sides of a random crop
+TORCHS_GENERATOR = threading.Lock()  # several threads may augment at the same time if a stream has no workers
 
 
 @dataclass
 class Augmentation:
     """Arguments of the random augmentation of training images."""
 
-    crop_area: float = arg(
-        0.08, "Smallest area of a random crop, as a share of the image; 1: nothing is cropped.", above=0, max=1
-    )
+    crop_area: float = arg(0.08, "Smallest area of a random crop, as a share of the image; 1: no crop.", above=0, max=1)
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     rand_augment: int = arg(
         0,
-        "Operations of torchvision's RandAugment on each image; 0: none. torchvision is to be installed apart.",
+        "Operations of torchvision's RandAugment on each image; 0: none. Install torchvision separately.",
         min=0,
         max=14,
     )
     mixup_alpha: float = arg(
-        0.0, "Mix each image with another, in shares drawn from Beta(this, this); 0: never.", min=0, max=100
+        0.0, "Mix each image with another; the share is drawn from Beta(this, this); 0: never.", min=0, max=100
     )
     cutmix_alpha: float = arg(
         0.0,
-        "Paste a part of another image into each, of a share drawn from Beta(this, this); 0: never.",
+        "Paste a part of another image into each; its share is drawn from Beta(this, this); 0: never.",
         min=0,
         max=100,
     )
 
 
 def decode(content: bytes) -> Image.Image:
-    """Decode an image to RGB, upright. Raises ValueError for one of which PIL would make white or black places, silently."""
+    """Decode an image to RGB, upright. Raises ValueError for a mode that PIL would silently convert to white or black."""
     with Image.open(io.BytesIO(content)) as opened:
         if opened.mode[0] in "IF":
             raise ValueError(
@@ -60,7 +58,7 @@ def decode(content: bytes) -> Image.Image:
 
 
 class Preparation:
-    """Preparation of images as tensors: by the model's own processor, or with an `augmentation`, to train on."""
+    """Preparation of images as tensors: by the model's own processor or, for training, with an `augmentation`."""
 
     def __init__(
         self,
@@ -81,12 +79,13 @@ class Preparation:
         image: Callable[[int], Image.Image | None],
         label: Callable[[int], int],
     ) -> dict[str, torch.Tensor]:
-        """Return `pixel_values`, (3, H, W), and `labels` of image `number`, as chance changes it, which `key` decides.
+        """Return `pixel_values`, (3, H, W), and `labels` of image `number`, augmented at random with the seed `key`.
 
-        A mixed image also has `other_labels`, of one of `count` images, and the first's `share`.
+        A mixed image also has `other_labels`, the label of its partner among `count` images, and `share`, the share of
+        the first image.
 
         Raises:
-            DataError: for an image that cannot be decoded, unless such are left out.
+            DataError: for an image that cannot be decoded, unless broken images are left out.
         """
         settings = self.augmentation
         assert settings is not None
@@ -103,7 +102,7 @@ class Preparation:
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
     def decoded(self, image: Callable[[int], Image.Image | None], number: int) -> Image.Image | None:
-        """Decode an image by `image`; None for a broken one that is left out. Raises DataError."""
+        """Decode an image by `image(number)`. Return None for a broken image that is left out, or raise DataError for it."""
         try:
             return image(number)
         except DataError:
@@ -112,7 +111,7 @@ class Preparation:
             return None
 
     def augmented(self, image: Image.Image | None, generator: np.random.Generator) -> torch.Tensor:
-        """Crop, resize and mirror an image by chance; (3, H, W), from 0 to 255. None is black."""
+        """Crop, resize and mirror an image at random; (3, H, W), from 0 to 255. None gives a black image."""
         if image is None:
             return torch.zeros(3, self.size, self.size)
         settings = self.augmentation
@@ -129,7 +128,7 @@ class Preparation:
     def mixed(
         self, pixels: torch.Tensor, other: torch.Tensor, generator: np.random.Generator
     ) -> tuple[torch.Tensor, float]:
-        """Mix two images by mixup or cutmix, each half of the time if both are on; also return the first one's share.
+        """Mix two images by mixup or cutmix, with equal probability if both are on; also return the first image's share.
 
         Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
         """
@@ -148,7 +147,7 @@ class Preparation:
 
 
 def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
-    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does it after it has resized an image."""
+    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does after it has resized an image."""
     if processor.do_rescale:
         pixels = pixels * processor.rescale_factor
     if not processor.do_normalize:
@@ -165,9 +164,10 @@ def image_size(processor: Any) -> int:
 
 
 def random_box(height: int, width: int, smallest: float, generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw top, left, height and width of a part of an image, with an area from the share `smallest` on.
+    """Draw top, left, height and width of a part of an image, whose area is at least the share `smallest`.
 
-    Source: Szegedy et al., Going Deeper with Convolutions, 2015, section 6; ten tries, then the whole, as in torchvision.
+    Source: Szegedy et al., Going Deeper with Convolutions, 2015, section 6. After ten tries it takes the whole image, as
+    in torchvision.
     """
     for _ in range(10):
         area = height * width * generator.uniform(smallest, 1)
@@ -180,9 +180,9 @@ def random_box(height: int, width: int, smallest: float, generator: np.random.Ge
 
 
 def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Generator) -> torch.Tensor:
-    """Apply `num_ops` random operations to an image, (3, H, W) of bytes, which follow from the generator alone.
+    """Apply `num_ops` random operations to an image, (3, H, W) of bytes. They depend only on the generator.
 
-    Source: Cubuk et al., RandAugment, 2020; torchvision's, which draws from torch's generator.
+    Source: Cubuk et al., RandAugment, 2020; torchvision's version, which draws from torch's generator.
     """
     from torchvision.transforms.v2 import RandAugment  # pyright: ignore[reportMissingImports]
 
@@ -192,5 +192,5 @@ def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Genera
 
 
 def augmentation_of(args: Augmentation) -> Augmentation:
-    """Copy the arguments of augmentation alone."""
+    """Copy only the arguments of augmentation."""
     return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

@@ -1,4 +1,4 @@
-"""Documents of a shard, read one by one from a disk or over the network, and decompressed on the fly; nothing is kept."""
+"""Documents of a shard, read one by one from a disk or over the network. They are decompressed on the fly and not stored."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ TXT = ".txt"
 BOM = b"\xef\xbb\xbf"
 LONGEST = 64 << 20  # bytes of a line; a longer one means a damaged file, and would fill the memory
 TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
-CHUNK = 2**18  # bytes read at once; compressed text becomes up to ten times as large
+CHUNK = 2**18  # bytes to read at once; decompressed text may be ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
 # Servers drop such a connection. After this number of seconds we open a new one, and do not count it as a failure.
 IDLE_SECONDS = 10.0
@@ -92,9 +92,10 @@ def read_again(
     retry: Retry,
     on_retry: Callable[[], None],
 ) -> Iterator[tuple[int, T]]:
-    """Yield items `first`, `first + stride`, ... of a shard, as (index, item), reading it again if it came damaged.
+    """Yield items `first`, `first + stride`, ... of a shard, as (index, item). Read the shard again if it arrived damaged.
 
-    `parse(chunks, first)` yields the items from `first` on, and raises an error of zlib or tarfile, or EOFError, for damage.
+    `parse(chunks, first)` yields the items from `first` on. For damage it raises an error of zlib or tarfile, or
+    EOFError.
 
     Raises:
         DataError: naming the shard, what is wrong with it, and how often it was tried.
@@ -151,7 +152,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
-    """Open a Parquet file, whose pages are checked if it has checksums of them."""
+    """Open a Parquet file. Its pages are checked if the file has checksums of them."""
     return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
@@ -315,7 +316,7 @@ def lines(shard: str, chunks: Iterable[bytes], first: int, stride: int) -> Itera
 
 
 def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
-    """Yield the text of a file, its only document, number 0, unless it is empty.
+    """Yield the text of a file, which is its only document, number 0, unless it is empty.
 
     Raises:
         DataError: if it is not UTF-8.
@@ -330,7 +331,7 @@ def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
 
 
 def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> str | None:
-    """Extract the text from a line that `read_documents` yields; None from a blank one, which holds no document.
+    """Extract the text from a line that `read_documents` yields; None for a blank line, which is no document.
 
     Raises:
         DataError: naming shard and line, if it is not JSON or has no text.

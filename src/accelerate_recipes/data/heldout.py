@@ -1,6 +1,6 @@
-"""Rows to train and to evaluate on: read from the Hub or files, split by a hash of what a row asks.
+"""Rows to train and to evaluate on: read from the Hub or files, and split by a hash of what a row asks.
 
-So no question lies on both sides.
+So the same question never lies on both sides.
 """
 
 import itertools
@@ -78,7 +78,7 @@ class RowsArgs:
         return {"train": self.source, "test": ", ".join(self.eval_files)}
 
     def read_rows(self) -> dict[str, datasets.Dataset]:
-        """Read the rows: those to train on as `train`; those of --eval_files as `test`, if there are any.
+        """Read the rows: training rows as `train`, and the rows of --eval_files, if there are any, as `test`.
 
         Raises:
             DataError: for rows that cannot be read.
@@ -98,16 +98,16 @@ class RowsArgs:
         return self.read_rows()
 
     def is_heldout(self, row: dict, asked: str) -> bool:
-        """Tell whether a row is one of --heldout_share; `asked` is the column that says what it asks the model."""
+        """Tell whether a row belongs to --heldout_share. `asked` is the column with the question to the model."""
         return not self.eval_files and falls_under(beginning(row, asked), self.heldout_share)
 
     def sides(self, rows: dict[str, datasets.Dataset], asked: str) -> dict[str, datasets.Dataset]:
-        """Split rows into `train` and `test`, in order, unless there are rows of --eval_files.
+        """Split rows into `train` and `test`, in their order, unless --eval_files gives the test rows.
 
-        `asked` is the column that says what a row asks the model. Rows that ask the same lie on one side.
+        `asked` is the column with the question to the model. Rows with the same question lie on the same side.
 
         Raises:
-            ConfigError: if a side is empty, or what a row asks lies on both.
+            ConfigError: if a side is empty, or if a question lies on both sides.
         """
         whole = rows["train"]
         if "test" not in rows:
@@ -145,9 +145,9 @@ def in_folders(files: list[str]) -> list[str]:
 
 
 def beginning(row: dict, asked: str) -> str:
-    """Return what a row asks the model: its messages up to the first answer, its prompt, or its whole text."""
+    """Return the question of a row to the model: its messages up to the first answer, its prompt, or its whole text."""
     said = row[asked]
     if asked == "messages":
         said = list(itertools.takewhile(lambda message: message.get("role") != "assistant", said)) or said
-    # Arrow adds nulls to messages that differ in their fields: what a row asks must not depend on other rows.
+    # Arrow adds nulls to messages that differ in their fields. The hash of a row must not depend on other rows.
     return said if isinstance(said, str) else json.dumps(without_nulls(said), ensure_ascii=False)

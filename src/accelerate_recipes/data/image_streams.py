@@ -1,8 +1,8 @@
-"""Images of tar shards that are read as streams, from the network, and never lie on a disk.
+"""Images of tar shards that are read as streams, from the network, and never stored on a disk.
 
-Their order, and what a checkpoint holds, are those of `streams`: an image is a document of one token, a row of its own. So
-the images of step n, and what chance does to them, follow from the seed and n. An image is mixed with one of those that its
-stream shuffles together with it: they are in memory, also after a resume.
+The order of the images, and the content of a checkpoint, are those of `streams`: an image is a document of one token,
+and a row of its own. So the images of step n, and their augmentation, follow from the seed and n. The partner of a mixed
+image is drawn from the images that its stream shuffles together: these are in memory, also after a resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from accelerate_recipes.data.streams import StreamLoader
 from accelerate_recipes.data.tars import TarImage, stream_images
 from accelerate_recipes.errors import DataError
 
-SHUFFLED = 256  # images, about 28 MB of ImageNet's files, which every stream holds in memory
+SHUFFLED = 256  # images that every stream holds in memory, about 28 MB of ImageNet's files
 
 
 class ImageShards(Preparation):
-    """Source of a stream's images: tar shards. `names` are those of the classes."""
+    """Source of a stream's images: tar shards. `names` are the names of the classes."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class ImageShards(Preparation):
             index, _ = documents[place]
             found = self.trained((self.seed, epoch, shard, index), place, len(documents), image, label)
             row = np.empty(1, dtype=object)
-            # From a worker, each tensor would come with a file descriptor.
+            # As arrays, because each tensor from a worker would need a file descriptor.
             row[0] = {name: value.numpy() for name, value in found.items()} | {"row": np.array([epoch, shard, index])}
             yield row
 
 
 class ImageStreams(StreamLoader):
-    """StreamLoader of images. A batch names its images by epoch, number of the shard, and place in it."""
+    """StreamLoader of images. A batch names its images by epoch, number of the shard, and place in the shard."""
 
     def __init__(
         self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED

@@ -16,10 +16,10 @@ from accelerate_recipes.sequence import IGNORE_INDEX
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:
-    """Distribute documents over rows of `max_length` tokens, longest first, each where it fits best.
+    """Distribute documents over rows of `max_length` tokens: longest first, each into the fullest row that has room for it.
 
-    A document that fits into a row is kept whole; a longer one is split into full rows and a remainder. Returns for each
-    row its pieces as (document, start, end); every token is in exactly one piece.
+    A document that fits into a row stays whole; a longer one is split into full rows and a remainder. Returns for each
+    row its pieces as (document, start, end). Every token is in exactly one piece.
 
     Source: best-fit packing, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3.
     """
@@ -28,10 +28,12 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, i
         for document, length in enumerate(lengths)
         for start in range(0, length, max_length)
     ]
-    pieces.sort(key=lambda piece: piece[1] - piece[2])  # a stable sort: only the lengths decide
+    pieces.sort(key=lambda piece: piece[1] - piece[2])  # longest first; the sort is stable, so the result is fixed
     rows: list[list[tuple[int, int, int]]] = []
     rows_by_space: list[list[int]] = [[] for _ in range(max_length + 1)]
-    spaces = 0  # bit n: some row has n tokens left; the lowest bit that fits is found without a search
+    # Bit n is set if some row has n tokens left. Shifting out the bits below `length` leaves the rows in which a piece
+    # fits; the lowest bit that remains is the best fit, found without a search.
+    spaces = 0
     for piece in pieces:
         length = piece[2] - piece[1]
         fitting = spaces >> length
@@ -51,13 +53,14 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, i
 
 
 def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dataset:
-    """Pack the `input_ids` of `documents` into rows with `input_ids` and the `lengths` of the pieces in each.
+    """Pack the `input_ids` of `documents` into rows, with the `lengths` of the pieces in each row.
 
     `documents` must have no pending selection (`flatten_indices`). The rows are written to `cache_file`.
     """
     rows = pack(lengths_of(documents).tolist(), max_length)
 
     def gather(pieces_of_rows: list[list[list[int]]]) -> dict[str, list]:
+        # Take the documents of all pieces with one Arrow call. Document i of `taken` is tokens[offsets[i] : offsets[i + 1]].
         wanted = pa.array([document for pieces in pieces_of_rows for document, _, _ in pieces])
         taken = documents.data.column("input_ids").take(wanted).combine_chunks()
         tokens, offsets = np.asarray(taken.values), np.asarray(taken.offsets)
@@ -77,7 +80,7 @@ def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dat
         remove_columns="pieces",
         batched=True,
         cache_file_name=str(cache_file),
-        new_fingerprint="packed",  # never looked up; the default would read and hash all `documents`
+        new_fingerprint="packed",  # not used; the default would read and hash all `documents`
         desc="Packing",
     )
 
@@ -87,10 +90,10 @@ def pack_row(
 ) -> dict[str, torch.Tensor]:
     """Make a row of `max_length` tokens: `input_ids`, `position_ids` and `labels`, each (T,) int64.
 
-    `tokens` are the tokens of all its pieces of documents, which have these `lengths`; padding fills the rest. With
-    `document_mask`, positions restart at each piece, so transformers keeps attention inside it; without, a
-    row is one continuous text. Either way the first token of a piece is no target: before it comes another document,
-    or its own beginning was cut off.
+    `tokens` are the tokens of all pieces of documents in the row, `lengths` the pieces' lengths; padding fills the rest.
+    With `document_mask`, positions restart at each piece, so that attention stays inside the piece. Without, the row is
+    one continuous text. In both cases the first token of a piece is no target: the token before it belongs to another
+    document, or the document was cut there.
     """
     input_ids = np.full(max_length, pad_token_id)
     labels = np.full(max_length, IGNORE_INDEX)
@@ -99,7 +102,7 @@ def pack_row(
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     labels[starts[:-1]] = IGNORE_INDEX
     if document_mask:
-        # The padding is a document of its own; the last start is where it begins.
+        # Subtract from each position the start of its piece. Padding counts as one more piece, from the last start on.
         position_ids -= np.repeat(starts, np.diff(np.append(starts, max_length)))
     return {
         "input_ids": torch.from_numpy(input_ids),
@@ -109,7 +112,7 @@ def pack_row(
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Make a batch of packed rows, (B, T) each, which also says where documents begin: see `attention.boundaries`."""
+    """Make a batch of packed rows, (B, T) each, that also says where documents begin; see `attention.boundaries`."""
     batch = default_collate(rows)
     return batch | boundaries(batch["position_ids"])
 
@@ -117,7 +120,7 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 class PackedRows(torch.utils.data.Dataset):
     """Dataset of rows of `max_length` tokens, as `pack_row` makes them, with their number as `row`.
 
-    Number -1 is a row without targets, for places for which no row is left.
+    Number -1 is a row without targets; it fills a place for which no row is left.
     """
 
     def __init__(self, rows: Dataset, max_length: int, pad_token_id: int, document_mask: bool):
@@ -141,13 +144,14 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def num_targets(self) -> np.ndarray:
-        """Count the targets of each row: all its tokens but the first of each piece."""
+        """Count the targets of each row: all tokens except the first of each piece."""
         return lengths_of(self.rows) - lengths_of(self.rows, "lengths")
 
     @property
     def attended_length(self) -> float:
-        """Return the mean, over all tokens, of the length of a token's document: T in the FLOPs of attention."""
+        """Return the mean length of a token's document, over all tokens. This is T in the FLOPs of attention."""
         if not self.document_mask:
             return float(self.max_length)
+        # Each of the n tokens of a document counts n: the mean over tokens is sum(n * n) / sum(n).
         lengths = np.concatenate([found for _, found in chunks_of(self.rows, "lengths")]).astype(float)
         return float((lengths**2).sum() / lengths.sum())

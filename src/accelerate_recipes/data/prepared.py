@@ -1,4 +1,4 @@
-"""Cache of prepared data: built once, found by the settings that decide them, and checked by content."""
+"""Cache of prepared data: built once, found by the settings that decide the data, and checked by content."""
 
 import contextlib
 import hashlib
@@ -36,9 +36,9 @@ def check_content(now: str, states: list[dict]) -> None:
 
 
 def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
-    """Compute XXH3 of columns of any type, independent of how they are divided into chunks."""
+    """Compute XXH3 of columns of any type. It does not depend on how the columns are divided into chunks."""
     chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
-    if rows._indices is not None:  # shuffled or selected rows: hash which rows of the table they are
+    if rows._indices is not None:  # shuffled or selected rows: also hash their numbers in the table
         chunks += [("", chunk) for chunk in rows._indices.column(0).chunks]
     digests = defaultdict(xxhash.xxh3_128)
     for column, chunk in chunks:
@@ -89,9 +89,10 @@ def check_no_bad(title: str, bad: Sequence[str]) -> None:
 def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
     """Return the folder that `build(folder, tmp)` filled for this `key`, once, in the first process of each machine.
 
-    What `build` returns is kept as `facts.json`; `tmp` is a folder for what is not needed afterwards. The other processes
-    wait, without a collective that could time out; when the builder fails, the launcher ends them. The folder gets its name
-    only when it is whole. On a shared filesystem two nodes may build at once; the second then uses the folder of the first.
+    The result of `build` is kept as `facts.json`; `tmp` is a folder for temporary files. The other processes wait
+    without a collective, which could time out; if the builder fails, the launcher ends them. The folder gets its name
+    only when it is complete. On a shared filesystem two nodes may build at once; the second then uses the folder of the
+    first.
     """
     final = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     if not is_first_of_machine():
@@ -121,13 +122,13 @@ def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
 
 
 def num_proc(num_rows: int, rows_per_process: int) -> int | None:
-    """Return how many processes are worth starting for this number of rows; None: only this one."""
+    """Return the number of processes that is worth starting for so many rows; None: only this process."""
     wanted = min(len(os.sched_getaffinity(0)), 1 + num_rows // rows_per_process)
     return wanted if wanted > 1 else None
 
 
 def tokenizing_warnings(args: TrainArgs, needed: Sequence[cache.HubDataset]) -> list[str]:
-    """Say if rows probably take longer to tokenise than the processes that wait for it allow."""
+    """Warn if the rows probably take longer to tokenise than the waiting processes allow."""
     if not args.tokenizes_first:
         return []
     local = [*getattr(args, "train_files", []), *getattr(args, "eval_files", [])]

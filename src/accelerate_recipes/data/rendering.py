@@ -19,7 +19,7 @@ NUM_SHOWN = 8  # tokens on each side of a difference
 
 
 def parsed(value: Any, name: str, number: int, source: str) -> Any:
-    """Return what a text of JSON means, or another value without Arrow's nulls; no settings are {}, no tools are None."""
+    """Return the value of a JSON text, or another value without Arrow's nulls. No settings give {}, no tools give None."""
     try:
         value = json.loads(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
@@ -35,9 +35,9 @@ def parsed(value: Any, name: str, number: int, source: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a nested value without the fields that are null. A message that calls tools has a `content`, if only null.
+    """Return a nested value without fields that are null. But a message that calls tools keeps its `content`, even if null.
 
-    Templates ask whether that is null; they fail if it is not there.
+    Templates ask whether it is null, and fail if it is missing.
     """
     if isinstance(value, dict):
         needed = {"content": None} if value.get("tool_calls") else {}
@@ -46,7 +46,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def with_objects(value: Any) -> Any:
-    """Return messages whose tool calls have objects as arguments, as templates expect; OpenAI's format has texts of JSON.
+    """Return messages in which the arguments of tool calls are objects, as templates expect. OpenAI's format has JSON texts.
 
     Raises:
         ValueError: for a text that is no JSON object.
@@ -74,7 +74,7 @@ def added_begin(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def altered(value: Any) -> Any:
-    """Return a message with another text wherever it has one, in a form that templates take as they took it."""
+    """Return a message with another text wherever it has one, in a form that templates still accept."""
     if isinstance(value, dict):
         kept = ("role", "type", "id", "weight")
         return {name: entry if name in kept else altered(entry) for name, entry in value.items()}
@@ -84,13 +84,13 @@ def altered(value: Any) -> Any:
 
 
 def tokens_without_weight(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
-    """List the tokens of answers with `weight: 0`, of those that the template marks as the answers'.
+    """List the tokens of answers with `weight: 0`, among those that the template marks as answers.
 
-    A marked part belongs to the message with which it changes; one that no message changes, such as an end, to those
-    beside it.
+    To find them, each message is changed in turn: a marked part belongs to the message whose change alters it. A part
+    that no change alters, such as an end, belongs to the parts beside it.
 
     Raises:
-        ValueError: if it cannot be told to which message a part belongs.
+        ValueError: if it is not clear to which message a part belongs.
     """
 
     def parts_of(messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
@@ -150,9 +150,9 @@ def render(
     assistant_only: bool,
     template: str | None,
 ) -> Rendering:
-    """Render a row as whoever loads the exported tokenizer would, by transformers alone.
+    """Render a row as users of the exported tokenizer would, by transformers alone.
 
-    `template`: a chat template instead of the tokenizer's own.
+    `template` is a chat template to use instead of the tokenizer's own.
     """
     row = without_nulls({name: value for name, value in row.items() if name not in SETTINGS}) | {
         name: parsed(row.get(name), name, 0, "") for name in SETTINGS
@@ -184,26 +184,26 @@ def render(
 
 
 def prompt_alone(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict], settings: dict[str, Any]) -> list[int]:
-    """Tokenise what an answer is asked for by: a text, or messages by the template with its `settings`."""
+    """Tokenise a prompt: a text, or messages by the template with its `settings`."""
     if isinstance(prompt, str):
         return tokenizer(prompt.removeprefix(added_begin(tokenizer)))["input_ids"]  # pyright: ignore[reportReturnType]
     return by_template(tokenizer, prompt, **{"add_generation_prompt": True} | settings)["input_ids"]
 
 
 def end_of_answer(tokenizer: PreTrainedTokenizerBase, prompt: list[dict], settings: dict[str, Any]) -> list[int]:
-    """Tokenise what the chat template writes behind an answer."""
+    """Tokenise the text that the chat template writes after an answer."""
     messages = [*prompt, {"role": "assistant", "content": "Answer"}]
     text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     return tokenizer(text.rpartition("Answer")[2], add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def shown_ends(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> str:
-    """Return the tokens at which generation stops as a person reads them."""
+    """Return the tokens at which generation stops, in readable form."""
     return " or ".join(repr(tokenizer.decode([end])) for end in ends) or "nothing"
 
 
 def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> dict[str, Any]:
-    """Tokenise messages by the chat template, into `input_ids` and what the settings ask for."""
+    """Tokenise messages by the chat template; return `input_ids`, and other values that the settings request."""
     found: Any = tokenizer.apply_chat_template(messages, return_dict=True, **settings)
     return found
 
@@ -211,7 +211,7 @@ def by_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 def first_refused(
     rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, template: str | None, *, assistant_only: bool
 ) -> tuple[int, str] | None:
-    """Find the first row of which a conversation cannot be rendered; return its number, and why."""
+    """Find the first row with a conversation that cannot be rendered; return its number, and the reason."""
     for number, row in enumerate(rows):
         try:
             row = without_nulls(row) | {name: parsed(row.get(name), name, number, "") for name in SETTINGS}

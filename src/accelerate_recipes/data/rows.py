@@ -1,7 +1,7 @@
 """Rows of a finite dataset: which rows each rank sees at each step, and the loaders that deliver them.
 
-The order is a pure function of (seed, optimizer step): resuming needs no saved iterator and is exact on any number
-of ranks. Nothing here knows a task.
+The order is a pure function of (seed, optimizer step). So a resume needs no saved iterator, and is exact on any number
+of ranks. Nothing here depends on the task.
 """
 
 import itertools
@@ -23,9 +23,9 @@ LENGTH_WINDOW = 50  # global batches sorted by length together: enough for littl
 
 
 class Rows(torch.utils.data.Dataset):
-    """Dataset whose rows are made when they are needed, by `make(item, number)` from one of `items`.
+    """Dataset that makes a row when it is needed, by `make(item, number)` from one of `items`.
 
-    Number -1 stands for places for which no row is left: `make` must return a row without targets.
+    Number -1 fills a place for which no row is left: `make` must return a row without targets.
     """
 
     def __init__(self, items: Sequence, make: Callable[[Any, int], dict]):
@@ -54,7 +54,8 @@ def rows_of_step(
 ) -> list[int]:
     """List the rows of the global batch that optimizer step `step` (from 0) trains on.
 
-    Epochs follow each other without a gap, so every row comes once in each. After `end` rows in total, it gives -1.
+    The epochs form one sequence without gaps, in which every row occurs once in each epoch. A step takes the next
+    `batch_size` places of it. Places from `end` on hold -1.
     """
     places = range(step * batch_size, (step + 1) * batch_size)
     return [
@@ -64,17 +65,19 @@ def rows_of_step(
 
 
 def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epoch: int, seed: int) -> np.ndarray:
-    """Rearrange `order`, the rows of an epoch, so that rows of similar `lengths` are in each global batch.
+    """Rearrange `order`, the rows of an epoch, so that each global batch holds rows of similar `lengths`.
 
-    In every LENGTH_WINDOW batches the rows are sorted by length, then the batches are shuffled, so that neither short nor
-    long rows come first. The ranks play no role here. A batch in which two epochs meet is not changed, because the part
-    in this epoch cannot know the lengths of the other part.
+    Every LENGTH_WINDOW batches, the rows are sorted by length and cut into batches, and these are shuffled, so that
+    neither short nor long rows come first. The number of ranks plays no role. A batch in which two epochs meet stays as
+    it is, because its rows in this epoch cannot be sorted together with those in the other.
     """
     order = order.copy()
-    start = -epoch * len(order) % batch_size  # the first batch of an epoch may begin in the previous one
+    start = -epoch * len(order) % batch_size  # skips the rows that fill the last batch of the previous epoch
     num_batches = max(0, len(order) - start) // batch_size
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())  # other draws than the permutation's
+    # The permutation has the same key; `jumped` gives draws that are independent of its draws.
+    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped())
     for first in range(0, num_batches, LENGTH_WINDOW):
+        # `window` is a view: the assignment below rearranges `order` itself.
         last = min(first + LENGTH_WINDOW, num_batches)
         window = order[start + first * batch_size : start + last * batch_size]
         by_length = window[np.argsort(lengths[window], kind="stable")]
@@ -83,9 +86,9 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, batch_size: int, epo
 
 
 class StepOrder(Sampler[list[int]]):
-    """Sampler of one rank's micro-batches from `start_step` to the last row: rank r takes slice r of each global batch.
+    """Sampler of one rank's micro-batches, from `start_step` to the last row. Rank r takes slice r of each global batch.
 
-    With `max_steps` rows come again and again, without end.
+    With `max_steps` there is no last row: epochs follow without end.
     """
 
     def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
@@ -105,18 +108,18 @@ class StepOrder(Sampler[list[int]]):
 
     @property
     def end(self) -> float:
-        """Number of rows that the run trains on."""
+        """Number of rows that the run trains on, over all epochs."""
         return math.inf if self.args.max_steps > 0 else round(self.args.num_train_epochs * self.num_rows)
 
     def rows(self, step: int) -> list[int]:
-        """List the rows of a step's global batch, with -1 where none is left; after the last step the list is empty."""
+        """List the rows of a step's global batch, with -1 where no row is left. After the last step, the list is empty."""
         args = self.args
         if step * args.total_batch_size >= self.end:
             return []
         return rows_of_step(step, args.total_batch_size, self.num_rows, args.seed, self.end, self.epoch)
 
     def epoch(self, num_rows: int, seed: int, epoch: int) -> np.ndarray:
-        """Return the order of the rows in one epoch; the same on all ranks."""
+        """Return the order of the rows in one epoch, which is the same on all ranks."""
         return permutation(num_rows, seed, epoch)
 
     def share_of(self, rows: list[int]) -> list[int]:
@@ -126,10 +129,10 @@ class StepOrder(Sampler[list[int]]):
 
 
 class LengthOrder(StepOrder):
-    """StepOrder with rows of similar length in a global batch and, even more, in a micro-batch.
+    """StepOrder with rows of similar length in a global batch, and even more similar ones in a micro-batch.
 
-    `lengths` has a number for each row that grows with the row's cost. The ranks' micro-batches of one forward pass are
-    neighbours in length, since the ranks wait for the slowest one.
+    `lengths` holds a number for each row that grows with the row's cost. In one forward pass the ranks get neighbours in
+    length, because all ranks wait for the slowest one.
     """
 
     def __init__(self, lengths: np.ndarray, args: TrainArgs, rank: int, world_size: int):
@@ -142,6 +145,7 @@ class LengthOrder(StepOrder):
         return group_by_length(order, self.lengths, self.args.total_batch_size, epoch, seed)
 
     def share_of(self, rows: list[int]) -> list[int]:
+        # Sort the global batch by length and deal it out: micro-batch m of rank r is number m * world_size + r.
         rows = sorted(rows, key=lambda row: math.inf if row < 0 else self.lengths[row])
         size = self.args.per_device_train_batch_size
         starts = range(self.rank * size, len(rows), self.world_size * size)
@@ -149,7 +153,7 @@ class LengthOrder(StepOrder):
 
 
 class EpochOrder(StepOrder):
-    """StepOrder for rows that chance changes: row r of epoch e has the number e * N + r, with N rows in an epoch."""
+    """StepOrder for rows with random changes, such as augmentation: row r of epoch e has the number e * N + r, of N rows."""
 
     def __init__(self, num_rows: int, args: TrainArgs, rank: int, world_size: int):
         super().__init__(num_rows, args, rank, world_size)
@@ -177,7 +181,7 @@ def num_steps(args: TrainArgs, num_rows: int) -> int:
 
 
 def without_error(batch: Any) -> dict[str, torch.Tensor]:
-    """Return a batch. Raises DataError for one that is only an `error`."""
+    """Return a batch; raise DataError for one that holds only an `error`."""
     if isinstance(batch, dict) and "error" in batch:
         raise DataError(batch["error"])
     return batch
@@ -187,7 +191,7 @@ class RowLoader(DataLoader):
     """Loader of batches of rows by their numbers.
 
     Raises:
-        DataError: for a batch that is only an `error`: a worker's own error would come with its traceback as its text.
+        DataError: for a batch that holds only an `error`. (An error raised in a worker would have its traceback as text.)
     """
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -195,14 +199,14 @@ class RowLoader(DataLoader):
             yield without_error(batch)
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, torch.Tensor]:
-        """Make a batch of the first `size` rows, for a reader; it changes nothing in the loader."""
+        """Make a batch of the first `size` rows, to show them. The state of the loader does not change."""
         batches: Any = self.batch_sampler
         numbers = itertools.islice((row for batch in batches for row in batch if row >= 0), size)
         return without_error(self.collate_fn([self.dataset[number] for number in numbers]))
 
 
 class StepLoader(RowLoader):
-    """Loader of the micro-batches of a StepOrder; its position is only the step."""
+    """Loader of the micro-batches of a StepOrder; the step alone is its position."""
 
     is_uneven = False
     content = ""
@@ -211,7 +215,7 @@ class StepLoader(RowLoader):
         """Begin after `step` optimizer steps; call it before iterating. `states` are the results of `state` on all ranks.
 
         Raises:
-            ConfigError: for the state of other rows.
+            ConfigError: if the states belong to other rows.
         """
         check_content(self.content, states)
         self.batch_sampler.start_step = step
@@ -234,11 +238,10 @@ def make_train_loader(
     content: str = "",
     order_class: type[StepOrder] = StepOrder,
 ) -> StepLoader:
-    """Make the loader of this rank's micro-batches in the order of the steps; `lengths` groups rows of similar length.
+    """Make the loader of this rank's micro-batches, in the order of the steps.
 
-    `order_class` is EpochOrder for rows that chance changes.
-
-    `content` is the rows' `checksum_of_rows`, by which a resumed run checks that the rows are the same.
+    With `lengths`, rows of similar length are trained together. `order_class` is EpochOrder for rows with random
+    changes. `content` is the `checksum_of_rows`, by which a resumed run checks that the rows are the same.
     """
     position = (args, rank, world_size)
     order = order_class(len(rows), *position) if lengths is None else LengthOrder(lengths, *position)
@@ -248,7 +251,7 @@ def make_train_loader(
         collate_fn=collate_fn,
         num_workers=args.dataloader_num_workers,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # else iter() draws from the global generator, which changes a resumed run's dropout
+        generator=torch.Generator(),  # iter() would draw from the global generator, and change a resumed run's dropout
     )
     loader.content = content
     return loader
@@ -274,6 +277,7 @@ def make_eval_loader(
     size = args.per_device_eval_batch_size
     num_batches = math.ceil(len(rows) / (size * world_size))
     order = range(len(rows)) if lengths is None else np.argsort(lengths, kind="stable").tolist()
+    # Deal the rows out in turn: with `lengths`, the ranks then have rows of similar length at the same time.
     places = range(rank, num_batches * size * world_size, world_size)
     mine = [order[place] if place < len(rows) else -1 for place in places]
     batches = [mine[start : start + size] for start in range(0, len(mine), size)]

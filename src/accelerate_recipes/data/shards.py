@@ -54,8 +54,8 @@ def find_shards(dataset_name: str, pattern: str, split: str, revision: str = "")
 def named_shards(files: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> list[str]:
     """Find the shards that a user names one by one, in that order: paths, http(s) URLs, `hf://datasets/ORG/NAME/PATH`.
 
-    A PATH with `*` stands for all files that match, and a folder for all that lie in it and its folders, in the order of
-    their names.
+    A PATH with `*` stands for all files that match. A folder stands for all files in it and in its folders. Both are in
+    the order of the names.
 
     Raises:
         ConfigError: for a file that is missing, or of a kind that cannot be read.
@@ -88,9 +88,9 @@ def files_of_folder(folder: str, suffixes: Sequence[str]) -> list[str]:
     """List the files of a folder that can be read.
 
     Raises:
-        ConfigError: if there is none, or there are several kinds: a README.txt beside .jsonl files is no data.
+        ConfigError: if there is none, or if there are several kinds: a README.txt beside .jsonl files is no data.
     """
-    # Unlike Path.rglob, glob follows links to folders, and leaves out what is hidden, such as copies of an editor.
+    # Unlike Path.rglob, glob follows links to folders, and leaves out hidden files, such as copies of an editor.
     paths = sorted(Path(folder, name) for name in glob.glob("**", root_dir=folder, recursive=True))
     files = [path for path in paths if path.is_file()]
     # A .TXT is found here, and refused by its name afterwards.
@@ -118,7 +118,7 @@ def parts_of_hub_path(file: str) -> tuple[str, str, str]:
 
 
 def hub_file(file: str, *, streamed: bool) -> cache.HubDataset:
-    """Return what a run reads from the Hub for a file that a user names."""
+    """Return the files on the Hub that a run reads for a name that a user gives."""
     name, revision, path = parts_of_hub_path(file)
     return cache.HubDataset(
         name, files=path if "*" in path else glob.escape(path), revision=revision, streamed=streamed
@@ -126,19 +126,19 @@ def hub_file(file: str, *, streamed: bool) -> cache.HubDataset:
 
 
 def needs_of_shards(files: Sequence[str]) -> list[cache.HubDataset]:
-    """List what `named_shards` reads from the Hub."""
+    """List the files that `named_shards` reads from the Hub."""
     found = [hub_file(file, streamed=True) for file in files if file.startswith(HUB)]
     return [need for need in found if not need.revision]
 
 
 def downloaded(file: str) -> list[str]:
-    """Return the paths of a file on the Hub, or of those that match, which were downloaded."""
+    """Return the paths of a downloaded file of the Hub, or of all downloaded files that match."""
     need = hub_file(file, streamed=False)
     return cache.dataset_files(need.name, need.files)
 
 
 def pinned_commit(dataset_name: str) -> str:
-    """Return the commit at which a dataset was downloaded; else `main`."""
+    """Return the commit at which a dataset was downloaded; `main` if it was not."""
     manifest = cache.read_manifest("dataset", dataset_name)
     return manifest["revision"] if manifest else "main"
 
@@ -155,7 +155,7 @@ def check_suffixes(shards: Sequence[str], suffixes: Sequence[str] = SUFFIXES) ->
 
 
 def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
-    """Return URLs at one commit, so that a dataset that changes during a run does not change the run."""
+    """Return URLs at one commit, so that a dataset which changes during a run does not change the run."""
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         commit = api.dataset_info(dataset_name, revision=revision or pinned_commit(dataset_name)).sha
@@ -178,7 +178,7 @@ def on_hub(dataset_name: str, pattern: str, revision: str = "") -> list[str]:
 
 
 def shards_version(shards: Sequence[str]) -> dict[str, str]:
-    """Return what changes when shards change: a checksum of file `sizes`, the Hub's `commit`; nothing for other URLs."""
+    """Return values that change with the shards: a checksum of file `sizes`, the Hub's `commit`; none for other URLs."""
     found = {}
     if sizes := [os.path.getsize(shard) for shard in shards if not is_remote(shard)]:
         found["sizes"] = xxhash.xxh3_128_hexdigest(json.dumps(sizes).encode())

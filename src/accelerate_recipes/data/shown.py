@@ -1,4 +1,4 @@
-"""First rows of a run as a reader sees them: what is read, what is a target of the loss, and where documents begin."""
+"""First rows of a run, as a reader sees them: which tokens are read, which are targets, and where documents begin."""
 
 import html
 import sys
@@ -17,9 +17,9 @@ from accelerate_recipes.page import write_page
 from accelerate_recipes.picture import draw_images
 from accelerate_recipes.sequence import IGNORE_INDEX
 
-NUM_ROWS = 3  # shown of each kind
-MAX_TOKENS = 2000  # shown of a row
-CONTEXT = 8  # tokens before a token that decide how it is spelt: a space, the rest of a character
+NUM_ROWS = 3  # number of rows shown of each kind
+MAX_TOKENS = 2000  # number of tokens shown of a row
+CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
 COLOURS = {"target": "\033[1;32m", "read": "\033[0m", "special": "\033[33m", "end": "\033[0m"}
 STYLE = """
 body { font: 15px/1.6 ui-monospace, monospace; margin: 2em auto; max-width: 62em; color: #555; background: #fff; }
@@ -46,7 +46,7 @@ class Token(NamedTuple):
 
 
 class ShownRow(NamedTuple):
-    """One row as it is trained; `title` says which, `num_padding` tokens at its end are left out."""
+    """One row as it is trained. `title` names it; `num_padding` tokens at its end are left out."""
 
     title: str
     tokens: list[Token]
@@ -73,7 +73,7 @@ def first_rows(
     counts: dict[str, int],
     classes: Sequence[str],
 ) -> tuple[str, str]:
-    """Write the first rows of each loader into a folder, if any; return a line of counts, and the rows for a terminal.
+    """Write the first rows of each loader into a folder, if one is given. Return a line of counts, and rows for a terminal.
 
     Raises:
         ConfigError: if no row has a target.
@@ -95,7 +95,7 @@ def first_rows(
 
 
 def draw_first_images(file: Path, loaders: dict[str, HasRows], names: Sequence[str], processor: Any) -> None:
-    """Draw the first images of each loader; `names` are the classes'."""
+    """Draw the first images of each loader. `names` are the names of the classes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     drawn = []
     mean, std = (torch.tensor(values) for values in (processor.image_mean, processor.image_std))
@@ -108,12 +108,15 @@ def draw_first_images(file: Path, loaders: dict[str, HasRows], names: Sequence[s
 
 
 def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: Sequence[str] = ()) -> list[ShownRow]:
-    """Take a batch apart into the rows that the model reads.
+    """Divide a batch into the rows that the model reads.
 
-    `batch` holds `input_ids`, (B, T), and what says which of them are targets: `labels`, (B, T) for a causal model, (B, S)
-    for an encoder-decoder, (B,) for classes, (B, C) of floats for several of C classes, or (B, T) for classes of tokens,
-    if `classes` names them; or `completion_mask`, (B, T), of trl's pairs, whose second half are the rejected answers.
-    Without these nothing is a target, as in prompts.
+    `batch` holds `input_ids`, (B, T), and one of these, which tells the targets:
+
+    - `labels`: (B, T) for a causal model, (B, S) for an encoder-decoder; for classes (B,), for several of C classes (B, C)
+      of floats; if `classes` names them, (B, T) for classes of tokens;
+    - `completion_mask`, (B, T), of trl's pairs, where the second half of the rows are the rejected answers.
+
+    Without these, nothing is a target, as in prompts.
     """
     ids, labels = batch["input_ids"].tolist(), batch.get("labels")
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).tolist()
@@ -150,7 +153,7 @@ def rows_of(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, classes: 
 
 
 def is_causal(batch: dict[str, Any]) -> bool:
-    """Tell whether the labels of a batch are its own tokens, each at its place, not a sequence of their own."""
+    """Tell whether the labels of a batch are its own tokens, each at its place, and not a separate sequence."""
     ids, labels = batch["input_ids"], batch["labels"]
     return ids.shape == labels.shape and bool(((labels == ids) | (labels == IGNORE_INDEX)).all())
 
@@ -164,9 +167,9 @@ def show_row(
     tokenizer: PreTrainedTokenizerBase,
     names: Sequence[str] = (),
 ) -> ShownRow:
-    """Make a row of tokens, without the padding at its end; in a packed row, which has `starts`, that may be of token 0.
+    """Make a row of tokens, without the padding at its end. In a packed row, which has `starts`, token 0 may be padding too.
 
-    `names` are those of the tokens' classes, or empty.
+    `names` are the names of the tokens' classes, or empty.
     """
     length, padding = len(ids), [tokenizer.pad_token_id, *([0] if any(starts) else [])]
     while length and not wanted[length - 1] and (not mask[length - 1] or ids[length - 1] in padding):
@@ -190,7 +193,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield each token's part of the text; a token that is only a part of a character gives its name in the vocabulary."""
+    """Yield each token's part of the text; for a token that is only a part of a character, its name in the vocabulary."""
     for t, token in enumerate(ids):
         before = str(tokenizer.decode(ids[max(0, t - CONTEXT) : t], skip_special_tokens=False))
         text = str(tokenizer.decode(ids[max(0, t - CONTEXT) : t + 1], skip_special_tokens=False))
@@ -199,7 +202,7 @@ def spelt(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) -> str:
-    """Write rows as lines: `read` or `target`, then tokens, divided by bars. A line ends where the kind changes."""
+    """Write rows as lines: `read` or `target`, then tokens, divided by bars. A new line begins where the kind changes."""
     colours = COLOURS if in_colour else dict.fromkeys(COLOURS, "")
     lines = [heading]
     for row in rows:
@@ -217,7 +220,7 @@ def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) 
 
 
 def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[str]:
-    """Write rows as parts of a page; a token's number is shown where the pointer is."""
+    """Write rows as parts of a page. The number of a token appears under the pointer."""
     body = [
         "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; <span "
         "class=special>framed</span> tokens are special. A dashed line: another document begins.</p>"
@@ -238,20 +241,21 @@ def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[s
 
 
 def split_documents(tokens: list[Token]) -> list[list[Token]]:
-    """Divide the tokens of a row where documents begin."""
+    """Split the tokens of a row where documents begin."""
     starts = [0, *(t for t, token in enumerate(tokens) if token.begins_document and t), len(tokens)]
     return [tokens[start:end] for start, end in pairwise(starts) if end > start]
 
 
 def visible(text: str) -> str:
-    """Return a text in one line, whose white space and control characters can be seen."""
+    """Return a text in one line, in which white space and control characters are visible."""
     return printable(text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def count_line(num_targets: np.ndarray | int, counts: dict[str, int]) -> str:
-    """Say in one line how many rows there are, how many targets they have, and the other `counts`.
+    """Write in one line the number of rows, of their targets, and the other `counts`.
 
-    `num_targets` counts the targets of each row, or only the rows, where answers are drawn in training.
+    `num_targets` holds the number of targets of each row; if answers are drawn in training, it is only the number of
+    rows.
     """
     others = [f"{name} {number:,}" for name, number in counts.items()]
     if isinstance(num_targets, int):
@@ -271,7 +275,7 @@ def check_targets(num_targets: np.ndarray | int) -> None:
 
 
 def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]], counted: str) -> None:
-    """Write `rows.txt` and `rows.html` into a folder: a line of counts, if any, and `parts`, headings with their rows."""
+    """Write `rows.txt` and `rows.html` into a folder: a line of counts, if any, then `parts`, headings with their rows."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = f"{counted}\n\n" if counted else ""
     write_atomically(folder / "rows.txt", begin + "\n".join(as_text(*part) for part in parts))

@@ -1,22 +1,24 @@
 """Order of the rows of streams: endless, from shards of text or of images, and the same on any number of ranks.
 
-The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes
-through its own documents and cuts them into rows of `max_length` tokens without padding: what does not fit continues
-in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.) The rows of the
-run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first row of each stream,
-the second of each that has a second, until none is left; then the remainders, less than a row from each stream, as many in a
-row as fit. So each document comes once in each epoch, however unequal the shards are, and optimizer step s trains on the B
-rows from s * B on, on any number of ranks.
+The documents are divided among a fixed number of logical streams, 24 by default. In each epoch a stream goes through its
+own documents and cuts them into rows of `max_length` tokens without padding. The rest of a document that does not fit
+continues in the stream's next row. (An image is a document of one token, and a row of its own: see `image_streams`.)
 
-Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share.
-Once some have ended, the ranks agree which rows come next, and ranks with too many rows hand some to the others.
+The rows of the run are those of epoch 0, then those of epoch 1, and so on. In an epoch they come in rounds: the first
+row of each stream, the second of each stream that has a second, until none is left. Then come the remainders: each
+stream leaves less than a row, and a row takes as many remainders as fit. So each document occurs once in each epoch,
+however unequal the shards are. Optimizer step s trains on the B rows from s * B on, on any number of ranks.
 
-The order of an epoch depends on (seed, epoch). The shards are permuted and dealt out to the streams. Shards left over
-(all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each
-takes every k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
+Rank r of W reads streams r, r + W, ... While every stream has rows, the step's rows of these streams are its share. When
+some streams have ended, the ranks agree on the next rows, and ranks with too many rows give some to the others.
 
-Every row carries the state of its stream after that row, eight numbers, so a checkpoint knows what was consumed, not what
-workers have prepared. To resume, each stream decompresses at most one shard from its start.
+The order of an epoch depends on (seed, epoch). The shards are permuted and dealt out to the streams. Shards that are
+left over (all of them, if there are fewer shards than streams) are shared: if k streams share a shard, each takes every
+k-th document. Within a shard, each stream shuffles its documents in blocks of `shuffle_block`.
+
+Every row carries the state of its stream after that row, eight numbers. So a checkpoint holds the states after the rows
+that were consumed, not after those that workers have prepared. For a resume, each stream decompresses at most one shard
+from its start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ import numpy as np
 from accelerate_recipes.errors import DataError
 
 Offer = tuple[tuple[int, bool, int], int, int]  # key of a row, number of its tokens, rank that has it
-SHUFFLE_BLOCK = 1024  # documents, about 2 MB of C4's text, which every stream holds in memory
+SHUFFLE_BLOCK = 1024  # documents that every stream holds in memory, about 2 MB of C4's text
 
 
 class Documents(Protocol):
@@ -37,7 +39,7 @@ class Documents(Protocol):
     shards: Sequence[str]
 
     def version(self) -> dict[str, str]:
-        """Return what changes when the data change, by kind: only values of one kind can be compared."""
+        """Return values that change when the data change, by kind: only values of the same kind can be compared."""
         ...
 
     def read(self, shard: int, first: int, stride: int, on_retry: Callable[[], None]) -> Iterator[Any]:
@@ -45,16 +47,16 @@ class Documents(Protocol):
         ...
 
     def tokens(self, shard: int, documents: Any, first: int = 0, epoch: int = 0) -> Iterator[np.ndarray]:
-        """Return the tokens of `documents`, from number `first` on: (T,) integers each, which end with the end token.
+        """Yield the tokens of `documents`, from number `first` on: (T,) integers each, with the end token last.
 
-        A document that is held out has none. The documents are those that a stream shuffles together in an `epoch`. An
-        image is one token, an object; what chance makes of it depends on the epoch, and may need any of the others.
+        A held-out document has no tokens. The documents are those that a stream shuffles together in an `epoch`. An
+        image is one token, an object; its augmentation depends on the epoch, and may need any of the other images.
         """
         ...
 
 
 class StreamState(NamedTuple):
-    """Place in a stream where its next row begins, and counts of what came before."""
+    """Position in a stream at which its next row begins, and counts of what came before."""
 
     epoch: int = 0  # completed passes over all text
     part: int = 0  # place in the epoch's list of the stream's shards
@@ -67,7 +69,7 @@ class StreamState(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Settings that, besides the text, decide which rows the streams yield."""
+    """Settings that, together with the text, decide the rows of the streams."""
 
     num_streams: int
     max_length: int
@@ -78,14 +80,15 @@ class Order(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Whole row of a stream, or the remainder of its epoch, with fewer tokens or none.
+    """Whole row of a stream, or the remainder of its epoch, which has fewer tokens or none.
 
-    The rows of all streams come in the order of their `key`: an epoch's whole rows, round by round, then its remainders.
+    The rows of all streams come in the order of their `key`: the whole rows of an epoch, round by round, then its
+    remainders.
     """
 
     epoch: int
     is_rest: bool
-    place: int  # number of rows before it in the stream's epoch * number of streams + the stream
+    place: int  # (number of earlier rows of its stream in the epoch) * (number of streams) + (number of its stream)
     tokens: np.ndarray  # (T,) integers, or one object
     lengths: list[int]  # of the pieces of documents in the row
     state: StreamState  # of its stream, after this row
@@ -102,15 +105,17 @@ def generator(seed: int, epoch: int, *key: int) -> np.random.Generator:
 def parts_of_stream(order: Order, num_shards: int, stream: int, epoch: int) -> list[tuple[int, int, int]]:
     """List what one stream reads in one epoch, as (shard, residue, stride): documents residue, residue + stride, ...
 
-    With 24 or more shards, a stream owns whole shards, and each is read once. Shards left over are split rather than
-    dealt out, so that streams have nearly equal lengths; a single shard is decompressed by all 24 streams, which costs less
-    than tokenising it. Neighbouring streams share a shard, so that each rank has a part of each.
+    With 24 or more shards, a stream has whole shards, and each of these is read once. Shards that are left over are
+    split instead of dealt out, so that streams have nearly equal lengths. A single shard is decompressed by all 24
+    streams, which costs less than tokenising it. Neighbouring streams share a shard, so that each rank has a part of
+    each.
     """
     shards = generator(order.seed, epoch).permutation(num_shards).tolist()
     left = num_shards % order.num_streams
     whole = num_shards - left
     parts = [(shard, 0, 1) for shard in shards[stream : whole : order.num_streams]]
     if left:
+        # The streams are divided among the shards left over: streams `first` to `end - 1` share this one.
         place = stream * left // order.num_streams
         first, end = (-(-p * order.num_streams // left) for p in (place, place + 1))
         parts.append((shards[whole + place], stream - first, end - first))
@@ -124,6 +129,7 @@ def stream_documents(
     skip, size = state.document, order.shuffle_block
     parts = parts_of_stream(order, len(source.shards), stream, state.epoch)
     for part, (shard, residue, stride) in enumerate(parts[state.part :], state.part):
+        # A resume goes straight to the block of the next document, and skips the documents before it in this block.
         first_block, skip = divmod(skip, size)
         documents = source.read(shard, residue + first_block * size * stride, stride, on_retry)
         for block in count(first_block):
@@ -141,7 +147,7 @@ def stream_documents(
 def stream_rows(
     source: Documents, order: Order, stream: int, state: StreamState, on_retry: Callable[[], None]
 ) -> Iterator[Row]:
-    """Yield the rows of one stream from `state` on, without end; each epoch ends with a remainder.
+    """Yield the rows of one stream from `state` on, without end. Each epoch ends with a remainder.
 
     Raises:
         DataError: if there is no document at all.
@@ -152,6 +158,7 @@ def stream_rows(
         place = state.rows * order.num_streams + stream
         return Row(state.epoch, is_rest, place, tokens, [len(piece) for piece in pieces], behind)
 
+    # One turn of this loop is the rest of an epoch, from `state` on. `start` is the first unread token of the document.
     while True:
         pieces, space = [], order.max_length
         start, tokens_seen, ended, left_out = state.token, state.tokens, state.documents, state.left_out
@@ -167,6 +174,7 @@ def stream_rows(
                 tokens_seen += len(piece)
                 is_end = start == len(tokens)
                 ended += is_end
+                # A full row: its state names the document, or the token in it, with which the next row begins.
                 if space == 0:
                     place = (document + 1, 0) if is_end else (document, start)
                     behind = StreamState(state.epoch, part, *place, state.rows + 1, tokens_seen, ended, left_out)
@@ -181,7 +189,7 @@ def stream_rows(
 
 
 def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None]) -> None:
-    """Raise DataError if no shard has a document that is long enough: a stream would search for one for ever."""
+    """Raise DataError if no shard has a document that is long enough: a stream would search for one without end."""
 
     def has_one(shard: int) -> bool:
         documents = source.read(shard, 0, 1, on_retry)
@@ -198,11 +206,12 @@ def check_not_empty(source: Documents, order: Order, on_retry: Callable[[], None
 
 
 def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> int:
-    """Count the rows of an epoch, of the numbers of tokens of each shard's documents."""
+    """Count the rows of an epoch, given the number of tokens of each document of each shard."""
     whole, rests = 0, []
     for stream in range(order.num_streams):
         parts = parts_of_stream(order, len(lengths), stream, epoch)
         read = np.concatenate([lengths[shard][first::stride] for shard, first, stride in parts] or [np.empty(0, int)])
+        # A stream cuts its tokens into rows without gaps, so only their sum counts.
         rows, rest = divmod(int(read[read >= order.min_document_tokens].sum()), order.max_length)
         whole += rows
         rests.append(((epoch, True, rows * order.num_streams + stream), rest, 0))
@@ -210,7 +219,7 @@ def rows_of_epoch(lengths: Sequence[np.ndarray], order: Order, epoch: int) -> in
 
 
 def join_rests(rows: Sequence[Offer], max_length: int) -> list[list[Offer]]:
-    """Join remainders of an epoch that follow each other, as many as fit into a row; whole rows stay single."""
+    """Join consecutive remainders of an epoch, as many as fit into a row. Whole rows stay single."""
     joined: list[list[Offer]] = []
     space = 0
     for row in rows:

@@ -1,6 +1,6 @@
-"""Streams of rows: their arguments, and the loader of a rank's rows, which any number of ranks can stop and resume.
+"""Streams of rows: their arguments, and the loader of a rank's rows, which can stop and resume on any number of ranks.
 
-`stream_order` says in which order the rows come. Rank r of W reads streams r, r + W, ...
+`stream_order` defines the order of the rows. Rank r of W reads streams r, r + W, ...
 """
 
 import heapq
@@ -37,16 +37,16 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.ranks import on_all_data_ranks, on_first_rank, ranks_a_row, readers
 
 NUM_STREAMS = 24  # or a multiple of it; it divides among 1, 2, 3, 4, 6, 8, 12 and 24 ranks
-HANDED_OVER = 16  # rows of a rank in one collective: every rank gets those of all, and an image's pixels are large
+HANDED_OVER = 16  # rows of a rank in one collective: every rank receives the rows of all ranks, and images are large
 
 
 def fewest_streams(world_size: int) -> int:
-    """Return the smallest multiple of NUM_STREAMS that divides among `world_size` processes."""
+    """Return the smallest multiple of NUM_STREAMS that `world_size` processes divide."""
     return math.lcm(NUM_STREAMS, world_size)
 
 
 def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> list[str]:
-    """Check that the logical streams divide among the processes, or among groups of `row_size` that share rows."""
+    """Check that the processes, or groups of `row_size` processes that share rows, divide the logical streams evenly."""
     if num_streams % world_size == 0:
         return []
     fitting = [size for size in range(1, num_streams + 1) if num_streams % size == 0]
@@ -63,8 +63,8 @@ class StreamArgs:
 
     num_streams: int = arg(
         0,
-        "Number of logical streams, a multiple of each number of processes on which the run may go on; 0: the checkpoint's, "
-        "or for a new run the smallest multiple of 24 that the number of processes divides.",
+        "Number of logical streams, a multiple of each number of processes on which the run may continue; 0: the number of "
+        "the checkpoint, or for a new run the smallest multiple of 24 that the number of processes divides.",
         min=0,
     )
 
@@ -96,7 +96,7 @@ class StreamArgs:
 
 @dataclass
 class StreamRows(IterableDataset):
-    """Dataset of the rows of some streams in their order, without end, as lists of `Row`; a text in one is an error."""
+    """Dataset of the rows of some streams in their order, without end, as lists of `Row`. A text in a list is an error."""
 
     source: Documents
     order: Order
@@ -109,18 +109,18 @@ class StreamRows(IterableDataset):
             for stream, state in self.states.items()
         ]
         try:
-            # Use all cores: what a resume skips is decompressed outside of the interpreter's lock.
+            # A resume must decompress what it skips. Use all cores: decompression does not hold the interpreter's lock.
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 first = list(pool.map(next, rows))
             merged = heapq.merge(*(chain([row], rest) for row, rest in zip(first, rows, strict=True)))
             while True:
                 yield list(islice(merged, len(rows)))
-        except DataError as error:  # an exception would be wrapped in the worker's traceback
+        except DataError as error:  # yield its text: an exception would come wrapped in the worker's traceback
             yield [str(error)]
 
 
 class Lookahead:
-    """Endless iterator of rows, which can look at the next rows before it takes them."""
+    """Endless iterator of rows that can look at the next rows before it takes them."""
 
     def __init__(self, rows: Iterator[Row]):
         self.rows = rows
@@ -138,10 +138,10 @@ class Lookahead:
 
 
 class StreamLoader:
-    """Loader of this rank's micro-batches in the order of the steps, without end, and of the state of its streams.
+    """Loader of this rank's micro-batches in the order of the steps, without end; it also keeps the state of its streams.
 
-    Each iteration continues after the last whole step of the previous one, or where `start_at` says. Batches are in
-    host memory, pinned if there is a GPU.
+    Each iteration continues after the last whole step of the previous iteration, or where `start_at` says. Batches are
+    in host memory, pinned if there is a GPU.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class StreamLoader:
                 mine = [[row] for row in gone]
             last = gone[-1] if gone else last
             for start in range(0, self.share, size):
+                # The last micro-batch of a step: only now do its rows count as consumed in `state`.
                 if start + size == self.share:
                     self.step += 1
                     for row in gone:
@@ -198,7 +199,7 @@ class StreamLoader:
                 yield batch
 
     def first_batch(self, size: int = NUM_ROWS) -> dict[str, Any]:
-        """Make a batch of the run's first `size` rows, read by this process alone, for a reader.
+        """Make a batch of the run's first `size` rows, to show them. Only this process reads them.
 
         Raises:
             DataError: for shards that cannot be read.
@@ -208,12 +209,12 @@ class StreamLoader:
         return self._batch([[row] for row in islice((row for row in first if len(row.tokens)), size)])
 
     def num_steps(self) -> int:
-        """Count the optimizer steps of the run: --max_steps, or those with which each row comes --num_train_epochs times.
+        """Count the optimizer steps of the run: --max_steps, or the steps that --num_train_epochs passes over the rows need.
 
         The first process counts the tokens of all documents. The last step is filled with rows of the next epoch.
 
         Raises:
-            ConfigError: if it would be none.
+            ConfigError: if the number would be 0.
             DataError: for shards that cannot be read.
         """
 
@@ -231,7 +232,7 @@ class StreamLoader:
 
     @property
     def workers_note(self) -> str:
-        """Say, for the end of a line, how many workers read if more were asked for than a rank has streams; else nothing."""
+        """Note for the end of a line if more workers were asked for than a rank has streams, else an empty text."""
         asked, streams = self.args.dataloader_num_workers, len(self.consumed)
         return f"; {streams} of {asked} workers read, one a stream: see --num_streams" if asked > streams else ""
 
@@ -253,7 +254,7 @@ class StreamLoader:
                 collate_fn=list,
                 num_workers=1 if num_workers else 0,
                 prefetch_factor=lists_of_two_steps if num_workers else None,
-                # Without this, iter() draws from the global generator, which changes a resumed run's dropout.
+                # Without this, iter() would draw from the global generator, and change a resumed run's dropout.
                 generator=torch.Generator(),
             )
             started.append(iter(loader))
@@ -262,8 +263,8 @@ class StreamLoader:
     def _goes_on_evenly(self, last: Row | None, ahead: Lookahead) -> bool:
         """Tell whether this rank's share of the next step is simply its next rows, as far as this rank can see.
 
-        These are the next rows of the run if the same holds on all ranks: they are in the same epoch as the row before
-        them, `last`, and leave no gap, as a stream does that has ended.
+        If this holds on all ranks, these are the next rows of the run: they are in the same epoch as the row before
+        them, `last`, and there is no gap between them, as a stream that has ended would leave.
         """
         for row in ahead.first(self.share):
             if last is None or row.key != (last.epoch, False, last.place + self.world_size):
@@ -272,27 +273,29 @@ class StreamLoader:
         return True
 
     def _divide(self, ahead: Lookahead) -> tuple[list[list[Row]], list[Row]]:
-        """Agree with all ranks on the next step's rows, and on which rank takes which row.
+        """Agree with all ranks on the rows of the next step, and on which rank takes which row.
 
         Returns:
             This rank's share, where each entry is a whole row or remainders that fit into one; and the rows of this rank's
-            own streams that are in the step, whichever rank takes them.
+            own streams that are in the step, no matter which rank takes them.
         """
         num_rows, num_offered = self.share * self.world_size, self.share + 1
         while True:
             offer = [(row.key, len(row.tokens)) for row in ahead.first(num_offered)]
             offers = on_all_data_ranks(offer)
-            # Beyond this key, a rank's rows after its offer may come before other ranks' offers.
+            # Each rank offers its next rows. Up to this key all rows of the run are known; after it, a rank may have rows
+            # that it did not offer.
             bound = min(offered[-1][0] for offered in offers)
             known = sorted((*row, rank) for rank, offered in enumerate(offers) for row in offered if row[0] <= bound)
             joined = join_rests(known, self.order.max_length)
-            if len(joined) > num_rows:  # one more, which shows that the last row is whole
+            if len(joined) > num_rows:  # one more than needed: it shows that the last row takes no further remainder
                 break
             if offer[-1][0] == bound:
                 num_offered *= 2
         end, _, _ = joined[num_rows][0]
         own = ahead.take(sum(key < end for key, _ in offer))
 
+        # A rank keeps its own rows, up to its share. Ranks with too few take the rows that are left over, in order.
         shares = [[] for _ in range(self.world_size)]
         left = deque()
         for rows in joined[:num_rows]:
@@ -301,6 +304,8 @@ class StreamLoader:
         for share in shares:
             while len(share) < self.share:
                 share.append(left.popleft())
+        # Exchange the rows that another rank takes than the one that has read them. All ranks have computed the same shares,
+        # so each knows which of its rows to give and which to keep of those that it receives.
         found = {row.key: row for row in own}
         taken = {key for key, _, _ in chain(*shares[self.rank])}
         given = [[] for _ in range(self.world_size)]
@@ -324,9 +329,9 @@ class StreamLoader:
         return row | {"row": torch.tensor([parts[0].epoch, parts[0].place])}
 
     def state(self) -> dict:
-        """Return the state of this rank's streams after the last step whose micro-batches were all delivered.
+        """Return the state of this rank's streams after the last step of which all micro-batches were delivered.
 
-        It holds plain numbers and strings, fit for JSON.
+        It consists of plain numbers and strings, so it can be written as JSON.
         """
         return {
             "order": self.order._asdict(),
@@ -366,9 +371,9 @@ class StreamLoader:
         self.consumed = {stream: StreamState(*streams[str(stream)]) for stream in self.consumed}
 
     def counts(self) -> dict[str, int]:
-        """Count what this rank's streams have read since the start of the run; to be summed over the ranks.
+        """Count what this rank's streams have read since the start of the run. The caller sums the counts over the ranks.
 
-        `retries` counts those on a failing network since this process started.
+        `retries` counts retries on a failing network since this process started.
         """
         states = self.consumed.values()
         return {
@@ -384,7 +389,7 @@ class StreamLoader:
 
 
 def single_rows(lists: Iterator[list[Row | str]]) -> Iterator[Row]:
-    """Raise DataError for an error that a worker found."""
+    """Yield the rows of the lists one by one. Raises DataError for an error that a worker found."""
     for row in chain.from_iterable(lists):
         if isinstance(row, str):
             raise DataError(row)

@@ -1,6 +1,6 @@
-"""Tar shards of images as of WebDataset: an image is a member `NAME.jpg`, its label another one, `NAME.cls`.
+"""Tar shards of images as in WebDataset: an image is a member `NAME.jpg`, and its label the member `NAME.cls`.
 
-tarfile takes a damaged header for the end of a tar, and leaves out what follows. Here a tar is whole, or an error.
+tarfile takes a damaged header for the end of a tar, and silently leaves out the rest. Here a damaged tar is an error.
 """
 
 import tarfile
@@ -25,7 +25,7 @@ class TarImage(NamedTuple):
 
 
 class Member(tarfile.TarInfo):
-    """Member of a tar, whose header must be whole."""
+    """Member of a tar; a damaged header is an error."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> "Member":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -45,7 +45,7 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
         tarfile.TarError: for a tar that is cut off or damaged.
     """
     while member := tar.next():
-        tar.members = []  # it would keep all
+        tar.members = []  # tarfile would keep all members in memory
         stem, _, suffix = member.name.rpartition(".")
         is_image = suffix.lower() in IMAGES
         if member.isdir() or not (is_image or suffix == "cls"):
@@ -61,12 +61,12 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
 
 
 def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: int) -> Iterator[TarImage]:
-    """Yield images `first`, `first + stride`, ... of a shard that is read once; of the others only the names are looked at.
+    """Yield images `first`, `first + stride`, ... of a shard that is read once; of other images, only the names are read.
 
-    The two members of an image must follow each other. Those of other kinds are ignored.
+    The two members of an image must follow each other. Members of other kinds are ignored.
 
     Raises:
-        DataError: for an image without a label or the reverse, two of one name, and a compressed tar.
+        DataError: for an image without a label or a label without an image, for two of one name, and for a compressed tar.
         tarfile.ReadError: for a shard that is cut off or damaged.
     """
     chunks = iter(chunks)
@@ -101,7 +101,7 @@ def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: in
 
 
 def text_of_label(content: bytes, where: str) -> str:
-    """Decode a label. Raises DataError."""
+    """Decode a label; raise DataError if it is not UTF-8."""
     try:
         return content.decode().strip()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Text from shards to pretrain on: which files, what is held out of them, and their tokens."""
+"""Text from shards for pretraining: which files, which documents are held out, and their tokens."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ from accelerate_recipes.data.streams import StreamArgs
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.hub import cache
 
-ENCODE_BYTES = 2**17  # of text to tokenise at once: enough to keep the tokenizer busy, little enough to start soon
+ENCODE_BYTES = 2**17  # text to tokenise at once: enough to keep the tokenizer busy, and little enough to start soon
 
 
 @dataclass
@@ -56,8 +56,8 @@ class TextArgs(StreamArgs):
     )
     heldout_share: float = arg(
         0.05,
-        "Share of the documents of --train_files to validate on, chosen by a hash of the text, where nothing else is named; "
-        "0: validate on the dataset.",
+        "Share of the documents of --train_files to validate on, chosen by a hash of the text, if no other text is named "
+        "for validation; 0: validate on the dataset.",
         min=0,
         below=1,
     )
@@ -66,7 +66,7 @@ class TextArgs(StreamArgs):
         "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
     )
     min_document_tokens: int = arg(
-        0, "Leave out documents with fewer tokens, in training and validation: to train on long ones alone.", min=0
+        0, "Leave out documents with fewer tokens, in training and validation: to train only on long ones.", min=0
     )
 
     def problems(self, world_size: int) -> list[str]:
@@ -92,7 +92,7 @@ class TextArgs(StreamArgs):
 
     @property
     def share_heldout(self) -> float:
-        """Share of the documents of --train_files that are validated on; 0 if other files are."""
+        """Share of the documents of --train_files that is held out for validation; 0 if other files are named for it."""
         fields = TextArgs.__dataclass_fields__
         names = ("dataset_name", "validation_dataset_files")
         is_named = self.validation_files or any(getattr(self, name) != fields[name].default for name in names)
@@ -125,13 +125,13 @@ class TextArgs(StreamArgs):
         )
 
     def text_note(self, shards: Sequence[str]) -> str:
-        """Say, for the end of a line, what is held out, and what a document is where that is not clear; else nothing."""
+        """Note for the end of a line: the held-out documents, and that a .txt file is one document; else an empty text."""
         held = f"; {self.share_heldout:.1%} of the documents, by a hash of their text, are validated on"
         is_txt = any(shard.endswith(TXT) for shard in shards)
         return (held if self.share_heldout else "") + ("; each .txt file is one document" if is_txt else "")
 
     def text_datasets(self, training: bool) -> list[cache.HubDataset]:
-        """List what is read from the Hub for validation and, with `training`, for training."""
+        """List the datasets of the Hub that are read for validation and, with `training`, for training."""
         found = []
         validated = self.train_files if self.share_heldout else self.validation_files
         parts = [(validated, self.validation_dataset_files), (self.train_files, self.dataset_files)]
@@ -148,9 +148,9 @@ class TextArgs(StreamArgs):
 
 @dataclass
 class TextShards:
-    """Source of text that is tokenised as it is read. A document starts with the begin token if the tokenizer adds one.
+    """Source of text that is tokenised while it is read. A document starts with the begin token if the tokenizer adds one.
 
-    Documents of which the hash falls under `heldout_share` are not read; with `is_heldout` no others are.
+    Documents whose hash falls below `heldout_share` are not read. With `is_heldout`, only these are read.
     """
 
     shards: Sequence[str]
@@ -194,7 +194,7 @@ class TextShards:
         yield from self.encode(texts)
 
     def is_read(self, text: str | None) -> bool:
-        """Tell whether there is a document, and on this side of what is held out."""
+        """Tell whether there is a document, and whether it lies on the side that is read."""
         return text is not None and falls_under(text, self.heldout_share) == self.is_heldout
 
     def lengths(self, shard: int) -> np.ndarray:
@@ -203,9 +203,9 @@ class TextShards:
         return np.array([len(tokens) for tokens in self.tokens(shard, documents)], dtype=np.int64)
 
     def encode(self, texts: Sequence[str | None]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text; of None none. Nothing is truncated, whatever the tokenizer did last."""
+        """Return each text's token ids (int32); None gives none. No text is truncated, whatever the tokenizer did last."""
         eos = [self.tokenizer.eos_token_id]
-        # `_fast` leaves out the offsets of the tokens in the text, which are not needed.
+        # The `_fast` version leaves out the offsets of the tokens in the text, which are not needed.
         encodings = iter(
             self.backend.encode_batch_fast([text for text in texts if text is not None], add_special_tokens=False)
         )
@@ -214,15 +214,15 @@ class TextShards:
 
 
 class ValidationRows(NamedTuple):
-    """Fixed rows on which the model is validated, for `make_eval_loader`."""
+    """Fixed rows for validation, for `make_eval_loader`."""
 
     rows: PackedRows
     texts: list[str]  # the documents in the rows; the last may be cut
     bytes_per_token: float  # of these documents, in UTF-8
 
     def measures(self, loss: float) -> dict[str, float]:
-        """Return the loss in nats per token, e to its power, and bits per byte, which compares across tokenizers."""
-        # A token at the start of a row or document is no target; assume that it costs as much as the others.
+        """Return the loss in nats per token, the perplexity, and bits per byte, which can be compared across tokenizers."""
+        # The first token of a row or document is no target. Assume that it costs as much as the other tokens.
         bits_per_byte = loss / math.log(2) / self.bytes_per_token
         perplexity = math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
         return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits_per_byte}
@@ -236,9 +236,9 @@ def validation_rows(
     document_mask: bool,
     min_document_tokens: int = 0,
 ) -> ValidationRows:
-    """Read the first `num_rows` rows of the documents in their own order into memory; fewer if the shards hold fewer.
+    """Read the first `num_rows` rows of the documents, in their own order, into memory; fewer if the shards hold fewer.
 
-    The last row may be padded then.
+    In that case the last row may have padding.
 
     Raises:
         DataError: for shards without documents.

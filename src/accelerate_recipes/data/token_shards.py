@@ -35,7 +35,7 @@ class TokenShards:
     """Source of streams that reads a finished folder.
 
     Raises:
-        ConfigError: for a folder that is not finished, or lacks a file.
+        ConfigError: for a folder that is not finished, or from which a file is missing.
     """
 
     def __init__(self, folder: str | Path):
@@ -82,13 +82,13 @@ class TokenShards:
 
 @cache
 def checksum_once(file: Path) -> str:
-    """Compute a file's checksum once in a process, when the file is first read; this reads the whole file."""
+    """Compute a file's checksum once in a process, when the file is first used. This reads the whole file."""
     return checksum(file)
 
 
 @lru_cache(maxsize=64)
 def opened(file: Path, dtype: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Map the tokens of a shard into memory, and the places where its documents end in them."""
+    """Map into memory the tokens of a shard, and the places where its documents end."""
     # An empty file cannot be mapped.
     content = np.memmap(file, np.uint8, mode="r") if file.stat().st_size else np.empty(0, np.uint8)
     size = num_tokens * np.dtype(dtype).itemsize
@@ -109,7 +109,7 @@ def is_pretokenized(folder: str | Path) -> bool:
 def open_text(
     args: TextArgs, tokenizer: PreTrainedTokenizerBase, rank: int, world_size: int
 ) -> TextShards | TokenShards:
-    """Open the text to train on; with --pretokenize as tokens, which are made now if they are missing."""
+    """Open the text to train on. With --pretokenize, open it as tokens, and make these now if they are missing."""
     if not args.pretokenize:
         shards = on_first_rank(args.train_shards)
         return TextShards(shards, tokenizer, args.text_column, heldout_share=args.share_heldout)
@@ -140,12 +140,13 @@ def pretokenize(
     rank: int = 0,
     world_size: int = 1,
 ) -> TokenShards:
-    """Tokenise the shards that `find()` lists into `folder`, unless that is done.
+    """Tokenise the shards that `find()` lists into `folder`, unless this has been done.
 
-    If it is done, neither the Hub nor the text is needed. Text that `is_here`, as files, is compared by content with what
-    was tokenised, wherever it lies now; of other text only the `settings`, which say what `find` lists, in JSON's types. The
-    ranks divide the shards, and wait for each other without a collective that could time out; `folder` must lie on a
-    filesystem that all share. A finished shard is not done again, neither after a kill nor with more ranks.
+    If it has, neither the Hub nor the text is needed. Text in files (`is_here`) is compared by content with the text
+    that was tokenised, wherever it lies now. For other text, only the `settings` are compared, which determine what
+    `find` lists and have JSON's types. The ranks divide the shards. They wait for each other without a collective, which
+    could time out; `folder` must lie on a filesystem that all ranks share. A finished shard is not done again, neither
+    after a kill nor on more ranks.
 
     Raises:
         ConfigError: if the folder was made from other text or with another tokenizer.
@@ -173,9 +174,9 @@ def pretokenize(
         check_key(folder, made_from)
         check_text(folder, source.shards)
         tokenize_missing(folder, source, dtype, rank, world_size)
-        for shard in range(len(source.shards)):  # by whichever rank
+        for shard in range(len(source.shards)):  # also those of the other ranks
             wait_for(shard_file(folder, shard, "json"))
-        for leftover in folder.glob("*.partial-*") if rank == 0 else ():  # of killed attempts
+        for leftover in folder.glob("*.partial-*") if rank == 0 else ():  # files of killed attempts
             leftover.unlink()
     found = TokenShards(folder)
     is_known = bool(here) and all(entry["text"] for entry in found.entries)
@@ -196,7 +197,7 @@ def wait_for(file: Path) -> None:
 
 
 def check_text(folder: Path, shards: Sequence[str]) -> None:
-    """Raise ConfigError for a text shard that was tokenised, and has another content now."""
+    """Raise ConfigError for a text shard that was tokenised and whose content has changed since."""
     for i, shard in enumerate(shards):
         entry = shard_file(folder, i, "json")
         then = read_json(entry)["text"] if entry.exists() else None
@@ -222,7 +223,7 @@ def check_key(folder: Path, key: dict) -> None:
 
 
 def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, world_size: int) -> None:
-    """Tokenise this rank's unfinished shards, with a progress bar on a terminal, or a line for each in a batch job."""
+    """Tokenise this rank's unfinished shards, with a progress bar on a terminal, or with a line for each in a batch job."""
     mine = range(rank, len(source.shards), world_size)
     missing = [shard for shard in mine if not shard_file(folder, shard, "json").exists()]
     on_terminal = sys.stderr.isatty()
@@ -243,7 +244,7 @@ def tokenize_missing(folder: Path, source: TextShards, dtype: str, rank: int, wo
 
 
 def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, progress: tqdm) -> dict:
-    """Write the files of one shard, which get their names only when they are whole; returns the content of its .json."""
+    """Write the files of one shard, which get their final names when they are complete. Returns the content of its .json."""
     text_file, partial = source.shards[shard], shard_file(folder, shard, "tokens" + own_suffix())
     retries = 0
 
@@ -253,7 +254,7 @@ def tokenize_shard(folder: Path, source: TextShards, shard: int, dtype: str, pro
         progress.set_postfix(retries=retries)
 
     num_tokens, ends = 0, []
-    # Where the file is unchanged since, its content need not be read again.
+    # With size and times, a later run sees that the file is unchanged, without reading its content again.
     seen = None if is_remote(text_file) else {"seen": size_and_times(text_file), "checksum": checksum(Path(text_file))}
     try:
         with naming(folder), partial.open("wb") as file:

@@ -1,7 +1,7 @@
 """Answers that a model draws and rewards score: prompts, GRPO's arguments, its step by trl, and the evaluation.
 
-An answer depends on the weights, and on its prompt, seed, step and place in the step alone: each of its tokens is drawn by a
-number of its own. So a run draws the same answers on any number of processes, and after a resume.
+An answer depends on the weights, its prompt, and (seed, step, place in the step). Each of its tokens is drawn with a
+random number of its own. So a run draws the same answers on any number of processes, and after a resume.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import seed_of
 
-# Fields of trl's config, which has no ranges.
+# Fields of trl's config; trl declares no ranges for them.
 NOT_NEGATIVE = (
     "beta", "epsilon", "epsilon_high", "top_k", "off_policy_mask_threshold", "entropy_coef", "vespo_k_pos",
     "vespo_lambda_pos", "vespo_k_neg",
@@ -58,13 +58,13 @@ ADAPTIVE_ENTROPY = (
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
 )  # fmt: skip
 
-# --loss_type: these sum over the tokens of all answers, the others average over answers.
+# Values of --loss_type that average over the tokens of all answers. The others average over answers.
 OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
 
 
 @dataclass
 class GRPOArgs(TrainerArgs):
-    """Arguments of every recipe on trl's GRPOTrainer, besides the fields of GRPOConfig. Put it before that class."""
+    """Arguments of every recipe on trl's GRPOTrainer, in addition to the fields of GRPOConfig. Put it before that class."""
 
     max_prompt_length: int = arg(
         0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0
@@ -136,13 +136,13 @@ class GRPOArgs(TrainerArgs):
 
     @property
     def template_settings(self) -> dict[str, Any]:
-        """Settings that the chat template of every prompt gets."""
+        """Settings that the chat template gets for every prompt."""
         given = self.chat_template_kwargs
         return json.loads(given) if isinstance(given, str) else given or {}
 
 
 def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: int) -> int:
-    """Return the length of the longest prompt to which a model can answer in `answer_length` tokens.
+    """Return the length of the longest prompt that leaves the model room for an answer of `answer_length` tokens.
 
     Raises:
         ConfigError: if an answer leaves no room for a prompt.
@@ -157,10 +157,10 @@ def room_for_prompts(args: GRPOArgs, config: PreTrainedConfig, answer_length: in
 
 
 def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) -> None:
-    """Check that no row, as `select` gives it, asks for a rendering of its own: trl renders all prompts with `common`.
+    """Check that no row, as `select` returns it, has a rendering of its own: trl renders all prompts with `common`.
 
     Raises:
-        ConfigError: for a row with tools, or with settings of the chat template that are not `common`.
+        ConfigError: for a row with tools, or with settings of the chat template that differ from `common`.
     """
     if not isinstance(rows["prompt"][0], list):
         return
@@ -176,10 +176,10 @@ def check_settings(rows: datasets.Dataset, common: dict[str, Any], source: str) 
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence, settings: dict[str, Any], source: str = "the data"
 ) -> list[list[int]]:
-    """Tokenise prompts of a source, texts or conversations, as trl does for an answer.
+    """Tokenise the prompts of a source, texts or conversations, as trl does before it draws an answer.
 
     Raises:
-        DataError: for a prompt that the template cannot render, or of which no token is left.
+        DataError: for a prompt that the template cannot render, and for a prompt without tokens.
     """
     if isinstance(prompts[0], str):
         begin = added_begin(tokenizer)
@@ -199,17 +199,19 @@ def tokenize_prompts(
 
 
 class ByOwnNumbers(LogitsProcessor):
-    """Draws each token by a number of its own: the last step of processing leaves one token with a chance.
+    """Logits processor that draws a token for each row, with given random numbers. It leaves this token with probability 1.
 
-    `numbers` (rows, tokens) lie in [0, 1). A token is where the sum of the chances before it passes the row's number.
+    `numbers` (rows, tokens) lie in [0, 1). This is sampling by the inverse of the cumulative distribution: the drawn
+    token is the first at which the sum of probabilities exceeds the row's number.
     """
 
     def __init__(self, numbers: torch.Tensor):
         self.numbers, self.place = numbers, 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # Sum in float64: in fp32, rounding over a large vocabulary would move the boundaries between tokens.
         sums = scores.float().softmax(-1).double().cumsum(-1)
-        passed = self.numbers[:, self.place, None] * sums[:, -1:]
+        passed = self.numbers[:, self.place, None] * sums[:, -1:]  # rounding may leave a total that is not 1
         drawn = torch.searchsorted(sums, passed, right=True).clamp(max=scores.shape[-1] - 1)
         self.place += 1
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
@@ -217,9 +219,9 @@ class ByOwnNumbers(LogitsProcessor):
 
 @contextlib.contextmanager
 def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
-    """Let `generate` draw by such numbers, after everything that changes the chances, such as temperature and top_p.
+    """Make `generate` draw with these numbers, after all that changes probabilities, such as temperature and top_p.
 
-    transformers 5.23 applies a processor that `generate` is given before these.
+    A processor that is passed to `generate` of transformers 5.23 would be applied before these.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
@@ -238,20 +240,20 @@ def drawn_by(model: nn.Module, numbers: torch.Tensor) -> Iterator[None]:
 class AnswerTrainer(Objective, GRPOTrainer):
     """trl's GRPOTrainer, which draws the answers of a step, scores them and computes their loss."""
 
-    drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers that are trained on
+    drawn: list[dict[str, Any]] | None = None  # micro-batches of the answers in use
 
     def __init__(self, run: Run[Any], config: Any, *args: Any, **settings: Any):
         beta, config.beta = config.beta, 0.0  # else trl would load the reference, whole on each rank
         super().__init__(run, config, *args, **settings)
         config.beta = self.beta = beta
-        # A step draws its answers at once, and the engine divides by their number.
+        # A step draws all its answers at once. The engine divides the loss by their number, so trl must not divide it too.
         self.args.gradient_accumulation_steps = self.args.steps_per_generation = 1
         self.current_gradient_accumulation_steps = 1
         self._entropy_bonus_enabled = False  # see `sum_parts`
         self.data_collator = as_rows
 
     def batch_of(self, rows: list[dict]) -> Any:
-        """Make a batch of the prompts alone: the answers are drawn in training."""
+        """Make a batch of prompts without answers, which are drawn in training."""
         ids, *_ = self._tokenize_prompts([row["prompt"] for row in rows])
         return self.processing_class.pad({"input_ids": ids}, return_tensors="pt")
 
@@ -260,8 +262,10 @@ class AnswerTrainer(Objective, GRPOTrainer):
             self.keep_reference()
 
     def draw(self, step: int, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Draw and score answers to the prompts of the step after `step`, or give those that were drawn for it before."""
+        """Draw and score answers to the prompts of the step after `step`, or return those drawn for an earlier step."""
         args, accelerator = self.run.args, self.accelerator
+        # Answers are drawn at each multiple of num_iterations. All seeds come from that step and from the place of an answer
+        # in the global batch, so a resume and any number of ranks draw the same answers.
         since = step % self.num_iterations
         if since == 0 or self.drawn is None:
             rows = [row for batch in batches for row in batch["rows"]]
@@ -279,15 +283,16 @@ class AnswerTrainer(Objective, GRPOTrainer):
         return [drawn | {"row": batch["row"]} for drawn, batch in zip(self.drawn, batches, strict=True)]
 
     def sum_parts(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """Sum the parts of trl's loss over the answers of a micro-batch, each for one of `count_parts`.
+        """Sum the parts of trl's loss over the answers of a micro-batch; `count_parts` has the divisor of each part.
 
-        trl's loss is a mean over answers or over tokens, by --loss_type. (It divides `bnpo` by the tokens of a micro-batch;
-        here it is divided by those of the step, as `dapo`.)
+        trl's loss is a mean over answers or over tokens, depending on --loss_type. (For `bnpo`, trl divides by the
+        tokens of a micro-batch. Here `bnpo` is divided by the tokens of the step, as `dapo` is.)
         """
         outputs, mask = Outputs(model), batch["completion_mask"]
-        # With this number, trl's own division by the tokens of the step is one by 1.
+        # trl divides by this number / the number of processes. This value makes it a division by 1.
         tokens = torch.tensor(float(self.accelerator.num_processes), device=mask.device)
         loss = self._compute_loss(outputs, batch | {"num_items_in_batch": tokens})
+        # Undo the mean that trl has taken over this micro-batch, so that the engine can divide by the counts of the step.
         answers, tokens = torch.zeros_like(loss), torch.zeros_like(loss)
         if self.loss_type in OVER_TOKENS:
             tokens = loss * mask.sum().clamp(min=1) if self.loss_type == "bnpo" else loss
@@ -298,25 +303,25 @@ class AnswerTrainer(Objective, GRPOTrainer):
         return torch.stack([answers, *self.balances(outputs), tokens])
 
     def count_parts(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Count the answers, the micro-batch itself if there are experts, and the tokens of the answers."""
+        """Count the answers, the micro-batches (1, only if there are experts), and the tokens of the answers."""
         mask = batch["completion_mask"]
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
 
 
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
-    """Make a batch of prompts, with the columns that go to the rewards, as they are."""
+    """Make a batch of prompts, unchanged, with the columns that go to the rewards."""
     return {"rows": rows}
 
 
 def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torch.Tensor:
-    """Return a number in [0, 1) for each token of the answers at these places of a step: (places, length), float64."""
+    """Return a random number in [0, 1) for each token of the answers at these places of a step, (places, length)."""
     drawn = [np.random.default_rng([seed, step, place]).random(length) for place in places]
     return torch.from_numpy(np.stack(drawn))
 
 
 class RewardTrainer(AnswerTrainer):
-    """AnswerTrainer that also checks, before training, that the export will render the prompts as they are trained."""
+    """AnswerTrainer that checks, before training, that the export will render the prompts as they are trained."""
 
     def examine(self) -> tuple[int, dict[str, int]]:
         on_first_rank(self.compare)
@@ -335,7 +340,7 @@ class RewardTrainer(AnswerTrainer):
         trained = [Rendering(row, [False] * len(row)) for row in ids]
         common = self.run.args.template_settings
         rows = [{"prompt": row["prompt"], "chat_template_kwargs": json.dumps(common)} for row in first]
-        # Answers are drawn until one of these ends, and so learn to end with it.
+        # Answers are drawn until one of the eos tokens comes, so the model learns to end with one of them.
         self.compare_with_export(exported, self.first_rows(rows, trained, self.eos_token_ids))
         if not isinstance(rows[0]["prompt"], str):
             self.compare_end(exported.tokenizer, rows[0]["prompt"])
@@ -343,7 +348,7 @@ class RewardTrainer(AnswerTrainer):
     def compare_end(self, exported: PreTrainedTokenizerBase, prompt: list[dict]) -> None:
         """Warn if the template ends an answer with a special token at which generation does not stop.
 
-        A base model that has never seen the template may be trained this way; a chat model would go on after its answers.
+        This is fine for a base model that has never seen the template, but a chat model would go on after its answers.
 
         Raises:
             ConfigError: if the template cannot render an answer.
@@ -364,7 +369,7 @@ class RewardTrainer(AnswerTrainer):
 class HeldoutAnswers:
     """Evaluator of a model's answers to held-out prompts, by the rewards of training.
 
-    `samples`, on rank 0, gets the first answers.
+    `samples`, which is given on rank 0, collects the first answers.
     """
 
     def __init__(
@@ -382,10 +387,10 @@ class HeldoutAnswers:
         self.weights = run.args.reward_weights or [1.0] * len(rewards)
 
     def evaluate(self, step: int, sampling: Sampling | None = None) -> dict[str, float]:
-        """Measure the mean `reward` of the most likely answers, or of drawn ones, each reward, and the `length` in tokens.
+        """Measure the means of `reward`, of each reward and of the `length` in tokens, for the most likely or drawn answers.
 
         Raises:
-            ConfigError: if a reward fails, or no reward says anything about any answer.
+            ConfigError: if a reward fails, or if all rewards are None for all answers.
         """
         run, args = self.run, self.run.args
         size, length = args.per_device_eval_batch_size, args.max_completion_length
@@ -428,4 +433,4 @@ class HeldoutAnswers:
 
 
 def ignore(*_: Any) -> None:
-    """Take what a reward wants to log; an evaluation logs the rewards alone."""
+    """Accept what a reward wants to log, and drop it: an evaluation logs only the rewards."""

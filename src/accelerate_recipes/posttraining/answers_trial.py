@@ -25,11 +25,12 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def answers_trial(args: Any, answer_length: int) -> Trial:
     """Make the trial of a GRPO run: answers of `answer_length` tokens to prompts of --max_prompt_length.
 
-    All answers of a process are drawn at once, before the first micro-batch. What trl computes besides without gradients,
-    from the first model with --beta, or once more with --num_iterations, needs less: a micro-batch at a time.
+    All answers of a process are drawn at once, before the first micro-batch. trl's other computations without gradients,
+    by the first model with --beta, or once more with --num_iterations, need less memory: they take one micro-batch at a
+    time.
 
     Raises:
-        NotSimulatedError: for settings with which the step is another one.
+        NotSimulatedError: for settings that change the step in ways that are not simulated.
         ConfigError: if an answer leaves no room for a prompt.
     """
     others = {
@@ -93,7 +94,7 @@ def draw_answers(
 ) -> None:
     """Draw answers of `length` tokens: read the prompts, then draw a first token and a last one, which stand for all others.
 
-    `generate` does the same for each token, with more rows in its cache each time. As with it, the parameters outside the
+    `generate` does the same for each token, with a longer cache each time. As in `generate`, the parameters outside the
     wrapped layers are gathered when drawing begins.
     """
     rows = len(batch["prompt_ids"]) * args.accumulation_steps(data_world_size())
@@ -124,10 +125,10 @@ def draw_answers(
 
 
 def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | None) -> tuple[Any, Any]:
-    """Draw the token after `ids`, of which the cache holds all but the last; without one, all are read.
+    """Draw the token after `ids`. The cache holds all of `ids` but the last; without a cache, all of `ids` are read.
 
     Returns:
-        The cache, and what the token was drawn from, which `generate` holds during its next pass.
+        The cache, and the tensors from which the token was drawn: `generate` holds these during its next pass.
     """
     mask = torch.ones_like(ids)
     mask[0, 0] = 0  # prompts have several lengths
@@ -145,7 +146,7 @@ def draw_token(model: Any, process: Callable, ids: torch.Tensor, cache: Cache | 
 
 
 def lengthen(cache: Cache, number: int) -> None:
-    """Add so many tokens to a cache."""
+    """Add `number` tokens to a cache."""
     for at, layer in enumerate(cache.layers):
         rows, heads, _, width = layer.keys.shape
         tokens = layer.keys.new_zeros(rows, heads, number, width)

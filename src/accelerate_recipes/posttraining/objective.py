@@ -1,4 +1,4 @@
-"""trl as a library: its trainers prepare rows, draw answers and compute losses, and `engine.train` trains by them.
+"""trl as a library: its trainers prepare rows, draw answers and compute losses, and `engine.train` trains with them.
 
 A recipe declares
 
@@ -7,9 +7,9 @@ A recipe declares
 
     class Trainer(Objective, SFTTrainer): ...
 
-`Args` has our arguments, which take precedence, and those that trl's config class adds, but none that it inherits from
-transformers. An `Objective` is never told to `train()`: it gives the engine rows in the order of the steps, and the sums
-and counts of each part of trl's loss.
+`Args` has our arguments, which take precedence, and those that trl's config class adds, but none that this class
+inherits from transformers. `train()` of an `Objective` is never called. It gives the engine rows in the order of the
+steps, and the sums and counts of each part of trl's loss.
 """
 
 import contextlib
@@ -70,10 +70,10 @@ REFERENCE = {"ref_chosen_logps", "ref_rejected_logps"}  # columns that DPOTraine
 
 
 class Collectives:
-    """Stand-in for an Accelerator, with what a loss of trl asks of it."""
+    """Stand-in for an Accelerator, with the attributes that trl's losses use."""
 
     is_main_process, parallelism_config = False, None
-    autocast = nullcontext  # the model's forward pass does it
+    autocast = nullcontext  # the model's forward pass has autocast itself
     gather = gather_for_metrics = staticmethod(gather)
     pad_across_processes, reduce = staticmethod(pad_across_processes), staticmethod(reduce)
 
@@ -87,7 +87,7 @@ class Collectives:
 
 
 def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, **attributes: Any) -> Any:
-    """Make a trainer that can only compute its loss, for a trial; what the loss reads, and is missing, is an error."""
+    """Make a trainer for a trial: it can only compute its loss. If the loss reads an attribute that is missing, it fails."""
     trainer: Any = trainer_class.__new__(trainer_class)
     model: Any = nn.Module()  # in training
     model.is_gradient_checkpointing = False
@@ -109,19 +109,20 @@ def bare(trainer_class: type["Objective"], args: Any, config: PreTrainedConfig, 
     )
     trainer.args.average_tokens_across_devices = False
     if getattr(args, "disable_dropout", False):
-        args.lora_dropout = 0.0  # of the adapters, which the trial's model gets later
+        args.lora_dropout = 0.0  # the trial's model gets its adapters later, by these `args`
     return trainer
 
 
 class WholeSteps(StepOrder):
-    """StepOrder without the last rows of the run that do not fill a step; with the answers to a prompt of GRPO as its rows.
+    """StepOrder without the last rows of the run if they do not fill a step. In GRPO, its rows are the answers to prompts.
 
-    Answers are drawn for --num_iterations steps.
+    A drawn answer is used for --num_iterations steps.
     """
 
-    # trl's losses gather a value for each row of a micro-batch, so all micro-batches must have the same size.
+    # trl's losses gather one value for each row of a micro-batch, so all micro-batches must have the same size.
 
     def rows(self, step: int) -> list[int]:
+        # GRPO: the next prompts come after `iterations` steps, and a prompt stands in the list once for each answer to it.
         args = self.args
         answers, iterations = of_a_prompt(args)
         prompts = args.total_batch_size // answers
@@ -130,7 +131,7 @@ class WholeSteps(StepOrder):
 
 
 def of_a_prompt(args: TrainArgs) -> tuple[int, int]:
-    """Return how many answers a row stands for, and in how many steps they are used: 1 and 1, but for GRPO."""
+    """Return how many answers a row stands for, and how many steps use them. Without GRPO, both are 1."""
     return getattr(args, "num_generations", 1), getattr(args, "num_iterations", 1)
 
 
@@ -163,7 +164,7 @@ class FirstRows(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """Collator of rows with their numbers: what `collate` makes of the rows, and the numbers as `row`."""
+    """Collator of numbered rows: returns what `collate` makes of the rows, and their numbers as `row`."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
 
@@ -176,15 +177,15 @@ def numbered_row(row: dict, number: int) -> tuple[int, dict]:
 
 
 def without_targets(row: dict, number: int) -> dict:
-    """Return a row as trl prepared it; number -1 gets no targets."""
+    """Return a row as trl prepared it; the row of number -1 loses its targets."""
     return row if number >= 0 else row | {"labels": [IGNORE_INDEX] * len(row["input_ids"])}
 
 
 @contextlib.contextmanager
 def hidden_mesh(accelerator: Accelerator) -> Iterator[None]:
-    """Hide that ranks share rows: trl 1.16 refuses packed ones, since Accelerate's own way would mix their documents.
+    """Hide from trl that ranks share rows. trl 1.16 refuses packed rows then, since Accelerate would mix their documents.
 
-    Ours (`sequence`) does not. tests/test_upstream.py fails once trl no longer asks.
+    `sequence`, which shares rows here, does not mix them. tests/test_upstream.py fails once trl no longer refuses them.
     """
     config, accelerator.state.parallelism_config = accelerator.state.parallelism_config, None
     try:
@@ -194,7 +195,7 @@ def hidden_mesh(accelerator: Accelerator) -> Iterator[None]:
 
 
 class Outputs:
-    """Model whose last outputs can be read, for parts of a loss that trl does not give apart."""
+    """Model that keeps its last outputs, for the parts of a loss that trl does not return separately."""
 
     last: Any
 
@@ -207,14 +208,14 @@ class Outputs:
 
 
 class Objective:
-    """Mixin that makes one of trl's trainers a library for the engine; put it before the trainer in a class's bases.
+    """Mixin that makes one of trl's trainers a library for the engine. Put it before the trainer in a class's bases.
 
-    `sum_parts` and `count_parts`, which the subclasses have, are the engine's `loss_fn` and `count_fn`.
+    Subclasses define `sum_parts` and `count_parts`, which are the engine's `loss_fn` and `count_fn`.
     """
 
     left_out: ClassVar[set[str]] = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
     order_class: ClassVar[type[StepOrder]] = WholeSteps
-    lengths: np.ndarray | None = None  # of the rows, if rows of similar length are trained together
+    lengths: np.ndarray | None = None  # lengths of the rows, if rows of similar length are trained together
     flops_fn: Callable[[PreTrainedModel], Flops] | None = None
     draw: DrawFn | None = None
 
@@ -232,16 +233,16 @@ class Objective:
     ):
         """Make trl's trainer with its other `settings`, and show the first rows.
 
-        With adapters, the rows of `new_tokens` are trained too. `heldout` shows the rows of an evaluation that is not of
-        trl's `eval_dataset`; `counts` are numbers of the recipe for the printed line.
+        With adapters, the embedding rows of `new_tokens` are trained too. `heldout` shows rows of an evaluation other
+        than that on trl's `eval_dataset`. `counts` are numbers of the recipe for the printed line.
         """
         self.counts = {"left out": 0} | (counts or {})
         self.run = run
         self.accelerator = run.accelerator
         check_trl_packing(config, model)
         run.adapter = add_adapters(model, run.args, new_tokens)
-        self.use_cache = model.config.use_cache  # transformers' Trainer switches it off in the model's config
-        if not sys.stderr.isatty():  # a job's log: plain lines
+        self.use_cache = model.config.use_cache  # transformers' Trainer switches this off in the model's config
+        if not sys.stderr.isatty():  # the log of a job gets plain lines
             os.environ["TQDM_DISABLE"] = "1"  # trl reads this
         self.base_stops = stops_of(model.generation_config)
         num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer)
@@ -261,15 +262,17 @@ class Objective:
                 super().__init__(model=model, args=config, processing_class=tokenizer, **settings)  # pyright: ignore[reportCallIssue]
         except ConfigError:
             raise
-        except (ValueError, TemplateError, TypeError) as error:  # TemplateError: of a chat template, or for bad rows
-            if isinstance(error, TypeError) and "Undefined" not in str(error):  # a template writes what a row lacks
+        except (ValueError, TemplateError, TypeError) as error:
+            # A TemplateError comes from a wrong chat template, or from wrong rows.
+            # A TypeError about Undefined comes from a template that writes a value which a row lacks.
+            if isinstance(error, TypeError) and "Undefined" not in str(error):
                 raise
             raise ConfigError(f"trl's trainer refuses this run: {error}") from error
-        # Trainer does this when training begins; the export is compared before.
+        # transformers' Trainer does this when training begins, but the rows are compared with the export before that.
         align_special_tokens(self.model, tokenizer)
         for parameter, data in adapter:
-            parameter.data = data  # trl 1.16 rounds it to bf16 beside a model in 4 bits: small updates would be lost
-        # The embedding may have rows to spare for them, which mean nothing as long as nobody trains them.
+            parameter.data = data  # trl 1.16 rounds it to bf16 for a model in 4 bits: small updates would be lost
+        # Even if the embedding has spare rows for new tokens, these rows mean nothing while they are not trained.
         if adapter and (len(tokenizer) != num_tokens or model.get_input_embeddings().num_embeddings != num_embeddings):
             raise ConfigError(
                 f"--chat_template_path {run.args.chat_template_path} is a model, whose tokens trl adds: the tokenizer had "
@@ -277,7 +280,7 @@ class Objective:
                 "embedding; give the template as a .jinja file"
             )
         self.remove_callback(PrinterCallback)
-        # The engine weighs the balance of experts itself: its mean is over micro-batches, not over targets.
+        # `sum_parts` returns the loss that balances experts as a separate part: its mean is over micro-batches, not targets.
         self.balance, self.router_aux_loss_coef = self.router_aux_loss_coef, 0.0
         self.counts["left out"] += len(settings["train_dataset"]) - len(self.train_dataset)
         for name, use in (("train_dataset", "train"), ("eval_dataset", "evaluate")):
@@ -295,7 +298,7 @@ class Objective:
 
     @contextlib.contextmanager
     def naming_rows(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-        """Say in which row of which file a conversation cannot be rendered, if that is why trl cannot prepare the rows.
+        """If trl cannot prepare the rows because a conversation cannot be rendered, say in which row of which file it is.
 
         Raises:
             ConfigError: naming the row.
@@ -312,24 +315,24 @@ class Objective:
             raise
 
     def examine(self) -> tuple[np.ndarray | int, dict[str, int]]:
-        """Check the prepared rows, and count their targets, and what else is worth saying; see `shown.count_line`.
+        """Check the prepared rows; return the counts of their targets, and other counts to print (see `shown.count_line`).
 
         Raises:
-            ConfigError: for rows that would not train what the export then does.
+            ConfigError: if the rows would train something else than the export then renders.
         """
         return len(self.train_dataset), self.counts
 
     def first_rows(
         self, rows: list[dict], trained: list[Rendering], ends: Iterable[int], **settings: Any
     ) -> TrainedRows:
-        """Make what is compared with the export, from rows as they were written and as they are trained."""
+        """Make the rows to compare with the export: each as it was written, and as it is trained."""
         defaults = {"text_field": "", "completion_only": False, "assistant_only": False, "template": None}
         args = self.run.args
         fixed = {name: value for name, value in args.values().items() if name in args.fixed_on_resume()}
         return TrainedRows(rows, trained, defaults | settings, sorted(ends), fixed)
 
     def compare_with_export(self, exported: Exported, first: TrainedRows) -> None:
-        """Compare the first rows with what the export will make of them, and keep them for a comparison with the export.
+        """Compare the first rows with how the export will render them, and keep them for a comparison with the real export.
 
         Raises:
             ConfigError: if they differ, and if a file of the user is in the way.
@@ -344,26 +347,26 @@ class Objective:
         return self.data_collator(rows)
 
     def complete_rows(self) -> None:
-        """Add to the rows what the model itself must compute. It is sharded, and has its first weights, on a resume too."""
+        """Add to the rows what the sharded model itself must compute. Even on a resume it still has its first weights."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: `run.prepare` moves the model, under FSDP only this process's part of it."""
+        """Do nothing: `run.prepare` moves the model; under FSDP, only this process's shard of it."""
 
     def _send_telemetry(self) -> None:
         """Do nothing: a run sends no telemetry."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do nothing: the run has its Accelerator already. Where trl sees FSDP, it loads a second model, whole on a rank."""
+        """Do nothing: the run has its Accelerator. If trl saw FSDP, it would load a second model, whole on each rank."""
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
     def fine_tune(self, evaluate_fn: EvaluateFn) -> list[dict]:
         """Shard the model, then train to the end; see `engine.train`.
 
         Returns:
-            The records of metrics.jsonl, of earlier parts of the run too.
+            The records of metrics.jsonl, including those of earlier parts of the run.
         """
         run = self.run
-        # Do this only now: trl changes model, settings and tokenizer until here.
+        # Not earlier: trl changes model, settings and tokenizer until here.
         run.prepare(self.model, self.processing_class, self.num_steps(), self.flops_fn)
         run.artifacts[0].use_cache = self.use_cache
         self.model_wrapped = run.model
@@ -381,7 +384,7 @@ class Objective:
         )
 
     def keep_reference(self) -> None:
-        """Keep what computes as the run's base does: the model without its adapters, or a second one, sharded like it."""
+        """Keep a reference model that equals the run's base: the model without its adapters, or a second, sharded model."""
         if self.run.adapter:
             self.ref_model = WithoutAdapters(self.run.model)
         else:
@@ -396,7 +399,8 @@ class Objective:
     def make_loader(self) -> StepLoader:
         """Make the loader of this rank's micro-batches, in the order of the steps."""
         run, rows = self.run, self.train_dataset
-        # What the reference says of a row differs in the last bits by the number of processes and the micro-batch.
+        # Leave the reference's values out of the checksum: their last bits depend on the number of processes and on the
+        # micro-batch.
         own = [name for name in rows.column_names if name not in REFERENCE]
         return make_train_loader(
             Rows(rows, numbered_row),
@@ -410,12 +414,12 @@ class Objective:
         )
 
     def balances(self, outputs: Outputs) -> list[torch.Tensor]:
-        """Return how far experts are from balance in a micro-batch, weighed; nothing if there are none."""
+        """Return the weighted loss that balances experts in a micro-batch, as a list; the list is empty without experts."""
         return [self.balance * outputs.last.aux_loss] if self.aux_loss_enabled else []
 
     def values(self, step: int) -> dict[str, float]:
-        """Return the means of what trl has gathered since the last log line, for the one after `step`."""
+        """Return the means of the values that trl has gathered since the last log line, for the line after `step`."""
         self.state.global_step = step
         values: dict[str, Any] = {}
-        self.log(values)  # trl adds its own
+        self.log(values)  # trl adds its values to the dict
         return {k: v for k, v in values.items() if isinstance(v, int | float) and k not in self.left_out}

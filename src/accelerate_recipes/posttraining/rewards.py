@@ -1,8 +1,8 @@
-"""Rewards of answers: functions of any Python file, or of trl, and GRPO's arguments.
+"""Rewards of answers: functions from any Python file or from trl.
 
-A reward is a function `f(prompts, completions, **columns) -> list`: for each answer a number, or None where it says
-nothing. `columns` are the other columns of the data, one value for each answer. A prompt and an answer are texts; where the
-prompts are conversations, they are lists of messages.
+A reward is a function `f(prompts, completions, **columns) -> list`. It returns a number for each answer, or None where
+it does not apply. `columns` are the other columns of the data, with one value for each answer. A prompt and an answer
+are texts; in conversations, they are lists of messages.
 """
 
 import ast
@@ -24,17 +24,17 @@ from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.generation import own_draws
 from accelerate_recipes.weights import seed_of
 
-LARGEST = 1e16  # reward: trl computes variances in fp32
+LARGEST = 1e16  # largest reward: trl computes variances in fp32
 BUILT_IN = ("accuracy_reward", "think_format_reward")
 MATH_VERIFY = "math-verify==0.9.0"
-# What trl passes to a reward besides the columns of the data.
+# Arguments that trl passes to a reward besides the columns of the data.
 NO_COLUMNS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) -> list[str]:
     """List what is wrong with the values of --rewards, one sentence each, without running their files.
 
-    `elsewhere` are folders that this machine does not see.
+    `elsewhere` are folders that this machine cannot see.
     """
     if not specs:
         return [f"--rewards is missing: give my_rewards.py:function, or one of {', '.join(BUILT_IN)}"]
@@ -67,7 +67,7 @@ def reward_problems(specs: Sequence[str], elsewhere: Sequence[str | Path] = ()) 
 
 
 def defined_names(file: Path) -> set[str]:
-    """Return the names that a Python file defines or imports at its top level; `*` if it imports all of another."""
+    """Return the names that a Python file defines or imports at its top level; `*` if it imports all names of a module."""
     found: set[str] = set()
     open_nodes: list[ast.AST] = [*ast.parse(file.read_bytes()).body]
     while open_nodes:
@@ -84,7 +84,7 @@ def defined_names(file: Path) -> set[str]:
 
 
 class Reward:
-    """Reward function that is called with what it takes, and whose errors and results are checked."""
+    """Reward function with checks: it gets only the arguments that it takes, and its errors and results are checked."""
 
     def __init__(self, name: str, function: Callable, *, takes_messages: bool = False):
         self.__name__, self.function, self.takes_messages = name, function, takes_messages
@@ -105,7 +105,8 @@ class Reward:
         passed = {"prompts": prompts, "completions": completions} | columns
         if not self.takes_all:
             passed = {name: value for name, value in passed.items() if name in self.takes}
-        # A function that seeds torch would make the model draw the same answers again. An evaluation has no state.
+        # The function gets random generators of its own: if it seeded torch's, the model would draw the same answers again.
+        # In an evaluation there is no trainer_state, and the step counts as -1.
         step = getattr(columns.get("trainer_state"), "global_step", -1)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         rewards = None
@@ -136,26 +137,26 @@ class Reward:
 
 
 def copied(value: Any) -> Any:
-    """Copy the lists and dicts of a nested value, which a reward may change."""
+    """Copy the lists and dicts in a nested value, because a reward may change them."""
     if isinstance(value, dict):
         return {name: copied(entry) for name, entry in value.items()}
     return [copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 def load_rewards(specs: Sequence[str], columns: Sequence[str]) -> list[Reward]:
-    """Load the functions of --rewards. This runs their files, each once.
+    """Load the functions of --rewards. This runs each of their files once.
 
-    `columns` are those of the data.
+    `columns` are the names of the data's columns.
 
     Raises:
-        ConfigError: if a file fails, a function is none, or it needs a column that the data lack.
+        ConfigError: if a file fails, if a name is no function, or if a function needs a column that the data lack.
     """
     files: dict[str, ModuleType] = {}
     rewards = []
     for spec in specs:
         file, _, name = spec.rpartition(":")
         if not file:
-            import trl.rewards  # imported here, since it imports math-verify
+            import trl.rewards  # not at the top, since it imports math-verify
 
             reward = Reward(name, getattr(trl.rewards, name), takes_messages=True)
         else:
@@ -183,7 +184,7 @@ def run_file(file: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that ends itself would end the run, as if it had succeeded
+    except (Exception, SystemExit) as error:  # SystemExit of the file would end the run, as if the run had succeeded
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"--rewards {file} failed when it was loaded: {type(error).__name__}: {first_line(error)} "
@@ -193,7 +194,7 @@ def run_file(file: str) -> ModuleType:
 
 
 def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Sum the rewards of one answer; None if none says anything."""
+    """Sum the weighted rewards of one answer; None if all are None."""
     said = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
     return sum(said) if said else None
 
@@ -202,7 +203,7 @@ def check_column_names(rows: datasets.Dataset, source: str) -> None:
     """Check that trl can pass all columns to the rewards.
 
     Raises:
-        ConfigError: for a column that is called like what trl passes besides.
+        ConfigError: for a column with the name of another argument that trl passes.
     """
     if taken := sorted(NO_COLUMNS & set(rows.column_names)):
         raise ConfigError(

@@ -11,7 +11,7 @@ from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 from accelerate_recipes.page import write_page
 
-MOST_STEPS = 200  # on the page; of more, it shows some, evenly spread
+MOST_STEPS = 200  # largest number of steps on the page; of more steps, it shows some, evenly spread
 STYLE = """body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; width: 100% } h2 { font-size: 1.05em; margin: 1.6em 0 .3em }
 th, td { text-align: left; vertical-align: top; padding: .25em .7em; border-top: 1px solid #ddd }
@@ -19,9 +19,9 @@ td.text { white-space: pre-wrap; overflow-wrap: anywhere } td.number { text-alig
 
 
 class Samples:
-    """Writer of the answers in an output directory; call it on rank 0 only.
+    """Writer of the answers in an output directory; use it only on rank 0.
 
-    A run that is resumed goes on after the answers of the checkpoint's step; later ones are dropped, and drawn anew.
+    A resumed run continues after the answers of the checkpoint's step; later answers are dropped, and drawn again.
     """
 
     def __init__(self, output_dir: Path, resumed_from: Path | None):
@@ -39,7 +39,7 @@ class Samples:
             file.write("".join(lines))
 
     def write_page(self) -> None:
-        """Write all answers so far as one page, the newest first."""
+        """Write all answers so far as one page, newest first."""
         rows = read_json_lines(self.path)
         groups = [(key, list(group)) for key, group in groupby(rows, key=lambda row: (row["step"], row["source"]))]
         every = -(-len(groups) // MOST_STEPS) or 1
