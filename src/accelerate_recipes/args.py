@@ -113,6 +113,9 @@ class TrainArgs(AdapterArgs):
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: metrics.jsonl only.")
+    text_only_export: bool = arg(
+        False, "Export the language model alone of a checkpoint that also reads images, without what was not trained."
+    )
     push_to_hub: str = arg(
         "", "Repository on the Hub, as ORG/NAME, to push the export to at the end; it is private if it is new."
     )
