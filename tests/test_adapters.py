@@ -25,8 +25,9 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
-from accelerate_recipes.adapters import NAME, add_adapters, base_tensors, merged, peft_name, targets
+from accelerate_recipes.adapters import NAME, add_adapters, merged, peft_name, targets
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.base import folder_of_base
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
 from accelerate_recipes.checkpoint.export import export, saved_tensors
@@ -38,6 +39,7 @@ from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.losses import count_next_tokens, next_token_loss
 from accelerate_recipes.metrics import num_weights
 from accelerate_recipes.models import load_model
+from accelerate_recipes.pretrained import mapped_weights
 from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 SCRIPT = CHILDREN / "toy.py"
@@ -579,7 +581,7 @@ def test_experts(tmp_path, name, in_parts):
     assert abs(wanted - before) > 0.01
     adapter = {key: parameter.detach() for key, parameter in trained.items()}
 
-    files = base_tensors(config)
+    files = mapped_weights(folder_of_base(config.base_model_name_or_path, config.revision))
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(MIXTURES[name])
     weight_named = merged(plain, files, adapter, config)
@@ -694,7 +696,8 @@ def test_new_rows(base, tmp_path, tied):
 def test_new_rows_and_a_bias(monkeypatch):
     """PEFT would leave the bias of an output layer out."""
     model = tiny_model("phi")
-    monkeypatch.setattr("accelerate_recipes.adapters.base_of", lambda config: {})
+    monkeypatch.setattr("accelerate_recipes.adapters.folder_of_base", lambda *base: None)
+    monkeypatch.setattr("accelerate_recipes.adapters.mapped_weights", lambda folder: {})
     with pytest.raises(ConfigError, match="the output layer of PhiForCausalLM has a bias, which PEFT leaves out"):
         add_adapters(model, toy.Args(model_name_or_path="phi", use_peft=True), [3])
 
@@ -749,7 +752,7 @@ def test_a_base_of_the_hub(base, monkeypatch, tmp_path):
     args = toy.Args(model_name_or_path="me/base", use_peft=True, merge_adapter=True)
     adapter = add_adapters(load_model(str(base), "sdpa"), args)
     assert adapter.base["revision"] == adapter.config.revision == "abc"
-    found = base_tensors(adapter.config)
+    found = mapped_weights(folder_of_base("me/base", adapter.config.revision))
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     torch.save({name.removeprefix("model."): tensor for name, tensor in weights.items()}, place / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"--merge_adapter: there is no model\.layers\.0\.mlp\.down_proj\.weight in"):

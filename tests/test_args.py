@@ -25,6 +25,7 @@ OURS = {
     "total_batch_size", "min_lr_ratio", "save_minutes", "keep_every_n_steps", "async_save", "step_timeout",
     "prefetch_layers", "checkpoint_every_n_layers", "activation_memory_budget", "reduce_dtype",
     "merge_adapter",
+    "text_only_export",
     "data_only",
 }  # fmt: skip
 
@@ -82,6 +83,7 @@ DEFAULTS = {
     "use_rslora": (False, None),
     "use_dora": (False, None),
     "merge_adapter": (False, None),
+    "text_only_export": (False, None),
     "push_to_hub": ("", None),
 }
 

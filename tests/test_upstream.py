@@ -128,6 +128,7 @@ TOUCHED = [
     (PreTrainedModel, "_init_weights", "weights", "the model's own rule for first values", "self module"),
     (PreTrainedModel, "_no_split_modules", "strategy", "what FSDP wraps by default", None),
     (PreTrainedModel, "_no_split_modules", "upstream", "without what holds the embedding", None),
+    (PreTrainedModel, "_keys_to_ignore_on_load_unexpected", "base", "heads that the export takes from its base", None),
     (PreTrainedModel, "_no_split_modules", "classifiers", "layers, not whole stages", None),
     (PreTrainedModel, "_init_weights", "deepvit", "first values of linear layers and norms", "self module"),
     (PreTrainedModel, "_input_embed_layer", "deepvit", "the embedding, which FSDP gathers alone", None),

@@ -140,6 +140,9 @@ def add_export_commands(commands: Any) -> None:
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
     out.add_argument("--max_shard_size", default="5GB", help="largest safetensors file, such as 500MB")
     out.add_argument("--merge_adapter", action="store_true", help="export the whole model with adapters merged in")
+    out.add_argument(
+        "--text_only_export", action="store_true", help="export the trained language model without the rest of its base"
+    )
     seen = commands.add_parser(
         "check-export", help="load an export with transformers alone, and print what it is and answers"
     )
@@ -198,10 +201,9 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     if reason := files.defect(args.checkpoint) or files.damage(args.checkpoint):
         raise ConfigError(f"{args.checkpoint}: {reason}")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype]
+    settings = {"merge_adapter": args.merge_adapter, "text_only": args.text_only_export}
     try:
-        export(
-            args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, merge_adapter=args.merge_adapter
-        )
+        export(args.checkpoint, args.out, dtype=dtype, max_shard_size=args.max_shard_size, **settings)
     except files.SaveError as error:
         raise ConfigError(str(error)) from None
     print(f"{args.out} holds the model of {args.checkpoint}")

@@ -17,7 +17,6 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -34,6 +32,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.adapter_args import ALL_LINEAR
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.base import described, folder_of_base, open_base, parts_in_files
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
@@ -56,7 +55,7 @@ class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
     config: "LoraConfig"
-    base: dict[str, str | None]  # the model of the adapters, as `base_of` describes it
+    base: dict[str, str | None]  # the model of the adapters, as `base.described` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
@@ -233,7 +232,8 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         use_dora=args.use_dora,
     )
     is_real = not any(parameter.is_meta for parameter in model.parameters())  # false on ranks that read no weights
-    base = on_first_rank(lambda: base_of(config) if is_real else {})
+    of_base = args.base_model, config.revision
+    base = on_first_rank(lambda: described(*of_base, mapped_weights(folder_of_base(*of_base))) if is_real else {})
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # without this, transformers' Trainer refuses a model in 4 bits
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -266,7 +266,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         with torch.device("meta"):
             plain = type(model)(model.config)
         weights = [weight_of(name, layer) for name, layer in layers.items()]
-        names_in_files(plain, base_tensors(config), weights + layers_with_new_rows(config))
+        names_in_base(plain, open_base(plain, *of_base).weights, weights + layers_with_new_rows(config))
     return Adapter(config, base)
 
 
@@ -312,43 +312,6 @@ def read_config(checkpoint: Path) -> "LoraConfig":
     return LoraConfig.from_pretrained(checkpoint)  # pyright: ignore[reportReturnType]
 
 
-def base_of(config: "LoraConfig") -> dict[str, str | None]:
-    """Describe the model that an adapter belongs to by `name`, `revision` and `checksum`; reads all its files.
-
-    The checksum covers each weight's name, shape, dtype and bytes, so it does not depend on the number of files. It is also
-    computed for a model on the Hub, since a commit does not say whether the files here are intact.
-
-    Raises:
-        ConfigError: if the model is not here, or cannot be read.
-    """
-
-    def described(weight: tuple[str, torch.Tensor]) -> str:
-        name, tensor = weight
-        content = xxhash.xxh3_128_hexdigest(tensor.flatten().view(torch.uint8).numpy())
-        return f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}\n"
-
-    with ThreadPoolExecutor() as threads:
-        weights = "".join(threads.map(described, sorted(base_tensors(config).items())))
-    checksum = xxhash.xxh3_128_hexdigest(weights.encode())
-    return {"name": config.base_model_name_or_path, "revision": config.revision, "checksum": checksum}
-
-
-def base_tensors(config: "LoraConfig") -> dict[str, torch.Tensor]:
-    """Open the weights of the model that an adapter belongs to; its files are mapped, not read.
-
-    Raises:
-        ConfigError: if the model is not here, or cannot be read.
-    """
-    name, revision = config.base_model_name_or_path, config.revision
-    place = cache.repository("model", name) / "snapshots" / revision if revision else Path(name)
-    if not any((place / file).is_file() for file in cache.WEIGHTS):
-        raise ConfigError(
-            f"{place.absolute()} holds no weights, but the adapter is to be merged into those of {name}; if that is a "
-            "relative path, start in the folder of the run"
-        )
-    return mapped_weights(place)
-
-
 def weight_of(name: str, layer: "LoraLayer") -> str:
     """Return the name of the weight that a PEFT layer adapts, in the model without adapters."""
     name = name.replace(".base_layer", "")  # PEFT wraps a module twice for two parameters
@@ -362,7 +325,7 @@ def is_of_experts(layer: "LoraLayer") -> bool:
     return isinstance(layer, ParamWrapper)
 
 
-def names_in_files(
+def names_in_base(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
 ) -> dict[str, list[str]]:
     """Map each weight's name in the model to its name in the files, or to the names of the parts that are joined into it.
@@ -372,10 +335,7 @@ def names_in_files(
     Raises:
         ConfigError: if the files use other names.
     """
-    found = {}
-    for name in weights:
-        of_model = {name: model.get_parameter(name)}
-        found[name] = list(of_model if name in base else revert_weight_conversion(model, of_model))
+    found = parts_in_files(model, base, weights)
     if lacking := {name for names in found.values() for name in names} - base.keys():
         raise ConfigError(
             f"--merge_adapter: there is no {min(lacking)} in the files of the model, which name weights otherwise than "
@@ -387,7 +347,7 @@ def names_in_files(
 def merged(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: "LoraConfig"
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that gives a weight by its name in the files of `base`, plus what its adapter adds, if any, in fp32.
+    """Return a function that gives a weight by its name in `base`, plus what its adapter adds, if any, in fp32.
 
     An embedding or output layer with new tokens gets their rows, and as many rows as that of `model`.
 
@@ -400,9 +360,9 @@ def merged(
     plain = copy.deepcopy(model)
     inject_adapter_in_model(replace(config, trainable_token_indices=None), model, NAME)
     layers = {weight_of(path, m): (path, m) for path, m in model.named_modules() if isinstance(m, LoraLayer)}
-    names = names_in_files(plain, base, layers)
+    names = names_in_base(plain, base, layers)
     weight_in = {name: weight for weight, parts in names.items() for name in parts}
-    extended = {name: weight for weight, (name,) in names_in_files(plain, base, layers_with_new_rows(config)).items()}
+    extended = {name: weight for weight, (name,) in names_in_base(plain, base, layers_with_new_rows(config)).items()}
 
     @lru_cache(2)
     def deltas(weight: str) -> dict[str, torch.Tensor]:

@@ -115,6 +115,9 @@ class TrainArgs(AdapterArgs):
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
+    text_only_export: bool = arg(
+        False, "Export only the language model of a checkpoint that also reads images, without the parts not trained."
+    )
     push_to_hub: str = arg(
         "", "Repository on the Hub, ORG/NAME, to which the export is pushed at the end; a new one is made private."
     )

@@ -20,6 +20,7 @@ from torch import nn
 
 from accelerate_recipes.agenda import Agenda, EvaluateFn
 from accelerate_recipes.checkpoint.files import SaveError, complete_checkpoints, step_of
+from accelerate_recipes.composites import check_tokens
 from accelerate_recipes.distributed import accumulate, clip_gradients
 from accelerate_recipes.errors import DataError, NonFiniteError
 from accelerate_recipes.life import stop
@@ -156,7 +157,11 @@ def train(
         # Retries on a failing network may take longer than the time limit of a step, so each retry restarts the clock.
         agenda.expect(f"the data of step {step + 1}", lambda: train_loader.counts().get("retries"))
         start = time.perf_counter()
-        batches = [on_this_rank(next(micro_batches), accelerator) for _ in range(accumulation_steps)]
+        batches = []
+        for _ in range(accumulation_steps):
+            batch = next(micro_batches)
+            check_tokens(batch, run.model)
+            batches.append(on_this_rank(batch, accelerator))
         data_seconds = time.perf_counter() - start
         agenda.expect(f"step {step + 1}")
         try:
@@ -251,6 +256,7 @@ def batches_to_evaluate(accelerator: Accelerator, model: nn.Module, batches: Ite
     model.eval()
     for batch in batches:
         stop.raise_if_requested(accelerator)
+        check_tokens(batch, model)
         yield on_this_rank(batch, accelerator)
     model.train()
 

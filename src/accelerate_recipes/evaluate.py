@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from accelerate_recipes.checkpoint.export import add_to_list, exported_files
+from accelerate_recipes.composites import is_composite
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
 from accelerate_recipes.hub import cache
@@ -87,6 +89,12 @@ def model_args(export: Path) -> dict[str, Any]:
         architectures = read_json(export / "config.json").get("architectures") or ["none"]
         if not architectures[0].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
             raise ConfigError(f"{export} is a {architectures[0]}; lm-evaluation-harness evaluates language models")
+        config = AutoConfig.from_pretrained(export, trust_remote_code=False)
+        if is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(
+                f"{export} is a {architectures[0]}, which lm-evaluation-harness does not load as a language model; export "
+                "the checkpoint with --text_only_export, and evaluate that"
+            )
         return {"pretrained": str(export)}
     settings = read_json(export / "adapter_config.json")
     name, revision = settings["base_model_name_or_path"], settings.get("revision")

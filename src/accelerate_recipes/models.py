@@ -7,10 +7,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.attention import choose
+from accelerate_recipes.composites import COMPOSITES, UNBALANCED, is_text_part, placeholders, text_part
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
-from accelerate_recipes.pretrained import Kind, load_config
+from accelerate_recipes.pretrained import (
+    Kind,
+    generation_config,
+    load_config,
+    load_text_config,
+    mapped_weights,
+    names_in_files,
+)
 from accelerate_recipes.probes import check_packing, sees_later_tokens
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_sharing
@@ -42,7 +50,7 @@ def load_model(
         ConfigError: for an attention, packed rows, or rows that ranks share, that the model's class does not support, and
             for a model that is no decoder.
     """
-    config = load_config(name)
+    config = load_text_config(name)
     changes = stretched_positions(config, name, stretch) if stretch else {}
     if changes and is_first():
         before = {field: getattr(config, field) for field in changes}
@@ -56,9 +64,20 @@ def load_model(
     if packed:
         config._attn_implementation = attention
         check_packing(config)
-    model = AutoModelForCausalLM.from_pretrained(
-        name, attn_implementation=attention, **changes, **settings, **cache.pinned(name)
-    )
+    if not is_text_part(config, load_config(name)):
+        settings |= changes | cache.pinned(name)
+        return tie_as_read(AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention, **settings))
+    with torch.device("meta"):
+        model = made(AutoModelForCausalLM, config)
+    files = mapped_weights(cache.folder("model", name))
+    weights = {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
+    settings |= {"config": config, "state_dict": weights, "attn_implementation": attention}
+    model = type(model).from_pretrained(None, **settings)
+    model.config.name_or_path = name
+    if is_first() and config.model_type in UNBALANCED:
+        print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
+    model.generation_config = generation_config(model, name)
+    model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     return tie_as_read(model)
 
 
@@ -89,7 +108,7 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise ConfigError(
             f"{name} is a {config.model_type}, which also reads images or sound; these recipes train models that read text "
-            "alone: give one of those"
+            f"alone, and the text part of a pretrained {', '.join(COMPOSITES[:-1])} or {COMPOSITES[-1]}: give one of those"
         )
     if config.is_encoder_decoder:
         raise ConfigError(
@@ -108,7 +127,7 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
         )
 
 
-CAUSAL = Kind(AutoModelForCausalLM, load_tokenizer, check_decoder)
+CAUSAL = Kind(AutoModelForCausalLM, load_tokenizer, check_decoder, part=text_part)
 
 
 def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:

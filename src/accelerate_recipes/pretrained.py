@@ -8,7 +8,7 @@ import contextlib
 import json
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from accelerate_recipes.composites import is_text_part, names_of_class, text_part
 from accelerate_recipes.deepvit import DeepViTConfig, DeepViTForImageClassification
 from accelerate_recipes.disk import checksum
 from accelerate_recipes.errors import ConfigError, first_line
@@ -76,6 +77,7 @@ class Kind:
     reader: Callable[[str], Any]  # loads what prepares the model's inputs: a tokenizer, or an image processor
     check: Callable[[PreTrainedConfig, str], None] = lambda config, name: None  # raises ConfigError for other models
     has_new_layer: bool = False  # the output layer may begin with random values
+    part: Callable[[PreTrainedConfig, str], PreTrainedConfig] = lambda config, name: config  # what is trained of it
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -104,6 +106,15 @@ def load_config(name: str) -> PreTrainedConfig:
             "much memory"
         )
     return config
+
+
+def load_text_config(name: str) -> PreTrainedConfig:
+    """Read the configuration of a pretrained causal language model, or that of the text part of a composite checkpoint.
+
+    Raises:
+        ConfigError: like `load_config`.
+    """
+    return text_part(load_config(name), name)
 
 
 def adapters_beside(name: str, file: Path) -> str:
@@ -153,7 +164,7 @@ def check_model(
     Raises:
         ConfigError: with the reason why it cannot be loaded.
     """
-    config = load_config(name)
+    config = kind.part(load_config(name), name)
     for field, value in (changes(config, name) if changes else {}).items():
         setattr(config, field, value)
     kind.check(config, name)
@@ -195,7 +206,8 @@ def silence() -> Iterator[None]:
 
 def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedModel:
     """Let transformers load weights without values into a model of the same class. Raises ConfigError, as `check_model`."""
-    weights = {weight: tensor.to("meta") for weight, tensor in mapped_weights(cache.folder("model", name)).items()}
+    files = mapped_weights(cache.folder("model", name))
+    weights = {weight: files[of_file].to("meta") for weight, of_file in names_in_files(model, name, files).items()}
     model_class: Any = type(model)
     settings = {"config": model.config, "state_dict": weights, "device_map": "meta"}
     settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are told
@@ -247,6 +259,16 @@ def first_names(names: Iterable[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
     return f"{', '.join(names[:NUM_NAMED])}{more}"
+
+
+def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) -> dict[str, str]:
+    """Map the names by which the class of a model knows weights to those in the files of the pretrained model `name`.
+
+    In a composite checkpoint only weights of the text part have such names.
+    """
+    if not is_text_part(model.config, load_config(name)):
+        return {weight: weight for weight in files}
+    return {weight: of_file for of_file, weight in names_of_class(model, files).items()}
 
 
 def mapped_weights(place: Path) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from accelerate_recipes import ranks
 from accelerate_recipes.adapters import Adapter, add_adapters
 from accelerate_recipes.args import Args
 from accelerate_recipes.attention import DOCUMENTS, choose, use_flash_3
+from accelerate_recipes.base import described, is_decoder, open_base, untrained
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
@@ -35,6 +36,7 @@ from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
 from accelerate_recipes.errors import printable
+from accelerate_recipes.hub import cache
 from accelerate_recipes.metrics import Flops, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
@@ -163,6 +165,22 @@ class Run(Generic[Args]):
         sharded, *_ = prepare(self.accelerator, model, self.args)
         return sharded.eval()
 
+    def rest_of_base(self, model: PreTrainedModel) -> dict[str, str | None] | None:
+        """Describe what the run does not train of the files that it begins with, and print it; call it on the first rank.
+
+        Returns:
+            What `base.described` does; None if the model holds all of them.
+        """
+        name = self.args.base_model
+        if not name or not is_decoder(model):
+            return None
+        revision = cache.pinned(name).get("revision")
+        rest = open_base(model, name, revision).rest
+        if not rest:
+            return None
+        self.print(untrained(rest, name))
+        return described(name, revision, rest)
+
     def release(self) -> None:
         """Free a sharded model, so that another one can be sharded."""
         del self.model, self.optimizer, self.first_units
@@ -189,6 +207,7 @@ class Run(Generic[Args]):
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
+        rest = on_first_rank(lambda: self.rest_of_base(model))
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
         if self.is_first:  # Published comes last, since it rewrites files that the others have written
@@ -217,6 +236,7 @@ class Run(Generic[Args]):
             self.artifacts,
             self.resumed_from,
             self.adapter,
+            self.adapter.base if self.adapter else rest,
         )
 
 
@@ -278,7 +298,8 @@ def finish(
         if result.bars:
             draw_run(run.output_dir / "result.png", records, result.bars, result.curves)
             places += f"   picture: {run.output_dir / 'result.png'}"
-        export(run.checkpointer.newest, out, description, merge_adapter=run.args.merge_adapter)
+        settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
+        export(run.checkpointer.newest, out, description, **settings)
         run.print(f"{result.text}\n{places}")
         if (run.output_dir / ROWS).exists():
             run.print(compare_rows(out, run.output_dir))

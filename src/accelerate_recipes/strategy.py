@@ -125,8 +125,9 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    wanted = names.split(",") if names else list(model._no_split_modules or [])
     present = {type(module).__name__ for module in model.modules()}
+    # A class may also name layers that only others have, see `upstream.leave_out_other_layers`.
+    wanted = names.split(",") if names else [name for name in model._no_split_modules or [] if name in present]
     title = type(model).__name__
     if not wanted:
         return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]

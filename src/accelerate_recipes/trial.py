@@ -18,7 +18,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_labels, count_next_tokens, sequence_to_sequence_loss
 from accelerate_recipes.models import new_model
-from accelerate_recipes.pretrained import load_config, output_is_embedding
+from accelerate_recipes.pretrained import load_text_config, output_is_embedding
 
 
 class NotSimulatedError(Exception):
@@ -79,7 +79,7 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
         NotSimulatedError: if it is not here, and cannot be downloaded.
     """
     try:
-        return load_config(args.base_model)
+        return load_text_config(args.base_model)
     except ConfigError as error:
         raise NotSimulatedError(f"this run: {error}") from error
 

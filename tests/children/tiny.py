@@ -1,7 +1,14 @@
 """Tiny models for tests: sizes in Llama's words, which the configuration of each architecture gets in its own."""
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -17,6 +24,80 @@ MORE = {
     "phi3": {"pad_token_id": 0, "eos_token_id": 2}, "gemma2": {"head_dim": 8}, "gemma3_text": {"head_dim": 8},
     "gpt_oss": {"head_dim": 8, "pad_token_id": 0, "eos_token_id": 2}, "qwen3": {"head_dim": 8},
 }  # fmt: skip
+
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+QWEN35 = LINEAR | {"head_dim": 8, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+WINDOWS = {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+# Sizes of a vision part.
+VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+QWEN_VIT = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+CLIP = VIT | {"model_type": "clip_vision_model", "image_size": 8}
+QWEN_TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+GEMMA_TOKENS = {"boi_token_index": 91, "eoi_token_index": 92}
+# For each composite type: fields of its text part, of its vision part, and of the whole.
+COMPOSITE = {
+    "gemma3": (WINDOWS, VIT | {"image_size": 8}, GEMMA_TOKENS | {"mm_tokens_per_image": 1, "image_token_index": 90}),
+    "gemma4": (
+        WINDOWS | {"global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100},
+        VIT | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16, "pooling_kernel_size": 2},
+        {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_config": None},
+    ),
+    "llama4": (
+        {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "interleave_moe_layer_step": 2, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": 2},
+        VIT | {"intermediate_size": 64, "image_size": 8, "vision_output_dim": 32, "projector_input_dim": 32,
+               "projector_output_dim": 32},
+        GEMMA_TOKENS | {"image_token_index": 90},
+    ),
+    "mistral3": (
+        {"model_type": "mistral", "head_dim": 8}, VIT | {"model_type": "pixtral", "head_dim": 8, "image_size": 8},
+        {"image_token_index": 90, "spatial_merge_size": 1},
+    ),
+    "qwen3_5": (QWEN35, QWEN_VIT, QWEN_TOKENS),
+    "qwen3_5_moe": (QWEN35 | EXPERTS | {"shared_expert_intermediate_size": 16}, QWEN_VIT, QWEN_TOKENS),
+    "qwen3_vl": (
+        {"head_dim": 8, "rope_parameters": MROPE}, QWEN_VIT | {"deepstack_visual_indexes": [0]}, QWEN_TOKENS
+    ),
+    "idefics3": ({"model_type": "llama"}, VIT | {"image_size": 8}, {"image_token_id": 90}),
+    "internvl": (
+        {"model_type": "qwen3", "head_dim": 8}, VIT | {"image_size": [8, 8], "patch_size": [4, 4]}, {"image_token_id": 90}
+    ),
+    "llava": ({"model_type": "llama"}, CLIP, {"image_token_index": 90}),
+    "llava_next": ({"model_type": "mistral", "head_dim": 8}, CLIP, {"image_token_index": 90, "image_grid_pinpoints": [[8, 8]]}),
+    "llava_onevision": (
+        {"model_type": "qwen2"}, VIT | {"model_type": "siglip_vision_model", "image_size": 8},
+        {"image_token_index": 90, "image_grid_pinpoints": [[8, 8]], "vision_feature_layer": -1},
+    ),
+    "qwen2_vl": (
+        {"rope_parameters": MROPE}, QWEN_VIT | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, QWEN_TOKENS
+    ),
+    "qwen2_5_vl": ({"rope_parameters": MROPE}, QWEN_VIT | {"fullatt_block_indexes": [0]}, QWEN_TOKENS),
+    "smolvlm": ({"model_type": "llama"}, VIT | {"image_size": 8}, {"image_token_id": 90}),
+    "vipllava": ({"model_type": "llama"}, CLIP, {"image_token_index": 90, "vision_feature_layers": [0]}),
+}  # fmt: skip
+
+
+def tiny_composite(model_type: str, vocab_size: int = 100, **changes: object) -> PreTrainedModel:
+    """Make a tiny model of a composite type, with random weights; `changes` are of the whole.
+
+    Its last ten tokens are for images.
+    """
+    text, vision, whole = COMPOSITE[model_type]
+    text = SIZES | text | {"vocab_size": vocab_size, "initializer_range": 0.1}
+    if "vocab_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = vocab_size
+    whole = {k: v + vocab_size - 100 if isinstance(v, int) and v >= 90 else v for k, v in whole.items()}
+    config = CONFIG_MAPPING[model_type](text_config=text, vision_config=vision, **whole | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config)
 
 
 def tiny_config(model_type: str = "llama", **changes: object) -> PreTrainedConfig:

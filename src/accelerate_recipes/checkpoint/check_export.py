@@ -204,7 +204,8 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         raise ConfigError(f"{export} is a checkpoint; `python -m accelerate_recipes export` turns it into an export")
     if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
         raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
-    if (export / "preprocessor_config.json").is_file():
+    names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None
+    if any(name.endswith("ForImageClassification") for name in names or ()):
         raise ConfigError(
             f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
         )
@@ -273,10 +274,11 @@ def ends_of_adapters(tokenizer: PreTrainedTokenizerBase, ends: Iterable[int], st
 def load_export(export: Path) -> transformers.PreTrainedModel:
     """Load a model of any kind. Adapters are loaded with their model, from the place that they name."""
     if not (export / "config.json").is_file():
-        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
+        from peft import AutoPeftModel, AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
         task = read_json(export / "adapter_config.json").get("task_type")
-        adapted = AutoPeftModelForSeq2SeqLM if task == "SEQ_2_SEQ_LM" else AutoPeftModelForCausalLM
+        kinds = {None: AutoPeftModel, "SEQ_2_SEQ_LM": AutoPeftModelForSeq2SeqLM}
+        adapted = kinds.get(task, AutoPeftModelForCausalLM)
         return adapted.from_pretrained(export)  # pyright: ignore[reportReturnType]
     names = read_json(export / "config.json").get("architectures") or []
     if len(names) != 1 or not hasattr(transformers, names[0]):

@@ -107,6 +107,7 @@ class Checkpointer:
     artifacts: Sequence[Any]  # objects with `save_pretrained`: configuration, tokenizer, generation config
     resumed_from: Path | None
     adapter: adapters.Adapter | None = None  # if given, only trained parameters are saved
+    base: dict[str, str | None] | None = None  # what an export takes the rest from, as `base.described` describes it
     newest: Path | None = None
     data_states: list[dict] = field(default_factory=list)  # after `resume`: the `data_state` of each rank
 
@@ -270,7 +271,7 @@ class Checkpointer:
             "strategy": strategy_name(self.accelerator),
             "mixed_precision": self.accelerator.mixed_precision,
             "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
-            "base_model": self.adapter.base if self.adapter else None,
+            "base_model": self.base,
             "model_checksum": self.model_checksum,
             "versions": {
                 module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
@@ -294,8 +295,7 @@ class Checkpointer:
         checkpoint = self.newest = self.resumed_from
         marker = read_marker(checkpoint)
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        if self.adapter:
-            on_first_rank(lambda: check_base(checkpoint, marker, self.adapter.base))
+        on_first_rank(lambda: check_base(checkpoint, marker, self.base))
         model_state, optimizer_state = self._trained_state()
         state = {"model": model_state, "optimizer": optimizer_state}
         check_shapes(checkpoint, model_state)

@@ -13,24 +13,28 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from accelerate_recipes import adapters
+from accelerate_recipes.base import Base, described, folder_of_base, open_base, untrained
 from accelerate_recipes.checkpoint.files import (
     EXPORT,
     SaveError,
     check_base,
+    holds_adapter,
     is_of_the_disk,
     read_marker,
     unfinished_export,
 )
+from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.composites import places_of_parts
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.pretrained import model_checksum, model_class, output_is_embedding
+from accelerate_recipes.pretrained import mapped_weights, model_checksum, model_class, output_is_embedding
 
 
 def export(
@@ -40,6 +44,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     merge_adapter: bool = False,
+    text_only: bool = False,
 ) -> None:
     """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
 
@@ -48,6 +53,9 @@ def export(
 
     Adapters become a folder for PEFT. With `merge_adapter` the folder holds the whole model, whose weights are read one by
     one from the files of the adapters' model, and the adapters themselves in `adapter/`.
+
+    What a run does not train of its base, such as the vision part of a composite checkpoint, is copied from the base's
+    files. With `text_only` the export holds the trained model alone.
 
     `out` may be an earlier export, which the new one replaces when it is whole.
 
@@ -59,12 +67,12 @@ def export(
     if checkpoint in (out, *out.parents) or out in checkpoint.parents:
         raise ConfigError(f"{out} is, holds or lies in the checkpoint {checkpoint}; give another folder")
     arguments = yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
-    base = arguments.get("model_name_or_path", "")
-    check_replaceable(out, base)
+    began_with = arguments.get("model_name_or_path", "")
+    check_replaceable(out, began_with)
     if is_same_model(checkpoint, str(out)):  # where the path of the base is relative to another folder
         raise ConfigError(is_needed(out))
     marker = read_marker(checkpoint)
-    is_adapter = marker.get("base_model") is not None
+    is_adapter = holds_adapter(marker)
     if merge_adapter and not is_adapter:
         raise ConfigError(f"{checkpoint} holds a whole model: there is no adapter to merge")
     if merge_adapter and arguments.get("load_in_4bit"):
@@ -74,21 +82,26 @@ def export(
         )
     if is_adapter and dtype and not merge_adapter:
         raise ConfigError(f"{checkpoint} holds adapters, which stay in fp32; a dtype is for the merged model")
-    if merge_adapter:
-        check_base(checkpoint, marker, adapters.base_of(adapters.read_config(checkpoint)))
+    if is_adapter and text_only and not merge_adapter:
+        raise ConfigError(
+            f"{checkpoint} holds adapters, and no other part of their model; leave out --text_only_export"
+        )
+    base = None
+    if marker.get("base_model") and (merge_adapter or not (is_adapter or text_only)):
+        base = base_of(checkpoint, marker)
     unfinished = unfinished_export(out)
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         list_files(unfinished)
-        write_export(checkpoint, marker, unfinished, description, dtype, max_shard_size, merge_adapter)
+        write_export(checkpoint, marker, unfinished, description, dtype, max_shard_size, merge_adapter, base, text_only)
         list_files(unfinished)
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if is_of_the_disk(error):
             raise SaveError(f"{out} could not be written: {error}") from None
         raise
-    check_replaceable(out, base)  # check again: writing took some time
+    check_replaceable(out, began_with)  # check again: writing took some time
     try:
         remove_export(out)
         unfinished.rename(out)
@@ -104,33 +117,61 @@ def write_export(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     merge_adapter: bool,
+    base: Base | None,
+    text_only: bool,
 ) -> None:
     """Fill the folder of an export; see `export`."""
-    is_adapter = marker.get("base_model") is not None
+    is_adapter = holds_adapter(marker)
     left_out = {"data.json"}
     if is_adapter:  # the other kind's file would mislead `from_pretrained`
-        left_out.add("adapter_config.json" if merge_adapter else "config.json")
+        left_out |= {"adapter_config.json"} if merge_adapter else {"adapter_config.json", "config.json"}
     for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".py", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, out / name)  # a checkpoint's mode may be another, such as read-only
-    if merge_adapter:
-        (out / "adapter").mkdir()
-        shutil.copyfile(checkpoint / "adapter_config.json", out / "adapter/adapter_config.json")
+    is_whole = base is not None and not text_only
+    for name in marker["files"]:
+        if is_whole and name.startswith(f"{COMPOSITE}/"):
+            shutil.copyfile(checkpoint / name, out / Path(name).name)
     if is_adapter:
-        write_adapter(checkpoint, out / "adapter" if merge_adapter else out)
+        folder = out / "adapter" if merge_adapter else out
+        folder.mkdir(exist_ok=True)
+        write_adapter(checkpoint, folder)
+        if (checkpoint / COMPOSITE).is_dir() and not text_only:
+            move_to_whole(checkpoint, folder)
+        else:
+            shutil.copyfile(checkpoint / "adapter_config.json", folder / "adapter_config.json")
     if merge_adapter or not is_adapter:
         if dtype is None:
             dtype = (
                 torch.bfloat16 if computes_in_bf16(marker["mixed_precision"]) else getattr(torch, marker["param_dtype"])
             )
-        write = write_merged if merge_adapter else write_safetensors
-        write(checkpoint, out, dtype, max_shard_size)
+        if merge_adapter:
+            assert base is not None
+            write_merged(checkpoint, out, dtype, max_shard_size, base, text_only)
+        else:
+            write_safetensors(checkpoint, out, dtype, max_shard_size, base if is_whole else None)
         config = read_json(out / "config.json")
-        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")  # transformers 4 reads the latter
+        for part in (config, config.get("text_config", {})):
+            said = {"dtype", "torch_dtype"} & part.keys()  # transformers 4 reads the latter
+            if part is config and not (is_whole and said):
+                said = {"dtype", "torch_dtype"}
+            part |= dict.fromkeys(sorted(said), str(dtype).removeprefix("torch."))
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if base and is_whole and base.rest:
+        description += f" {untrained(base.rest, marker['base_model']['name'])}."
     (out / "README.md").write_text(model_card(checkpoint, description), encoding="utf-8")
+
+
+def base_of(checkpoint: Path, marker: dict) -> Base:
+    """Open the model that the run of a checkpoint began with. Raises ConfigError if its weights are others now."""
+    name, revision = marker["base_model"]["name"], marker["base_model"]["revision"]
+    model, _ = model_on_meta(checkpoint)
+    base = open_base(model, name, revision)
+    weights = mapped_weights(folder_of_base(name, revision)) if holds_adapter(marker) else base.rest
+    check_base(checkpoint, marker, described(name, revision, weights))
+    return base
 
 
 def check_shard_size(text: str) -> None:
@@ -250,7 +291,8 @@ def model_card(checkpoint: Path, description: str) -> str:
     """Write the README.md of an export: what was trained, the result, and the arguments."""
     arguments = (checkpoint / "args.yaml").read_text(encoding="utf-8")
     marker = read_marker(checkpoint)
-    if base := marker.get("base_model"):
+    base = marker["base_model"] if holds_adapter(marker) else None
+    if base:
         at = f" at commit {base['revision']}" if base["revision"] else ""
         description += f" Low-rank adapters of {base['name']}{at}, by PEFT."
     records = read_json_lines(checkpoint / "metrics.jsonl")
@@ -280,6 +322,7 @@ def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
     """Write how adapters with rows of new tokens are loaded; an empty text for others, which need nothing special."""
     if not adapters.read_config(checkpoint).trainable_token_indices:
         return ""
+    kind = "AutoModelForImageTextToText" if (checkpoint / COMPOSITE).is_dir() else "AutoModelForCausalLM"
     number = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config().vocab_size
     revision = f', revision="{base["revision"]}"' if base["revision"] else ""
     return f"""
@@ -287,64 +330,99 @@ The adapters hold the rows of new tokens, for which their model needs room befor
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import {kind}
 
-model = AutoModelForCausalLM.from_pretrained("{base["name"]}"{revision})
+model = {kind}.from_pretrained("{base["name"]}"{revision})
 model.resize_token_embeddings({number})
 model = PeftModel.from_pretrained(model, folder)  # that of adapter_config.json
 ```
 """
 
 
-def write_safetensors(checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str) -> None:
+def write_safetensors(
+    checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str, base: Base | None = None
+) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
-    Weights are named and divided as published files of such a model have them: transformers 5 joins the experts of a layer
-    when it reads them, older versions and other programs do not. Reads one shard of `max_shard_size` bytes at a time.
+    With `base`, weights are named as in its files, and its rest is written too. Otherwise they are named and divided as
+    published files of such a model have them: transformers 5 joins the experts of a layer when it reads them, older versions
+    and other programs do not. Reads one shard of `max_shard_size` bytes at a time.
     Floating-point weights are converted to `dtype`; None: as saved.
     """
     model, tied = model_on_meta(checkpoint)
     saved = {name: converted(t, dtype) for name, t in saved_tensors(checkpoint).items() if name not in tied}
     if missing := set(model.state_dict()) - tied - set(saved):
         raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
+
+    def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: tensor} if base and name in base.files else revert_weight_conversion(model, {name: tensor})
+
     tensors, source = {}, {}
     for name, tensor in saved.items():
-        parts = revert_weight_conversion(model, {name: tensor})
+        parts = parts_of(name, tensor)
         tensors |= parts
         source |= dict.fromkeys(parts, name)
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         whole = read_state(checkpoint, {source[name]: saved[source[name]] for name in wanted})
-        parts = revert_weight_conversion(model, whole)
+        parts = {part: value for name, tensor in whole.items() for part, value in parts_of(name, tensor).items()}
         return {name: parts[name].contiguous() for name in wanted}
 
-    write_shards(tensors, read, out, dtype, max_shard_size)
+    write_shards(tensors, read, out, max_shard_size, base)
 
 
-def write_merged(checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+def write_merged(
+    checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str, base: Base, text_only: bool
+) -> None:
     """Write the model that the adapters of `checkpoint/state` belong to, with them merged in.
 
     Weights are named as in that model's files, which are mapped into memory; at most one shard is kept.
     """
     config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
-    base = adapters.base_tensors(config)
     model, tied = model_on_meta(checkpoint)
-    tensors = {name: torch.empty_like(t, device="meta") for name, t in base.items() if name not in tied}
-    new_rows = adapters.names_in_files(model, base, adapters.layers_with_new_rows(config))
+    tensors = {name: converted(t.to("meta"), dtype) for name, t in base.weights.items() if name not in tied}
+    new_rows = adapters.names_in_base(model, base.weights, adapters.layers_with_new_rows(config))
     for weight, (name,) in new_rows.items():
         tensors[name] = torch.empty_like(model.get_parameter(weight), dtype=tensors[name].dtype)
-    weight_named = adapters.merged(model, base, adapter, config)
+    weight_named = adapters.merged(model, base.weights, adapter, config)
 
     def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: weight_named(name).to(tensor.dtype).contiguous() for name, tensor in wanted.items()}
 
-    write_shards(tensors, read, out, dtype, max_shard_size)
+    write_shards(tensors, read, out, max_shard_size, None if text_only else base)
 
 
 def write_adapter(checkpoint: Path, out: Path) -> None:
     """Write the adapters of `checkpoint/state` as PEFT does, in fp32."""
     tensors = {adapters.peft_name(name): tensor for name, tensor in read_adapter(checkpoint).items()}
     save_tensors(tensors, out / "adapter_model.safetensors")
+
+
+def move_to_whole(checkpoint: Path, folder: Path) -> None:
+    """Rewrite the files of adapters in `folder`, so that PEFT loads them into the whole composite model, not its text part.
+
+    Layers of other parts may have the same names, and get no adapters.
+    """
+    model, _ = model_on_meta(checkpoint)
+    settings = AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(settings)
+    places = places_of_parts(model, whole.state_dict())
+
+    def name_in_whole(name: str) -> str:
+        return next((place + name.removeprefix(part) for part, place in places.items() if name.startswith(part)), name)
+
+    tensors = {name_in_whole(name): tensor for name, tensor in read_adapter(checkpoint).items()}
+    save_tensors({adapters.peft_name(name): t for name, t in tensors.items()}, folder / "adapter_model.safetensors")
+    config = adapters.read_config(checkpoint)
+    inside, ends = ("|".join(map(re.escape, sorted(names))) for names in (places.values(), config.target_modules or ()))
+    config.target_modules = rf"({inside})(.*\.)?({ends})"
+    rows = config.trainable_token_indices
+    if isinstance(rows, dict):
+        config.trainable_token_indices = {name_in_whole(f"{layer}.").rstrip("."): ids for layer, ids in rows.items()}
+    config.task_type = None  # by which PEFT would choose another class
+    config.auto_mapping = {"base_model_class": type(whole).__name__, "parent_library": "transformers"}
+    config.save_pretrained(str(folder))
 
 
 def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -387,20 +465,29 @@ def write_shards(
     tensors: dict[str, torch.Tensor],
     read: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
     out: Path,
-    dtype: torch.dtype | None,
     max_shard_size: int | str,
+    base: Base | None,
 ) -> None:
-    """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard."""
-    tensors = {name: converted(tensor, dtype) for name, tensor in tensors.items()}
+    """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard.
+
+    With `base`, they are named as in its files, and its rest is written too, as it is.
+    """
+    rest = base.rest if base else {}
+    own = {base.files.get(name, name) if base else name: name for name in tensors}
+
+    def values(names: list[str]) -> dict[str, torch.Tensor]:
+        trained = read({own[name]: tensors[own[name]] for name in names if name in own})
+        return {name: trained[own[name]] if name in own else rest[name] for name in names}
+
     plan = split_state_dict_into_shards_factory(
-        tensors,
+        {name: tensors[weight] for name, weight in own.items()} | {name: t.to("meta") for name, t in rest.items()},
         get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
         # Do not assign the shard to a name: it would live until the next one is read.
-        save_tensors(read({name: tensors[name] for name in names}), out / filename)
+        save_tensors(values(names), out / filename)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -144,18 +144,23 @@ def is_of_the_disk(error: Exception) -> bool:
     return isinstance(error, OSError | SafetensorError) or type(error) is Exception
 
 
-def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None]) -> None:
-    """Check that the adapters of a checkpoint belong to this model, which `base` describes (see `adapters.base_of`).
+def holds_adapter(marker: dict) -> bool:
+    """Tell whether the checkpoint of a marker holds adapters rather than a whole model."""
+    return "adapter_config.json" in marker["files"]
+
+
+def check_base(checkpoint: Path, marker: dict, base: dict[str, str | None] | None) -> None:
+    """Check that a checkpoint, which may not hold all of its model, belongs to this base, as `base.described` describes it.
 
     Raises:
-        ConfigError: if they were trained in a model with other weights, even of the same name.
+        ConfigError: if it was trained from a model with other weights, whatever its name.
     """
     before = marker.get("base_model")  # absent for a whole model, where names are compared
-    if before and before["checksum"] != base["checksum"]:
-        was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base))
+    if before and (base is None or before["checksum"] != base["checksum"]):
+        was, now = (f"{b['name']} ({b['revision'] or 'a folder'})" for b in (before, base or before))
         raise ConfigError(
-            f"{checkpoint} holds adapters of {was}; {now} has other weights now. Restore the weights that "
-            "the adapters were trained in, or train anew in another --output_dir"
+            f"{checkpoint} holds {'adapters' if holds_adapter(marker) else 'the trained part'} of {was}; {now} has other "
+            "weights now. Restore the weights that it was trained from, or train anew in another --output_dir"
         )
 
 

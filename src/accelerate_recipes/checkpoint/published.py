@@ -13,12 +13,20 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from accelerate_recipes.composites import is_text_part
 from accelerate_recipes.disk import read_json
 from accelerate_recipes.hub import cache
+from accelerate_recipes.pretrained import load_config, load_text_config
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 CARRIED = (*cache.TOKENIZERS, "merges.txt", "tekken.json", TOKENIZER_CONFIG, SPECIAL, ADDED)
+# Folder in a checkpoint with the settings of the composite checkpoint that the run began with, and files of its processor.
+COMPOSITE = "composite"
+TEMPLATE = "chat_template.json"  # of processors of version 4
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", TEMPLATE)
+# Fields that a text part has for itself.
+OF_CLASS = {"architectures", "dtype", "model_type", "_name_or_path", "transformers_version", "use_cache"}
 # What a program that cuts or pads rows by itself has left in its tokenizer.
 STATE = {"truncation": None, "padding": None}
 # Other names of fields in version 4, by type of model.
@@ -26,6 +34,7 @@ OLD_NAMES = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
+OLD_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 class Published:
@@ -40,6 +49,8 @@ class Published:
         self.files = (
             tokenizer_files(tokenizer) if isinstance(tokenizer, PreTrainedTokenizerBase) else written(tokenizer)
         )
+        if is_from_composite(config):
+            self.files |= composite_files(config, tokenizer)
 
     def save_pretrained(self, folder: str | Path) -> None:
         for name, content in self.files.items():
@@ -58,6 +69,36 @@ class Published:
         if "tie_word_embeddings" in now:
             settings["tie_word_embeddings"] = now["tie_word_embeddings"]
         write_json(file, with_older_fields(settings))
+
+
+def is_from_composite(config: PreTrainedConfig) -> bool:
+    """Tell whether a configuration is of the text part of the composite checkpoint that it names."""
+    name = config.name_or_path
+    return bool(name and cache.folder("model", name)) and is_text_part(config, load_config(name))
+
+
+def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return settings and processor files of the composite checkpoint whose text part has this configuration, by name.
+
+    They are the base's, with the fields of the text part and the chat template that the run has changed.
+    """
+    name = config.name_or_path
+    place = cache.folder("model", name)
+    assert place is not None
+    files = {file: (place / file).read_bytes() for file in (CONFIG, *PROCESSORS) if (place / file).is_file()}
+    base = json.loads(files[CONFIG])
+    before, now = whole_content(load_text_config(name)), whole_content(config)
+    changed = {field: value for field, value in now.items() if before.get(field) != value and field not in OF_CLASS}
+    if changed and "text_config" in base:
+        # The same field may also stand beside the text part.
+        repeated = {field: value for field, value in changed.items() if base.get(field, ...) == before.get(field)}
+        files[CONFIG] = as_bytes(base | repeated | {"text_config": base["text_config"] | changed})
+    elif changed:  # an older Qwen2-VL has the fields of its text part beside the others
+        files[CONFIG] = as_bytes(base | changed)
+    template = tokenizer.chat_template
+    if TEMPLATE in files and template != AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template:
+        files[TEMPLATE] = as_bytes({"chat_template": template})
+    return {f"{COMPOSITE}/{file}": content for file, content in files.items()}
 
 
 def config_of_base(name: str) -> tuple[dict, dict]:
@@ -98,8 +139,8 @@ def older_rope(rope: dict) -> dict:
         found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
     apart = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in rope.items() if name not in apart}
-    if "rope_type" not in scaling:
-        return found
+    if scaling.get("rope_type") not in OLD_ROPES:  # no version 4 knows the model
+        return {}
     if scaling["rope_type"] == "longrope":  # a Phi-3 of version 4 has these names, and no others
         found["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
         scaling["type"] = scaling.pop("rope_type")

@@ -8,15 +8,20 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.base import is_decoder, open_base
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.disk import existing
+from accelerate_recipes.hub import cache
 from accelerate_recipes.optim import checkpoint_bytes
 
 
-def space_needed(args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None) -> tuple[int, str]:
+def space_needed(
+    args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None, rest: int = 0
+) -> tuple[int, str]:
     """Compute the bytes that future checkpoints and the export add to the output directory, and say how they are counted.
 
-    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged.
+    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged. The export also takes the
+    `rest` of its base, in bytes.
 
     If the number of steps is not known, this is a lower bound.
     """
@@ -32,11 +37,21 @@ def space_needed(args: TrainArgs, num_parameters: int, trained: int, state_dict_
         # An old checkpoint is removed only when the new one is complete.
         at_once = min(saves, args.save_total_limit + bool(args.metric_for_best_model) + 1 + kept)
     coming = max(0, at_once - len(present))
-    export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize
+    export = (num_parameters if args.merge_adapter else trained) * args.param_dtype.itemsize + rest
     return (
         coming * size + export,
         f"{coming} checkpoint{'s' * (coming != 1)} of {gib(size)} and the export of {gib(export)}",
     )
+
+
+def bytes_of_rest(args: TrainArgs, models: Sequence[PreTrainedModel]) -> int:
+    """Count the bytes of what the export takes from the base's files, if they are here; `models` begins with the base."""
+    name = args.base_model
+    is_left_out = args.text_only_export or (args.use_peft and not args.merge_adapter)
+    if is_left_out or not name or not models or not is_decoder(models[0]) or cache.lacking(cache.HubModel(name)):
+        return 0
+    rest = open_base(models[0], name, cache.pinned(name).get("revision")).rest
+    return sum(tensor.nbytes for tensor in rest.values())
 
 
 def gib(size: int) -> str:
@@ -51,7 +66,7 @@ def space_problems(
     num_parameters, trained = (
         sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)
     )
-    needs, counted = space_needed(args, num_parameters, trained, state_dict_type)
+    needs, counted = space_needed(args, num_parameters, trained, state_dict_type, bytes_of_rest(args, models))
     needed_space = f"{output_dir} needs {gib(needs)} for {counted}"
     of_adapters = f", of which {trained:,} are trained" if trained < num_parameters else ""
     line = f"Parameters: {num_parameters:,}{of_adapters}; {needed_space}"

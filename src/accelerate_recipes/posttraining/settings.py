@@ -25,7 +25,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import Range
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import load_model, new_model
-from accelerate_recipes.pretrained import load_config
+from accelerate_recipes.pretrained import load_text_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
@@ -147,7 +147,7 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
 def make_model(args: TrainerArgs) -> PreTrainedModel:
     """Load the model; with --data_only make it on the meta device, without weights."""
     if args.data_only:
-        config = load_config(args.model_name_or_path)
+        config = load_text_config(args.model_name_or_path)
         model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
         with contextlib.suppress(OSError):  # a model may have none; it names the tokens that end an answer
             name = args.model_name_or_path
@@ -209,6 +209,12 @@ def make_or_load_model(
         model = make_model(args)
         num_embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
         added = range(num_embeddings, len(tokenizer))
+        of_layers = getattr(model.config, "vocab_size_per_layer_input", None)
+        if added and of_layers:
+            raise ConfigError(
+                f"the tokenizer has {len(tokenizer)} tokens, {args.model_name_or_path} has room for {num_embeddings}, and "
+                f"its embedding of each layer ({of_layers} tokens) cannot grow; leave out --new_tokens, or give another"
+            )
         if added:
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed_of("new rows", args.seed))

@@ -17,6 +17,7 @@ from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import new_config
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.check_export import Exported, as_exported
+from accelerate_recipes.composites import placeholders, stands_for_image
 from accelerate_recipes.data.conversations import (
     EVERYTHING,
     NUM_COMPARED,
@@ -27,13 +28,14 @@ from accelerate_recipes.data.conversations import (
 )
 from accelerate_recipes.data.files import check_texts_or_messages
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
-from accelerate_recipes.data.rendering import SETTINGS, Rendering, shown_ends, tokens_without_weight
+from accelerate_recipes.data.rendering import NUM_SHOWN, SETTINGS, Rendering, shown_ends, tokens_without_weight
 from accelerate_recipes.data.rows import StepOrder, num_steps
-from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.errors import ConfigError, DataError, error_list
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.metrics import Flops, flops_per_token
 from accelerate_recipes.posttraining.objective import Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import pad_multiple, with_fused_head
+from accelerate_recipes.pretrained import load_config
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -87,6 +89,25 @@ def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
+def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, base_model: str) -> None:
+    """Check that no token of tokenised rows stands for an image in the model that a run begins with.
+
+    Raises:
+        DataError: with row and token.
+    """
+    known = placeholders(load_config(base_model)) if base_model else {}
+    start = 0
+    for lengths, ids in chunks_of(rows, "input_ids") if known else ():
+        found = np.isin(ids, [*known]).nonzero()[0]
+        if len(found):
+            ends = lengths.cumsum()
+            row, token = int(ends.searchsorted(found[0], "right")), int(ids[found[0]])
+            begin = int(ends[row] - lengths[row])
+            before: Any = tokenizer.decode(ids[max(begin, found[0] - NUM_SHOWN) : found[0]])
+            raise DataError(stands_for_image(start + row, int(found[0]) - begin, token, known[token], before))
+        start += len(lengths)
+
+
 class SupervisedTrainer(Objective, SFTTrainer):
     """trl's SFTTrainer, which checks before training that the export will render the rows as they are trained.
 
@@ -108,6 +129,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
         with self.naming_rows(tokenizer):
             whole: Any = super()._prepare_dataset(rows, tokenizer, whole_rows, False, None, name)
             columns = [column for column in ("prompt", "messages", "completion") if column in rows.column_names]
+            check_no_placeholders(whole, tokenizer, self.run.args.base_model)
             if config.assistant_only_loss and has_unweighted(rows, columns, name):
                 given = {"tokenizer": tokenizer, "template": self.chat_template, "columns": columns}
                 with global_then_local_main_first():

@@ -1,0 +1,127 @@
+"""Checkpoints that hold more than a language model, such as one that also sees images: their text part is trained alone.
+
+It is made and loaded as the class that transformers has for it; the other parts are not loaded. That class and the files
+name weights differently, and files of several versions differ too: `language_model.model.layers.0`,
+`model.language_model.layers.0` and `model.layers.0` may be one layer.
+"""
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from accelerate_recipes.errors import DataError
+
+# Types whose text part computes what the whole model does for text alone; tests/test_composites.py compares them.
+COMPOSITES = (
+    "gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl",
+    "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm", "vipllava",
+)  # fmt: skip
+# Text parts that have no class with an output layer, and the type that computes the same: a token of a text has one
+# position, not three as in an image, and so has its rotary embedding.
+SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# Text parts whose class in transformers 5.23 does not compute the loss that balances experts.
+UNBALANCED = ("llama4_text",)
+# Fields of a config.json that name a token in whose place features of an image, a video or a sound are put.
+PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+
+
+def is_composite(config: PreTrainedConfig) -> bool:
+    """Tell whether a configuration is of a checkpoint whose text part can be trained alone."""
+    return config.model_type in COMPOSITES
+
+
+def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
+    """Return the configuration of the text part of a composite checkpoint, `name`; of others the configuration itself."""
+    if not is_composite(config):
+        return config
+    text = copy.deepcopy(config.get_text_config())
+    if same := SAME_AS.get(text.model_type):
+        config_class, fields = CONFIG_MAPPING[same], text.to_dict()
+        fields = {field: value for field, value in fields.items() if hasattr(config_class(), field)}
+        rope = fields["rope_parameters"].items()
+        fields["rope_parameters"] = {field: value for field, value in rope if not field.startswith("mrope")}
+        text = config_class(**{field: value for field, value in fields.items() if field != "model_type"})
+    if text.model_type in UNBALANCED:
+        text.router_aux_loss_coef = 0.0
+    # Either may say so; what the files hold decides, see `models.tie_as_read`.
+    text.tie_word_embeddings = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
+    text.name_or_path = name
+    return text
+
+
+def is_text_part(config: PreTrainedConfig, of: PreTrainedConfig) -> bool:
+    """Tell whether a model with this configuration is the text part of a checkpoint with the configuration `of`."""
+    return is_composite(of) and not isinstance(config, type(of))
+
+
+def placeholders(config: PreTrainedConfig) -> dict[int, str]:
+    """Return the tokens that stand for an image, a video or a sound in a composite checkpoint, and which field says so."""
+    if not is_composite(config):
+        return {}
+    values = {field: getattr(config, field, None) for field in PLACEHOLDERS}
+    return {value: field for field, value in values.items() if isinstance(value, int)}
+
+
+def check_tokens(batch: dict[str, Any], model: nn.Module) -> None:
+    """Check that no token of a batch on the CPU stands for an image, of which the text part would know nothing.
+
+    Raises:
+        DataError: with row and token.
+    """
+    known = getattr(getattr(model, "module", model), "placeholders", {})
+    if not known or "input_ids" not in batch:
+        return
+    ids = batch["input_ids"]
+    found = torch.isin(ids, torch.tensor([*known])).nonzero().tolist()
+    if found:
+        place: tuple[int, ...] = tuple(found[0])
+        token, rows = int(ids[place]), batch["row"].tolist()
+        named = rows[place[0]] if len(rows) == len(ids) else " or ".join(map(str, rows))
+        raise DataError(stands_for_image(named, place[1], token, known[token]))
+
+
+def stands_for_image(row: int | str, place: int, token: int, field: str, before: str = "") -> str:
+    """Say where a text has a token that stands for an image; `before` is the text before it, if that is known."""
+    behind = f", behind {before!r}," if before else ""
+    return (
+        f"row {row}, token {place + 1}{behind} is {token}, which stands for an image, a video or a sound ({field} in the "
+        "config.json of the model), and text alone is trained; remove it from the text"
+    )
+
+
+def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """Map the beginnings of names in the class of a text part, such as `model.layers.`, to those among `names`.
+
+    `model` is of that class, on any device; `names` are those of weights in files, or in the whole model. The embedding
+    shows where the text part lies; an output layer lies beside it, or above.
+    """
+    names, own, embedding = set(names), list(model.state_dict()), model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embedding)
+    last = path.rpartition(".")[2]
+    root = path.removesuffix(last)
+    inside = [name.removeprefix(root) for name in own if name.startswith(root)]
+    places = [name.removesuffix(f"{last}.weight") for name in names if f".{name}".endswith(f".{last}.weight")]
+    # Heads that predict several tokens may have an embedding of their own.
+    place = max(sorted(places), key=lambda place: sum(place + name in names for name in inside), default=root)
+    found = {f"{root}{part}.": f"{place}{part}." for part in (name.split(".")[0] for name in inside)}
+    for part in {f"{name.split('.')[0]}." for name in own if not name.startswith(root)}:
+        above = place
+        while above and not any(name.startswith(above + part) for name in names):
+            above = above[: above.rfind(".", 0, -1) + 1]
+        found[part] = above + part
+    return found
+
+
+def names_of_class(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """Map `names`, as of `places_of_parts`, to those in the class of the text part; names of other parts are left out."""
+    places = places_of_parts(model, names)
+    return {
+        name: (part + f"{name}.".removeprefix(place)).removesuffix(".")
+        for name in names
+        for part, place in places.items()
+        if f"{name}.".startswith(place)
+    }
