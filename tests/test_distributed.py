@@ -428,6 +428,31 @@ def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
     assert run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", ours), **settings) == "fine"
 
 
+def test_parts_of_a_mixer_are_no_units(run_python):
+    """Ranks call a mixer as often as their documents ask for: if FSDP gathered its parts, they would wait for ever."""
+    code = """
+        import torch
+        from transformers import AutoModelForCausalLM, Lfm2Config
+        from accelerate_recipes.args import TrainArgs
+        from accelerate_recipes.distributed import make_accelerator, prepare
+        from accelerate_recipes.errors import ConfigError
+        accelerator = make_accelerator(TrainArgs())
+        config = Lfm2Config(
+            vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, layer_types=["conv", "full_attention"],
+        )
+        try:
+            prepare(accelerator, AutoModelForCausalLM.from_config(config), TrainArgs())
+            print("fine")
+        except ConfigError as error:
+            print(error)
+    """
+    settings = {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+    by_size = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1000"}
+    assert "shards parts of Lfm2ShortConv by themselves" in run_python(code, **settings, **by_size)
+    assert run_python(code, **settings, FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP") == "fine"
+
+
 def test_one_process_of_a_machine_reads_the_weights(run_python, tmp_path):
     """The others get theirs later, but not their buffers. When the third is True, remove adapters.gets_weights_later."""
     tiny_model(num_hidden_layers=1, num_attention_heads=8).save_pretrained(tmp_path / "model")

@@ -40,7 +40,7 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.mixers import recompute_documents, unpack_documents
+from accelerate_recipes.mixers import check_units, recompute_documents, unpack_documents
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank, rank, ranks_a_row
@@ -190,7 +190,7 @@ def prepare(
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     make_optimizer = optimizer_fn(model, args)
-    unpack_documents(model, mixers_in(model))
+    mixers = unpack_documents(model, mixers_in(model))
     functorch_config.activation_memory_budget = args.activation_memory_budget
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
@@ -238,6 +238,7 @@ def prepare(
             raise ConfigError(
                 "FSDP is on, but no module was wrapped; check fsdp_auto_wrap_policy in the accelerate YAML"
             )
+        check_units(mixers, units)
         if shards > 1 and local >= total and not is_no_shard(accelerator):
             raise ConfigError(f"this rank holds all {total:,} parameters although {shards} ranks should share them")
     if args.prefetch_layers:

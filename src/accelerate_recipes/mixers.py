@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from accelerate_recipes.attention import boundaries
+from accelerate_recipes.errors import ConfigError
 
 # Arguments of a mixer that describe whole rows: documents have no boundaries inside, no padding, and no state before them.
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -91,19 +92,35 @@ def alike(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> None:
+def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn.Module]:
     """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
 
     The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
-    (B, T), is computed as it is.
+    (B, T), is computed as it is. Returns these modules.
     """
     found = [module for module in model.modules() if type(module).__name__ in mixers]
-    if not found:
-        return
     for module in found:
         module.forward = partial(by_document, module.forward)
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(end, always_call=True)
+    if found:
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
+    return found
+
+
+def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> None:
+    """Check that FSDP gathers no part of a mixer by itself.
+
+    A mixer is called once for each group of documents. Ranks have other documents, and would wait for each other for ever.
+
+    Raises:
+        ConfigError: naming the mixer.
+    """
+    for mixer in mixers:
+        if any(part is unit for part in mixer.modules() if part is not mixer for unit in units):
+            raise ConfigError(
+                f"fsdp_auto_wrap_policy shards parts of {type(mixer).__name__} by themselves, but ranks call these once for "
+                "each group of documents, and have different documents; let it wrap whole layers (TRANSFORMER_BASED_WRAP)"
+            )
 
 
 @torch.compiler.disable
