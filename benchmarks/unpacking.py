@@ -1,19 +1,18 @@
 """Measure what it costs that layers with a state compute each document of a packed row by itself.
 
-    python benchmarks/unpacking.py
+    python benchmarks/unpacking.py --out benchmarks/results/unpacking.json
 
 For each model it takes the CPU time of forward and backward on packed rows, as they are trained, and as if such layers might
-carry their state on from one to the next; it prints both, and writes benchmarks/results/unpacking.json. What computes are
-transformers' kernels in torch, on one thread of a CPU: a GPU with their fast packages spends less in these layers.
+carry their state on from one document to the next. What computes are transformers' kernels in torch, on one thread of a CPU:
+a GPU with their fast packages spends less in these layers.
 """
 
-import json
 import time
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
+from harness import machine, make_parser, write_json
 from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from accelerate_recipes import mixers
@@ -22,8 +21,7 @@ from accelerate_recipes.losses import next_token_loss
 from accelerate_recipes.mixers import documents_of, unpack_documents
 from accelerate_recipes.probes import mixers_in
 
-RESULT = Path(__file__).parent / "results/unpacking.json"
-LENGTH, ROWS, REPEATS = 2048, 2, 2
+ROWS, REPEATS = 2, 2
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -38,17 +36,16 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "Bamba, 3 of 4 layers": BambaConfig(attn_layer_indices=[3], mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64, **SIZES),
 }  # fmt: skip
-DOCUMENTS = {"60 to 250 tokens, as chess games": (60, 250), "20 to 2,048 tokens, as texts": (20, LENGTH)}
 
 
-def rows_of(low: int, high: int) -> dict:
+def rows_of(low: int, high: int, length: int) -> dict:
     """Pack documents of lengths drawn evenly on a logarithmic scale; takes the first rows."""
     generator = np.random.default_rng(0)
     lengths = np.exp(generator.uniform(np.log(low), np.log(high), size=400)).astype(int).tolist()
-    packed = [[end - start for _, start, end in row] for row in pack(lengths, LENGTH)]
+    packed = [[end - start for _, start, end in row] for row in pack(lengths, length)]
     chosen = [packed[i] for i in generator.permutation(len(packed) - 1)[:ROWS]]
     tokens = [generator.integers(0, 512, size=sum(row)) for row in chosen]
-    return collate([pack_row(some, row, LENGTH, 0, True) for some, row in zip(tokens, chosen, strict=True)])
+    return collate([pack_row(some, row, length, 0, True) for some, row in zip(tokens, chosen, strict=True)])
 
 
 def seconds(model: torch.nn.Module, batch: dict) -> float:
@@ -62,38 +59,36 @@ def seconds(model: torch.nn.Module, batch: dict) -> float:
 
 
 def main() -> None:
+    flags = make_parser(__doc__, max_length=(2048, "Tokens of a row.")).parse_args()
     torch.set_num_threads(1)
-    result = {
-        "command": "python benchmarks/unpacking.py",
-        "torch": torch.__version__,
-        "rows": ROWS,
-        "length": LENGTH,
-        "cases": [],
-    }
+    cases = []
+    games, texts = (min(60, flags.max_length // 4), min(250, flags.max_length)), (20, flags.max_length)
     for name, config in MODELS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         unpack_documents(model, mixers_in(model))
-        for kind, bounds in DOCUMENTS.items():
-            batch = rows_of(*bounds)
+        for kind, bounds in (("as chess games", games), ("as texts", texts)):
+            batch = rows_of(*bounds, flags.max_length)
             documents = documents_of(batch["position_ids"])
             with mock.patch.object(mixers, "documents_of", lambda _: None):
                 whole = seconds(model, batch)
             case = {
                 "model": name,
-                "documents": kind,
+                "documents": f"{bounds[0]} to {bounds[1]} tokens, {kind}",
                 "number": sum(len(group) for group in documents.groups),
                 "calls": len(documents.groups),
-                "positions": round(sum(group.numel() for group in documents.groups) / (ROWS * LENGTH) - 1, 3),
+                "positions": round(sum(group.numel() for group in documents.groups) / (ROWS * flags.max_length) - 1, 3),
                 "seconds_whole": round(whole, 3),
                 "seconds_unpacked": round(seconds(model, batch), 3),
             }
             case["more_time"] = round(case["seconds_unpacked"] / case["seconds_whole"] - 1, 3)
-            result["cases"].append(case)
+            cases.append(case)
             times = f"{case['seconds_whole']} s whole, {case['seconds_unpacked']} s unpacked ({case['more_time']:+.0%})"
-            print(f"{name}; {case['number']} documents of {kind}: {case['calls']} calls of a layer,", end=" ")
+            print(
+                f"{name}; {case['number']} documents of {case['documents']}: {case['calls']} calls of a layer,", end=" "
+            )
             print(f"{case['positions']:.0%} more positions; {times}", flush=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(flags.out, machine() | {"rows": ROWS, "length": flags.max_length, "cases": cases})
 
 
 if __name__ == "__main__":

@@ -229,21 +229,3 @@ class ForkServer:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(timeout=60)
-
-
-def new_character_tokenizer(characters: str):
-    """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
-    from tokenizers import Regex, Tokenizer
-    from tokenizers.decoders import Fuse
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Split
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    tokenizer.decoder = Fuse()
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -368,7 +368,7 @@ def test_a_run_takes_flash_attention_3(monkeypatch):
     for name, expected in (("sdpa", 0), ("documents", 1)):
         fake = SimpleNamespace(
             args=SimpleNamespace(attn_implementation=name, **args), shard=lambda _: None, print=said.append, adapter=None, is_first=False,
-            accelerator=None, model=None, optimizer=None, resumed_from=None,
+            accelerator=None, model=None, optimizer=None, resumed_from=None, rest_of_base=lambda _: None,
         )  # fmt: skip
         run.Run.prepare(fake, make(tiny_config(), name), None, 1)
         assert said == ["Attention: by FlashAttention 3"] * expected

@@ -31,9 +31,10 @@ COMMANDS = {
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
+    "unpacking": "--max_length 128",
 }
 LAUNCHED = ("against_trl", "engine_overhead")
-LONG = set(COMMANDS) - {"data_throughput"}
+LONG = set(COMMANDS) - {"data_throughput", "unpacking"}
 ELSEWHERE = {"ablation", "ablation_trial", "init_memory", "memory_limits", "plan_shapes", "plans"}  # test_ablation, ...
 HELPERS = {"harness", "real_steps"}
 GPU = {"gpu", "gpu_cases", "gpu_measure", "gpu_report"}

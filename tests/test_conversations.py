@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    AyaVisionConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PaliGemmaConfig,
     PreTrainedTokenizerBase,
-    Qwen2_5_VLConfig,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.trainer import dpo_trainer
@@ -973,7 +973,7 @@ def test_new_tokens_beside_the_template_of_a_model(base):
 
 def test_a_model_that_reads_images(base, tmp_path):
     """One whose text part was not tried is refused by name, before its weights are read, by a run and by preflight."""
-    for config in (PaliGemmaConfig(), Qwen2_5_VLConfig()):
+    for config in (PaliGemmaConfig(), AyaVisionConfig()):
         folder = tmp_path / config.model_type
         shutil.copytree(base, folder)
         config.architectures = ["PaliGemmaForConditionalGeneration"]

@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, new_character_tokenizer, read_metrics
+from helpers import CHILDREN, ROOT, SIGTERM_TO_ALL, STEPS, log_of, losses, read_metrics
 from test_simulate import BF16, FP32, job, simulator  # noqa: F401  with a fixture
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +24,7 @@ from accelerate_recipes.args import parse
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.life import stop
 from accelerate_recipes.posttraining.preferences import evaluate_pairs, to_pairs
+from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT, REFERENCE = ROOT / "recipes/dpo.py", CHILDREN / "reference.py"
 

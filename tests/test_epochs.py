@@ -10,8 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TIMES, log_of, losses, new_character_tokenizer, read_metrics
+from helpers import ROOT, TIMES, log_of, losses, read_metrics
 from tiny import tiny_model
+
+from accelerate_recipes.tokenizers import new_character_tokenizer
 
 SCRIPT = ROOT / "recipes/sft.py"
 DPO, GRPO = ROOT / "recipes/dpo.py", ROOT / "recipes/grpo.py"

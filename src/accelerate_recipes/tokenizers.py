@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Fuse
 from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.pre_tokenizers import ByteLevel, Split, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -41,6 +42,17 @@ def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer in which each of these characters is one token; a text gets a begin token."""
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 

@@ -204,13 +204,13 @@ def check_export(export: Path, prompt: str | None, max_new_tokens: int) -> str:
         raise ConfigError(f"{export} is a checkpoint; `python -m accelerate_recipes export` turns it into an export")
     if not (export / "config.json").is_file() and not (export / "adapter_config.json").is_file():
         raise ConfigError(f"{export} holds no config.json or adapter_config.json: it is no export")
-    names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None
-    if any(name.endswith("ForImageClassification") for name in names or ()):
-        raise ConfigError(
-            f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
-        )
     # What transformers, tokenizers, safetensors and PEFT raise for a damaged file has no common class.
     try:
+        names = read_json(export / "config.json").get("architectures") if (export / "config.json").is_file() else None
+        if any(name.endswith("ForImageClassification") for name in names or ()):
+            raise ConfigError(
+                f"{export} holds a model of images, which answers no prompt; see docs/vision.md for how it is loaded"
+            )
         tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
         model: Any = load_export(export).eval()
     except ConfigError:
