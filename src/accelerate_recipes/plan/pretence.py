@@ -55,10 +55,8 @@ class Answers(TorchDispatchMode):
     def __init__(self, on_gpu: bool, targets: int, cast: Sequence[nn.Parameter] = ()):
         super().__init__()
         self.on_gpu, self.targets, self.cast = on_gpu, targets, cast
-        self.is_asked = (
-            WeakIdKeyDictionary()
-        )  # of each tensor with a gradient: whether autograd has asked for its device
-
+        # For each tensor with a gradient: whether autograd has asked for its device.
+        self.is_asked = WeakIdKeyDictionary()
         self.leaves: list[Any] = []
         self.compute = LinearCrossEntropy.forward
         self.patched = mock.patch.object(LinearCrossEntropy, "forward", self.forward)
