@@ -97,7 +97,7 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
     """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
 
     The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
-    (B, T), is computed as it is. Returns these modules.
+    (B, T), is computed as it is. Return these modules.
     """
     found = [module for module in model.modules() if type(module).__name__ in mixers]
     for module in found:
@@ -111,10 +111,11 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
 def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> None:
     """Check that FSDP gathers no part of a mixer by itself.
 
-    A mixer is called once for each group of documents. Ranks have other documents, and would wait for each other for ever.
+    A mixer is called once for each group of documents. Ranks have different numbers of groups, so they would wait for each
+    other for ever.
 
     Raises:
-        ConfigError: naming the mixer.
+        ConfigError: names the mixer.
     """
     for mixer in mixers:
         if any(part is unit for part in mixer.modules() if part is not mixer for unit in units):
