@@ -6,10 +6,10 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --mixed_precision no recipes/dpo.py \\
         --config recipes/configs/dpo/arithmetic.yaml
 
-A row has `prompt`, `chosen` and `rejected`, texts or messages; or it is one judged answer, with `prompt`, `completion` and
-`score`, as a judge writes it: the best and the worst answer to a prompt make a pair (docs/rewards.md); rows of other forms
-become such pairs (docs/rows.md). Before and after training, loss, accuracy and margin are measured on held-out pairs, all
-pairs of a prompt on one side.
+A row has `prompt`, `chosen` and `rejected`: texts or messages. Or a row is one judged answer, with `prompt`, `completion`
+and `score`; the best and the worst answer to a prompt make a pair (docs/rewards.md). Rows of other forms are converted to
+such pairs (docs/rows.md). Before and after training, loss, accuracy and margin are measured on held-out pairs. All pairs of
+a prompt lie on one side.
 """
 
 import sys
@@ -53,10 +53,10 @@ def requirements(args: Args) -> Requirements:
 
 
 def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], int]:
-    """Load the pairs to train on and to evaluate on, as `train` and `test`; returns also the number of rows read.
+    """Load the pairs to train on and to evaluate on, as `train` and `test`; also return the number of rows read.
 
     Raises:
-        DataError: for rows that cannot be read, or hold no texts, messages or scores.
+        DataError: for rows that cannot be read, or that hold no texts, messages or scores.
         ConfigError: for rows of another form, and if a side is empty.
     """
     rows = args.read_rows_for(tokenizer)
@@ -87,7 +87,7 @@ def main(args: Args) -> None:
         return trainer.data_collator(rows) | {"is_pair": torch.tensor([row["is_pair"] for row in rows])}
 
     def evaluate_fn(step: int) -> dict[str, float]:
-        # When it begins to train, the trainer adds to the pairs what the reference says of them.
+        # Before it trains, the trainer adds the log-probabilities of the reference to the pairs.
         heldout = Rows(trainer.eval_dataset, lambda row, number: row | {"is_pair": number >= 0})
         loader = make_eval_loader(heldout, args, run.rank, run.world_size, collate_fn=collate)
         return evaluate_pairs(trainer, loader)

@@ -6,8 +6,8 @@
     accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no recipes/sft.py \\
         --model_name_or_path outputs/demo-c4/export --train_files my_texts.jsonl --max_length 256
 
-A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`;
-rows of other forms, such as ShareGPT and Alpaca, become one of these (docs/rows.md).
+A row has `messages` (for the model's chat template), `prompt` and `completion` (the loss is on the completion), or `text`.
+Rows of other forms, such as ShareGPT and Alpaca, are converted to one of these (docs/rows.md).
 Every argument of trl's SFTConfig about data and loss is also an argument here: --packing, --assistant_only_loss, ...
 """
 
@@ -40,7 +40,7 @@ from accelerate_recipes.run import finish, start
 from accelerate_recipes.tokenizers import load_tokenizer
 from accelerate_recipes.trial import Trial
 
-TEMPLATES = (".jinja", ".j2")  # trl takes such files for chat templates, other names for models
+TEMPLATES = (".jinja", ".j2")  # trl reads files with these endings as chat templates, other names as models
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
     tokenizes_first = True
     new_tokens: list[str] = arg(
         [],
-        "Tokens to add to the vocabulary, such as a template's; their rows of the embedding are trained, with adapters too.",
+        "Tokens to add to the vocabulary, such as a template's; their embedding rows are trained, also with adapters.",
     )
     accept_training_template: bool = arg(
-        False, "Train with trl's template for --assistant_only_loss although the exported one renders otherwise."
+        False, "Train with trl's template for --assistant_only_loss although the exported template renders differently."
     )
 
     fixed = frozenset({
@@ -101,7 +101,7 @@ def requirements(args: Args) -> Requirements:
 
 
 def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sum the loss over the targets, in nats, by the forward pass that trl gave the model."""
+    """Sum the loss over the targets, in nats; trl has given the model its own forward pass for this."""
     return -model(**inputs_of(batch), fused_lm_head=True).log_probs.sum()
 
 

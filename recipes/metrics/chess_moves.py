@@ -1,7 +1,7 @@
 """Legal-move rate and next-move accuracy, as an `evaluate` metric. `evaluate.load` takes this file's path.
 
-Shares of the moves predicted in chess positions that are legal, and that are the played move; over all positions, by phase
-of the game, and over positions that occur in no training game.
+A prediction is one move in a chess position. The values are the share of predictions that are legal, and the share that are
+the played move: over all positions, by phase of the game, and over positions that occur in no training game.
 """
 
 import datasets
@@ -20,7 +20,7 @@ class ChessMoves(evaluate.Metric):
         phases: `opening`, `middlegame` or `endgame` for each prediction.
         seen: for each prediction, whether a training game begins with the same moves.
     Returns:
-        legal_move_rate, next_move_accuracy (shares of 1), and the same as <name>_<phase> for each phase that occurs, and as
+        legal_move_rate and next_move_accuracy (shares of 1). Also <name>_<phase> for each phase that occurs, and
         <name>_unseen if there are unseen positions.
     """
 

@@ -1,9 +1,10 @@
 """Top-1 and top-5 accuracy and calibration of a classifier of images, as an `evaluate` metric. `evaluate.load` takes this
 file's path.
 
-Shares of the images whose label is the most probable class, and is among the five most probable ones; over all images, and
-the first also by class. The calibration error is the mean distance between a prediction's probability and the share of
-right predictions, over 15 bins of equal width, weighted by the number of predictions in each.
+Top-1 accuracy is the share of images whose label is the most probable class; top-5 accuracy, of images whose label is among
+the five most probable classes. Top-1 accuracy is also given by class. For the calibration error, predictions are sorted into
+15 bins of equal width by their probability. The error is the mean difference between a bin's mean probability and its share
+of correct predictions, weighted by the number of predictions in the bin.
 """
 
 import datasets
@@ -17,9 +18,9 @@ class ImageClasses(evaluate.Metric):
     """Metric of predicted classes.
 
     Args:
-        predictions: the most probable classes of each image, the first five or all, from the most probable one on.
+        predictions: the most probable classes of each image, five or all of them, the most probable first.
         references: the label of each image.
-        probabilities: that of the first prediction.
+        probabilities: probability of the first prediction of each image.
     Returns:
         accuracy, top5_accuracy, calibration_error (shares of 1), and by_class: for each label that occurs, the accuracy.
     """

@@ -2,8 +2,8 @@
 
     evaluate.load("recipes/metrics/texts.py", "chrf").compute(predictions=["a b c"], references=[["a b d", "a b"]])
 
-`references` are the right texts for each prediction; the lists may differ in length. `gleu` also takes `sources`, the texts
-to correct. All values are from 0 to 100.
+`references` holds a list of correct texts for each prediction; the lists may differ in length. `gleu` also takes `sources`,
+the texts to correct. All values are from 0 to 100.
 """
 
 import math
@@ -14,12 +14,12 @@ from itertools import zip_longest
 import datasets
 import evaluate
 
-ORDER = 4  # of the longest n-grams of GLEU
+ORDER = 4  # length of the longest n-grams of GLEU
 NUM_DRAWS = 500
 
 
 def exact_match(predictions, references):
-    """Share of the texts that equal one of their references, without white space, which tokenizers do not keep."""
+    """Share of the texts whose words equal those of a reference; tokenizers do not keep white space exactly."""
     right = [
         prediction.split() in [text.split() for text in texts]
         for prediction, texts in zip(predictions, references, strict=True)
@@ -30,7 +30,7 @@ def exact_match(predictions, references):
 def bleu(predictions, references):
     """BLEU of the corpus, by sacrebleu, which tokenises the texts (13a): give plain text.
 
-    The geometric mean of the shares of 1- to 4-grams that are in a reference, times a penalty for brevity.
+    It is the geometric mean of the shares of 1- to 4-grams that are in a reference, times a penalty for brevity.
     Source: Post, A Call for Clarity in Reporting BLEU Scores, 2018.
     """
     from sacrebleu.metrics import BLEU
@@ -39,9 +39,9 @@ def bleu(predictions, references):
 
 
 def chrf(predictions, references):
-    """F-score of the 1- to 6-grams of characters, where recall counts twice, by sacrebleu; papers call it chrF2.
+    """F-score of the 1- to 6-grams of characters, by sacrebleu; recall has a weight of two. Papers call it chrF2.
 
-    It says more than BLEU for short texts, and for languages with many forms of a word.
+    It is more informative than BLEU for short texts, and for languages with many forms of a word.
     Source: Popovic, chrF: character n-gram F-score for automatic MT evaluation, 2015.
     """
     from sacrebleu.metrics import CHRF
@@ -50,15 +50,16 @@ def chrf(predictions, references):
 
 
 def by_place(references):
-    """Return the first reference of every text, then the second, ..., for sacrebleu; None where a text has no more."""
+    """Return the first references of all texts, then the second ones, ..., for sacrebleu; None if a text has no more."""
     return list(zip_longest(*references))
 
 
 def rouge(predictions, references):
-    """ROUGE by rouge-score, with Porter's stemmer; a mean over the texts, of which the nearest reference counts.
+    """ROUGE by rouge-score, with Porter's stemmer: a mean over the texts; for each text the best reference counts.
 
-    F1 of the words (rouge1), of the pairs of words (rouge2), of the longest common subsequence of a text (rougeL), and of
-    its sentences, one a line (rougeLsum). Words are runs of a-z and 0-9, so this is for English only.
+    The values are F1 of the words (rouge1), of the pairs of words (rouge2), of the longest common subsequence of a text
+    (rougeL), and of that of its sentences, one on each line (rougeLsum). Words are runs of a-z and 0-9, so this is for
+    English only.
     Source: Lin, ROUGE: A Package for Automatic Evaluation of Summaries, 2004.
     """
     from rouge_score.rouge_scorer import RougeScorer
@@ -70,12 +71,12 @@ def rouge(predictions, references):
 
 
 def gleu(predictions, references, sources):
-    """GLEU of the corpus, for grammatical error correction; not that of translation (google_bleu), which sees no source.
+    """GLEU of the corpus, for grammatical error correction. (GLEU of translation, google_bleu, uses no source.)
 
-    BLEU of the correction, except that an n-gram of the source counts against the correction if the correction keeps it and
-    the reference does not; n = 1 to 4, without smoothing. Words are separated by white space: to compare with published
-    numbers, give text with separated punctuation, such as JFLEG. With several references, the result is the mean over 500
-    draws of one reference for each text.
+    It is BLEU of the correction with one exception: an n-gram of the source counts against the correction if the correction
+    keeps it and the reference does not. n is 1 to 4, without smoothing. White space separates words: to compare with
+    published numbers, give text with separated punctuation, such as JFLEG. With several references, the result is the mean
+    over 500 draws of one reference for each text.
 
     Source: Napoles et al., Ground Truth for Grammatical Error Correction Metrics, 2015, section 3, as corrected in
     Napoles et al., GLEU Without Tuning, 2016.
@@ -84,14 +85,14 @@ def gleu(predictions, references, sources):
         [gleu_counts(prediction.split(), text.split(), source.split()) for text in texts]
         for prediction, texts, source in zip(predictions, references, sources, strict=True)
     ]
-    draw = random.Random(0).choice  # the same at every evaluation
+    draw = random.Random(0).choice  # the same draws at every evaluation
     num_draws = NUM_DRAWS if any(len(texts) > 1 for texts in references) else 1
     scores = [corpus_gleu([draw(choices) for choices in counts]) for _ in range(num_draws)]
     return {"gleu": 100 * sum(scores) / num_draws}
 
 
 def gleu_counts(prediction: list[str], reference: list[str], source: list[str]) -> list[int]:
-    """Count the words of prediction and reference; then for each n the n-grams that count, and all n-grams."""
+    """Count the words of prediction and reference; then for each n the matching n-grams and all n-grams."""
     counts = [len(prediction), len(reference)]
     for n in range(1, ORDER + 1):
         ours, theirs, before = (ngrams(words, n) for words in (prediction, reference, source))
@@ -106,7 +107,7 @@ def ngrams(words: list[str], n: int) -> Counter:
 
 
 def corpus_gleu(counts_of_texts: list[list[int]]) -> float:
-    """Return GLEU from 0 to 1; it is 0 if no n-gram of some order counts."""
+    """Return GLEU from 0 to 1; it is 0 if for some n no n-gram matches."""
     length, reference_length, *counts = (sum(column) for column in zip(*counts_of_texts, strict=True))
     if not all(counts):
         return 0.0
@@ -118,7 +119,7 @@ METRICS = {function.__name__: function for function in (exact_match, rouge, bleu
 
 
 class Texts(evaluate.Metric):
-    """Metric of the name that `evaluate.load` was given."""
+    """Metric whose name `evaluate.load` was given."""
 
     def _info(self):
         text = datasets.Value("string")

@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(code)
 
     try:
-        # What is imported below imports torch and transformers, which a usage message does not need.
+        # The imports below load torch and transformers, which a usage message does not need.
         if args.command == "preflight":
             from accelerate_recipes.launch.preflight import preflight
 
@@ -127,13 +127,13 @@ def main() -> None:
         ConfigError,
         DataError,
         OSError,
-    ) as error:  # a path that is too long, a file that may not be read, a full disk
+    ) as error:  # a path is too long, a file is not readable, a disk is full
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
 
 def add_export_commands(commands: Any) -> None:
-    """Add the commands that make and use an export."""
+    """Add the commands that make or use an export."""
     out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
     out.add_argument("checkpoint", type=Path)
     out.add_argument("out", type=Path)
@@ -166,7 +166,7 @@ def add_export_commands(commands: Any) -> None:
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Print what is in a checkpoint, or why it is none."""
+    """Print the content of a checkpoint, or its defect."""
     from accelerate_recipes.checkpoint import files
 
     if reason := files.defect(directory) or files.damage(directory):

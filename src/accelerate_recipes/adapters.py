@@ -1,13 +1,13 @@
 """Adapters by PEFT: LoRA and DoRA in a frozen model, saved in PEFT's files, or merged into the model's weights.
 
-Adapters are added in place. The model stays the transformers model that FSDP wraps, losses call and `generate` runs;
-a layer with an adapter keeps its weight under `base_layer`.
+Adapters are added in place. FSDP wraps the same transformers model, losses call it and `generate` runs it. A layer with an
+adapter keeps its weight under `base_layer`.
 
-Under FSDP2 frozen weights in bf16 and adapters in fp32 share a layer's group: torch 2.13 needs one dtype among the
-trained parameters of a group, not among all, and gathers them in the precision of the YAML. Only the adapters' gradients
-are kept and reduced.
+Under FSDP2, frozen weights in bf16 and adapters in fp32 share a layer's group. torch 2.13 needs one dtype only among the
+trained parameters of a group, and gathers all in the precision of the YAML. Only the gradients of the adapters are kept and
+reduced.
 
-Of the embedding, and of the output layer, the rows of new tokens can be trained too; see `NewRows`.
+The rows of new tokens in the embedding and in the output layer can be trained too; see `NewRows`.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021; Liu et al., DoRA: Weight-Decomposed
 Low-Rank Adaptation, 2024.
@@ -40,8 +40,8 @@ from accelerate_recipes.pretrained import load_config, mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
 from accelerate_recipes.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
 
-# PEFT is imported where it is used: if bitsandbytes is installed, PEFT imports it and torch's compiler, which take a quarter
-# of the time in which a process starts.
+# Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
+# quarter of the start time of a process.
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
@@ -55,17 +55,18 @@ class Adapter:
     """Configuration and base of the adapters in a checkpoint."""
 
     config: "LoraConfig"
-    base: dict[str, str | None]  # the model of the adapters, as `base.described` describes it
+    base: dict[str, str | None]  # the base model, as `base.described` describes it
 
 
 def load_settings(args: TrainArgs) -> dict[str, Any]:
-    """Choose how `from_pretrained` loads: trained weights in their own dtype, frozen weights in the compute dtype.
+    """Return settings for `from_pretrained`: it loads trained weights in `param_dtype`, frozen weights in the compute dtype.
 
     A process that gets its weights later makes its model on the meta device.
 
-    With --load_in_4bit all linear layers but the output layer are rounded to NF4 with double quantization, block by
-    block, and packed into numbers of the compute dtype: FSDP2 shards only floating-point parameters, and gathers them in
-    the precision of the YAML, which must not change the bits. Each process rounds the whole model on its device.
+    With --load_in_4bit, the weights of all linear layers except the output layer are rounded to NF4 with double
+    quantization, block by block. They are packed into numbers of the compute dtype, because FSDP2 shards only floating-point
+    parameters. FSDP2 gathers them in the precision of the YAML, which must not change the bits. Each process rounds the
+    whole model on its device.
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
@@ -85,23 +86,24 @@ def load_settings(args: TrainArgs) -> dict[str, Any]:
 def gets_weights_later() -> bool:
     """Tell whether Accelerate sends this process its weights when it shards the model, so that it need not read them.
 
-    Under FSDP2 `fsdp_cpu_ram_efficient_loading: true` means that one process of a machine reads. transformers 5.23 reads in
-    all of them; where it converts the dtype, each then holds a whole model: 8 billion parameters in fp32 are 256 GB in eight
-    processes. tests/test_distributed.py fails when upstream no longer needs this. The first process of another machine reads
-    too, though its weights come from rank 0: transformers makes buffers where LOCAL_RANK is not 0.
+    Under FSDP2, `fsdp_cpu_ram_efficient_loading: true` means that one process of each machine reads the weights. But
+    transformers 5.23 reads in all processes. If it converts the dtype, each process then holds a whole model: 8 billion
+    parameters in fp32 are 256 GB in eight processes. tests/test_distributed.py fails when upstream no longer needs this. The
+    first process of every other machine also reads, although its weights come from rank 0, because transformers makes
+    buffers if LOCAL_RANK is not 0.
     """
     return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not is_first_of_machine()
 
 
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
-    """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of what gets an adapter.
+    """Return `target_modules` and `target_parameters` for PEFT: names, or ends of names, of modules and parameters to adapt.
 
     The modules are linear layers. The parameters are weights of experts: a mixture keeps all experts of a layer in one
-    parameter of three dimensions. The output layer is never included: it may be the embedding too, and a loss without
+    parameter of three dimensions. The output layer is never included: it may also be the embedding, and a loss without
     logits calls it in a special way.
 
     Raises:
-        ConfigError: for a name that is neither, and for settings that PEFT's adapters of experts do not support.
+        ConfigError: for a name that fits neither, and for settings that PEFT's adapters of experts do not support.
     """
     layers, experts = linear_layers_and_experts(model)
     kinds = sorted({name.rpartition(".")[2] for name in (*layers, *experts)})
@@ -134,7 +136,7 @@ def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
 
 
 def ending_with(ends: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the names that end with one of `ends`, where each end is one or more whole parts of a name."""
+    """Return the names that end with one of `ends`; an end consists of one or more whole parts of a name."""
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
 
 
@@ -142,10 +144,11 @@ class NewRows:
     """Mixin for the class of an embedding or output layer: while the model computes, trained rows replace some of its own.
 
     The weight stays a frozen parameter under its name, tied or not. PEFT 0.21 wraps both layers instead, with the same
-    result; then Accelerate 1.15 would not see that they are tied, and trl 1.16 not find the `bias` of the output layer.
+    result. But with these wrappers, Accelerate 1.15 does not see that the layers are tied, and trl 1.16 does not find the
+    `bias` of the output layer.
     """
 
-    rows_of: tuple[nn.Module]  # the module that has the rows, in a tuple: it is no child of this one
+    rows_of: tuple[nn.Module]  # the module that has the rows; in a tuple, so that it is not a child module
     computes = False
 
     @property
@@ -155,7 +158,7 @@ class NewRows:
             return weight
         (owner,) = self.rows_of
         weight, rows = (
-            # trl's loss reads the weight of an output layer that FSDP2 may not have gathered.
+            # trl's loss reads the weight of the output layer. FSDP2 may not have gathered it at that time.
             tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             for tensor in (weight, owner._parameters[NEW_ROWS])
         )
@@ -190,7 +193,7 @@ def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, lis
         for layer in layers:
             layer.computes = computes
 
-    # Else `weight` is the parameter: whoever shards, ties or saves it must find that.
+    # Outside of the forward pass `weight` is the parameter: code that shards, ties or saves it must find the parameter.
     model.register_forward_pre_hook(lambda *_: switch(True))
     model.register_forward_hook(lambda *_: switch(False), always_call=True)
     return {name: list(tokens) for name, module in model.named_modules() if module in owners}
@@ -201,11 +204,11 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
 
     The rows of `new_tokens` in the embedding and the output layer are trained too.
 
-    An adapter's first weights depend only on the seed and the layer's name: they are the same on any number of
-    processes. A process that did not read the model's weights (fsdp_cpu_ram_efficient_loading) gets the first one's.
+    The first weights of an adapter depend only on the seed and the name of its layer, so they are the same on any number of
+    processes. A process that has not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first one.
 
     Returns:
-        What a checkpoint records about the adapters; None without --use_peft.
+        The record of the adapters in a checkpoint; None without --use_peft.
 
     Raises:
         ConfigError: for layers that do not exist, if --merge_adapter would not find them in the model's files, and for new
@@ -247,7 +250,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         for name, layer in layers.items():
             for parameter in layer.parameters():
                 if parameter.requires_grad:
-                    parameter.data = parameter.data.float()  # PEFT gave it the dtype of the layer
+                    parameter.data = parameter.data.float()  # PEFT has made it in the dtype of the layer
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:
@@ -255,7 +258,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
                 layer.lora_magnitude_vector[NAME].weight.data = length
     if new_tokens:
         config.trainable_token_indices = add_new_rows(model, new_tokens)
-        is_tied = model.config.tie_word_embeddings  # as the weights say
+        is_tied = model.config.tie_word_embeddings  # as in the weights
         if not args.merge_adapter and load_config(args.base_model).tie_word_embeddings and not is_tied:
             raise ConfigError(
                 f"the config.json of {args.base_model} ties its output layer to its embedding, but its weights do not; "
@@ -272,7 +275,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let a model compute without its adapters for a while, as its base does."""
+    """Let a model compute without its adapters in this context, like its base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -286,7 +289,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 class WithoutAdapters:
-    """Model that computes as its base does, without dropout."""
+    """Wrapper of a model that computes like its base, without dropout."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -301,7 +304,7 @@ class WithoutAdapters:
 
 
 def layers_with_new_rows(config: "LoraConfig") -> list[str]:
-    """List the names of the weights with rows of new tokens."""
+    """List the names of the weights that have rows of new tokens."""
     return [f"{layer}.weight" for layer in config.trainable_token_indices or ()]
 
 
@@ -328,7 +331,7 @@ def is_of_experts(layer: "LoraLayer") -> bool:
 def names_in_base(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], weights: Iterable[str]
 ) -> dict[str, list[str]]:
-    """Map each weight's name in the model to its name in the files, or to the names of the parts that are joined into it.
+    """Map each weight's name in the model to its name in the files, or to the names of the parts that form the weight.
 
     `model` is on the meta device, without adapters.
 
@@ -347,12 +350,12 @@ def names_in_base(
 def merged(
     model: PreTrainedModel, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], config: "LoraConfig"
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function that gives a weight by its name in `base`, plus what its adapter adds, if any, in fp32.
+    """Return a function that gives a weight by its name in `base`; an adapted weight has its adapter merged in, in fp32.
 
-    An embedding or output layer with new tokens gets their rows, and as many rows as that of `model`.
+    An embedding or output layer with new tokens gets their rows, and the number of rows that it has in `model`.
 
-    `model` is on the meta device, and gets adapters without values. The function caches the results for two weights of the
-    model: the parts of one layer's experts lie side by side in the files.
+    `model` is on the meta device; this puts adapters without values into it. The function caches its results for two weights
+    of the model, because the parts of one layer's experts lie side by side in the files.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -366,7 +369,7 @@ def merged(
 
     @lru_cache(2)
     def deltas(weight: str) -> dict[str, torch.Tensor]:
-        """Return what is added, by names in the files: splitting or transposing a weight commutes with adding to it."""
+        """Return the sums to add, by names in the files: splitting or transposing a weight commutes with the addition."""
         delta = delta_of(*layers[weight], adapter)
         return {weight: delta} if names[weight] == [weight] else revert_weight_conversion(plain, {weight: delta})
 
@@ -390,9 +393,9 @@ def merged(
 
 
 def delta_of(path: str, layer: "LoraLayer", adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Compute what an adapter adds to its weight, in fp32: (out, in), or (experts, out, in) unless transposed.
+    """Compute the update that an adapter adds to its weight, in fp32: (out, in), or (experts, out, in) unless transposed.
 
-    This is `get_delta_weight` of PEFT's layers, which have no values here.
+    This replaces `get_delta_weight` of PEFT's layers, because the layers have no values here.
     """
     down, up = (adapter[f"{path}.lora_{which}.{NAME}.weight"].float() for which in "AB")
     if not is_of_experts(layer):

@@ -1,4 +1,4 @@
-"""Attention inside the documents of a packed row, and a choice of kernels where torch's own choice is not good."""
+"""Attention inside the documents of a packed row, and a better choice of kernels than torch's own in some cases."""
 
 import contextlib
 import inspect
@@ -18,7 +18,7 @@ from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 
 DOCUMENTS = "documents"
-# Kernels that read where documents begin and end; others get a mask, which transformers makes from the positions.
+# Kernels that read the boundaries of documents; others get a mask, which transformers makes from the positions.
 READ_BOUNDARIES = (DOCUMENTS, "flash_attention_2", "flash_attention_3")
 # Choices for a recipe whose rows are packed.
 KERNELS = ["auto", DOCUMENTS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
@@ -32,21 +32,21 @@ ALL_KERNELS = [
 ]
 FLASH_3 = "flash_attn_interface"  # package of FlashAttention 3
 BLOCK = 128  # queries that the CPU's kernel computes at a time
-# Fewer heads of keys and values than of queries: torch 2.11 takes them without being told.
+# For fewer heads of keys and values than of queries; torch 2.11 has no such argument and needs none.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """Find the documents of packed rows, on the CPU: a document begins where a position is 0, and at each row's start.
+    """Find the documents of packed rows, on the CPU. A document begins where a position is 0, and at each row's start.
 
     Args:
         position_ids: (B, T).
 
     Returns:
-        `cu_seqlens`, (N + 1,) int32: where the N documents begin when the rows are laid one after the other, and the end,
-        B x T. `max_seqlen` is the length of the longest document. Both are exact: FlashAttention launches as many blocks
-        as N documents of the longest length need, also for documents without tokens. Compiled code takes both as
-        variables after two values.
+        `cu_seqlens`, (N + 1,) int32: the starts of the N documents in the concatenated rows, and the end, B x T.
+        `max_seqlen` is the length of the longest document. Both are exact, not padded: FlashAttention launches the blocks of
+        N documents of the longest length, even for documents without tokens. Compiled code treats both as variables after
+        it has met two values.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     ends = torch.cat([starts, starts.new_tensor([position_ids.numel()])])
@@ -54,7 +54,7 @@ def boundaries(position_ids: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the boundaries of a batch as arguments of a model with this configuration; empty if the model gets a mask."""
+    """Return the document boundaries of a batch as arguments of a model of this configuration; empty if it gets a mask."""
     if config._attn_implementation not in READ_BOUNDARIES:
         return {}
     ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
@@ -62,13 +62,14 @@ def boundary_arguments(config: PreTrainedConfig, batch: dict[str, Any]) -> dict[
 
 
 def document_masks(config: PreTrainedConfig, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Make the mask of packed rows as an argument of a model that makes none from its positions.
+    """Make the mask of packed rows as an argument of a model that does not make a mask from its positions itself.
 
-    It is one mask, or one for each kind of layer (sliding, full), in the form of the attention that the configuration names.
+    It is one mask, or one for each kind of layer (sliding, full). The attention that the configuration names decides its
+    form.
 
     Args:
-        position_ids: (B, T), which begin with 0 in each document.
-        dtype: that of the activations.
+        position_ids: (B, T); they begin with 0 in each document.
+        dtype: dtype of the activations.
     """
     shape = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)  # only its type is read
     masks = create_masks_for_generate(config, shape, None, None, position_ids=position_ids)
@@ -92,22 +93,22 @@ def documents(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention inside each document, as an attention function of transformers; no tile outside is touched.
+    """Compute causal attention inside each document, as an attention function of transformers.
 
-    On a GPU this is torch's varlen attention (FlashAttention; see `use_flash_3`), which needs bf16. On a CPU a plain kernel
-    computes the same.
+    Tiles outside of documents are not computed. On a GPU this is torch's varlen attention (FlashAttention; see
+    `use_flash_3`), which needs bf16. On a CPU a plain kernel computes the same.
 
     Args:
         query: (B, H, T, D); key and value (B, H or a divisor, T, D).
-        cu_seq_lens_q: as `boundaries` gives it; the last entry is B x T, since the gradient of tokens after it would be
+        cu_seq_lens_q: `cu_seqlens` of `boundaries`. The last entry must be B x T: the gradient of tokens after it would be
             NaN (pytorch #176793).
-        sliding_window: tokens that a token sees, including itself.
+        sliding_window: number of tokens that a token sees, including itself.
 
     Returns:
         (B, T, H, D).
 
     Raises:
-        ValueError: for what this kernel does not compute; `beyond_documents` finds that beforehand.
+        ValueError: for a setting that this kernel does not compute; `beyond_documents` finds such models beforehand.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or dropout or softcap is not None or s_aux is not None or not causal:
@@ -133,14 +134,14 @@ def documents(
 
 
 WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
-WITH_MASKS = ("doge",)  # which they compute from the values
+WITH_MASKS = ("doge",)  # models that compute a mask from the values
 SOFTCAP, SINKS, CHUNKS, OWN = "softcapped scores", "attention sinks", "attention in chunks", "an attention of its own"
 
 
 def of_layers(text: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """List the configurations of a model's layers, whose heads may differ in number and width, as Gemma 4's do."""
+    """List the configurations of a model's layers. Layers may differ in the number and width of heads, as in Gemma 4."""
     number = getattr(text, "num_hidden_layers", 0)
-    # transformers before 5.23 has no `per_layer_config`; a model without layers has none to list.
+    # transformers before 5.23 has no `per_layer_config`. A model without layers has no list of them.
     return (list(getattr(text, "per_layer_config", ())) if number else []) or [text] * max(number, 1)
 
 
@@ -151,7 +152,7 @@ def width_of_heads(layer: PreTrainedConfig) -> int:
 
 
 def beyond_documents(config: PreTrainedConfig) -> list[str]:
-    """List what a model needs of its attention that `documents` does not compute."""
+    """List the features of a model's attention that `documents` does not compute."""
     text = config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     widths = {width_of_heads(layer) for layer in of_layers(text)}
@@ -169,7 +170,7 @@ def beyond_documents(config: PreTrainedConfig) -> list[str]:
 
 
 def unsupported_kernels(config: PreTrainedConfig) -> dict[str, str]:
-    """Name the kernels of torch that a model's class does not support, and what to give instead."""
+    """Map each kernel of torch that a model's class does not support to the kernel to use instead."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:  # not from transformers: it says so itself
         return {}
@@ -185,15 +186,16 @@ def unsupported_kernels(config: PreTrainedConfig) -> dict[str, str]:
 def choose(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, has_boundaries: bool = True, is_shared: bool = False
 ) -> tuple[str, str]:
-    """Choose the attention for `auto`; any other name stays. Returns its name, and why in words (empty if not `auto`).
+    """Choose the attention for `auto`; any other name stays. Return its name and the reason (empty if not `auto`).
 
     Args:
-        dtype: that of the weights, in which the model computes unless the accelerate YAML says bf16.
+        dtype: dtype of the weights; the model computes in this dtype unless the accelerate YAML says bf16.
         has_boundaries: whether the batches say where documents begin.
-        is_shared: whether ranks share a row (see `sequence`); then it is `documents` on any device, or `sdpa` with a mask.
+        is_shared: whether ranks share a row (see `sequence`). If so, the choice is `documents` on any device, or `sdpa` with
+            a mask.
 
     Raises:
-        ConfigError: for an attention that the model, the precision or the installed packages rule out.
+        ConfigError: for an attention that does not work with the model, the precision or the installed packages.
     """
     is_bf16 = dtype == torch.bfloat16 or computes_in_bf16()
     lacks = unsupported_kernels(config)
@@ -240,7 +242,7 @@ def choose(
 
 @contextlib.contextmanager
 def with_padding(model: PreTrainedModel) -> Iterator[None]:
-    """Use sdpa inside this context, for batches with padding, which `documents` does not support."""
+    """Use sdpa instead of `documents` inside this context, for batches with padding, which `documents` does not support."""
     name = model.config._attn_implementation
     if name != DOCUMENTS:
         yield
@@ -253,7 +255,7 @@ def with_padding(model: PreTrainedModel) -> Iterator[None]:
 
 
 def blocks(ends: torch.Tensor, window: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield at most BLOCK queries of one document, the keys that they see, and a mask of the keys that each does not see."""
+    """Yield at most BLOCK queries of one document, the keys that they see, and a mask of the keys unseen by each query."""
     bounds = ends.tolist()
     for begin, end in itertools.pairwise(bounds):
         for start in range(begin, end, BLOCK):
@@ -270,8 +272,9 @@ def probabilities(query: torch.Tensor, key: torch.Tensor, unseen: torch.Tensor, 
     return scores.masked_fill(unseen, -torch.inf).softmax(-1)
 
 
-# The operator is torch's, so that both devices run the same code and compilation sees one node. torch 2.13 has no kernel for
-# a CPU; this one is for tests and small runs. `scaled_dot_product_attention` would not do: an operator cannot call autograd.
+# The kernel is registered for torch's operator, so both devices run the same code, and compilation sees one node. torch 2.13
+# has no kernel for a CPU; this one is for tests and small runs. It cannot use `scaled_dot_product_attention`, because an
+# operator cannot call autograd.
 @_varlen_attn.register_kernel("cpu")
 def _attend_on_cpu(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=(-1, -1), *args
@@ -282,7 +285,7 @@ def _attend_on_cpu(
     for rows, columns, unseen in blocks(cu_seq_q, window_size[0]):
         weights = probabilities(query[rows], wide_key[columns], unseen, scale or query.shape[-1] ** -0.5)
         found[rows] = torch.einsum("hqk,khd->qhd", weights, wide_value[columns].float()).to(query.dtype)
-    # A GPU's backward pass needs these values; this one computes them again.
+    # The backward pass on a GPU needs these values; the backward pass below computes them again.
     lse = torch.empty(query.shape[1], query.shape[0])
     return found, lse, torch.zeros(2, dtype=torch.uint64)
 
@@ -317,20 +320,20 @@ def _attend_backward_on_cpu(
         grads[1][columns] += torch.einsum("hqk,qhd->khd", grad_scores, query[rows].float())
     for i in (1, 2):
         grads[i] = grads[i].unflatten(1, (-1, repeats)).sum(2)
-    # Keep the strides of the inputs, as torch's shape function promises: inductor's code relies on them.
+    # Keep the strides of the inputs: torch's shape function promises this, and inductor's code relies on it.
     return tuple(torch.empty_like(t).copy_(g) for g, t in zip(grads, (query, key, value), strict=True))
 
 
 def use_flash_3() -> bool:
-    """Let torch compute its FlashAttention by version 3, in this process, from now on, if the GPU and the packages allow it.
+    """Let torch use version 3 of FlashAttention, in this process from now on, if the GPU and the packages allow it.
 
-    Then torch's FlashAttention raises an error for dropout, which `documents` does not compute either.
+    torch's FlashAttention then raises an error for dropout, which `documents` does not compute either.
 
     Returns:
-        Whether it does.
+        Whether torch uses version 3.
 
     Raises:
-        ConfigError: if the package is installed, but does not work.
+        ConfigError: if the package is installed but does not work.
     """
     if not find_spec(FLASH_3) or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
@@ -345,17 +348,17 @@ def use_flash_3() -> bool:
 
 
 def keep_cudnn_from_masks() -> None:
-    """Use cuDNN's attention only where a model learns without a mask; in this process, from now on.
+    """Use cuDNN's attention only for training without a mask; in this process, from now on.
 
-    On Hopper torch 2.13 prefers cuDNN's kernel to all others. Without a mask it is the fastest. With a mask (for packed
-    documents, padding or T5's position bias) its backward pass (cuDNN 9.20) gives NaN gradients if a row has 64
+    On Hopper, torch 2.13 prefers cuDNN's kernel to all others. Without a mask it is the fastest. With a mask (for packed
+    documents, padding or T5's position bias), its backward pass (cuDNN 9.20) gives NaN gradients if a row has 64
     tokens more than a multiple of 128 and a logsumexp below -88.7 (pytorch/pytorch#196678; tests/test_gpu.py fails once
-    this is fixed). Besides, it makes a plan for each new shape, which takes tens of milliseconds: during generation, for
-    each token.
+    this is fixed). In addition, it makes a plan for each new shape, in tens of milliseconds; in generation each token has a
+    new shape.
 
-    The switch belongs to the process. It is off, also for a model that calls torch by itself, and `sdpa` turns it on for
-    one call. A whole forward pass would not do, because activation checkpointing computes attention again in the backward
-    pass.
+    The switch belongs to the process. This function turns it off, also for models that call torch directly. `sdpa` turns it
+    on for one call. Turning it on for a whole forward pass is not enough, because activation checkpointing computes
+    attention again in the backward pass.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register("sdpa", sdpa)

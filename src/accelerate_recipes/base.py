@@ -1,4 +1,4 @@
-"""The model that a run begins with, as its checkpoints and its export need it: what of its files is never trained."""
+"""Base: the model that a run begins with. Checkpoints and the export need its files, including the untrained weights."""
 
 import re
 from collections import Counter
@@ -17,17 +17,17 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import MASKS, load_config, mapped_weights, names_in_files
 
-# In files, what is computed anew: no weight.
+# Endings of tensors in files that are not weights: a model computes them itself.
 CONSTANTS = (*MASKS, "rotary_emb.inv_freq")
 
 
 @dataclass
 class Base:
-    """Weights of a pretrained model, which are mapped, not read.
+    """Weights of a pretrained model, memory-mapped from its files.
 
-    `weights` have the names by which the class of the trained model knows them, and `files` says how these are called in the
-    files. `rest` is what that class does not hold, by its name in the files: the other parts of a composite checkpoint, and
-    heads that transformers ignores, such as those that predict several tokens.
+    `weights` have the names in the class of the trained model; `files` maps these names to the names in the files. `rest`
+    holds the weights that this class does not have, by their names in the files: the other parts of a composite checkpoint,
+    and heads that transformers ignores, such as heads that predict several tokens.
     """
 
     weights: dict[str, torch.Tensor]
@@ -47,12 +47,12 @@ def folder_of_base(name: str, revision: str | None) -> Path:
 
 
 def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
-    """Open the files that `model` was loaded from; it may have adapters, and its weights may be in 4 bits.
+    """Open the files from which `model` was loaded; the model may have adapters, and weights in 4 bits.
 
     Raises:
-        ConfigError: if it is not here, or cannot be read.
+        ConfigError: if the files are not here, or cannot be read.
     """
-    with torch.device("meta"):  # one that was loaded would also bring the names that transformers changed as it loaded
+    with torch.device("meta"):  # a loaded model would also carry the names that transformers changed as it loaded
         plain = type(model)(model.config)
     place = folder_of_base(name, revision)
     tensors = mapped_weights(place)
@@ -72,7 +72,7 @@ def open_base(model: PreTrainedModel, name: str, revision: str | None) -> Base:
 
 
 def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Iterable[str]) -> dict[str, list[str]]:
-    """Map weights of a model without adapters to their names in `files`, or to those of the parts joined into one."""
+    """Map weights of a model without adapters to their names in `files`, or to the names of the parts that form a weight."""
     state = model.state_dict()
     return {
         name: [name] if name in files else list(revert_weight_conversion(model, {name: state[name].to("meta")}))
@@ -94,24 +94,24 @@ def checksum_of_weights(weights: dict[str, torch.Tensor]) -> str:
 
 
 def described(name: str, revision: str | None, weights: dict[str, torch.Tensor]) -> dict[str, str | None]:
-    """Describe a pretrained model by `name`, `revision` and the `checksum` of these weights of it, which are read."""
+    """Describe a pretrained model by `name`, `revision` and the `checksum` of its `weights`, which are read for this."""
     return {"name": name, "revision": revision, "checksum": checksum_of_weights(weights)}
 
 
 def is_decoder(model: PreTrainedModel) -> bool:
-    """Tell whether a model is of a class of causal language models."""
+    """Tell whether the class of a model is one of causal language models."""
     return type(model) in MODEL_FOR_CAUSAL_LM_MAPPING.values()
 
 
 def untrained(rest: Iterable[str], name: str) -> str:
-    """Say which weights of the model `name` are not trained, by part."""
+    """Describe the weights of the model `name` that are not trained, by part."""
     counts = Counter(map(part_of, rest))
     parts = (f"{part} ({count} weight{'s' * (count > 1)})" for part, count in sorted(counts.items()))
     return f"Not trained, as in {name}: {', '.join(parts)}"
 
 
 def part_of(weight: str) -> str:
-    """Return the part of a model that a weight belongs to, by its name in the files: a tower, a head, or an extra layer."""
+    """Return the part of a model to which a weight belongs, by its name in the files: a tower, a head, or an extra layer."""
     found = []
     for step in weight.split("."):
         found.append(step)

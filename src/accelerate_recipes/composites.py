@@ -1,8 +1,8 @@
-"""Checkpoints that hold more than a language model, such as one that also sees images: their text part is trained alone.
+"""Checkpoints that hold more than a language model, such as models that also see images: the text part is trained alone.
 
-It is made and loaded as the class that transformers has for it; the other parts are not loaded. That class and the files
-name weights differently, and files of several versions differ too: `language_model.model.layers.0`,
-`model.language_model.layers.0` and `model.layers.0` may be one layer.
+The text part is loaded into its own class of transformers; the other parts are not loaded. This class and the files name
+weights differently. Files of different versions also differ: `language_model.model.layers.0`,
+`model.language_model.layers.0` and `model.layers.0` may be the same layer.
 """
 
 import copy
@@ -15,27 +15,27 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from accelerate_recipes.errors import DataError
 
-# Types whose text part computes what the whole model does for text alone; tests/test_composites.py compares them.
+# Types whose text part computes the same as the whole model for text alone; tests/test_composites.py compares them.
 COMPOSITES = (
     "gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_vl",
     "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm", "vipllava",
 )  # fmt: skip
-# Text parts that have no class with an output layer, and the type that computes the same: a token of a text has one
-# position, not three as in an image, and so has its rotary embedding.
+# Text parts without a class that has an output layer, and the type that computes the same for texts. In an image, a token
+# has three positions; in a text it has one, and so has its rotary embedding.
 SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # Text parts whose class in transformers 5.23 does not compute the loss that balances experts.
 UNBALANCED = ("llama4_text",)
-# Fields of a config.json that name a token in whose place features of an image, a video or a sound are put.
+# Fields of a config.json that name a token which stands for features of an image, a video or a sound.
 PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
-    """Tell whether a configuration is of a checkpoint whose text part can be trained alone."""
+    """Tell whether a configuration belongs to a checkpoint whose text part can be trained alone."""
     return config.model_type in COMPOSITES
 
 
 def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
-    """Return the configuration of the text part of a composite checkpoint, `name`; of others the configuration itself."""
+    """Return the configuration of the text part of the composite checkpoint `name`; other configurations stay unchanged."""
     if not is_composite(config):
         return config
     text = copy.deepcopy(config.get_text_config())
@@ -47,7 +47,7 @@ def text_part(config: PreTrainedConfig, name: str = "") -> PreTrainedConfig:
         text = config_class(**{field: value for field, value in fields.items() if field != "model_type"})
     if text.model_type in UNBALANCED:
         text.router_aux_loss_coef = 0.0
-    # Either may say so; what the files hold decides, see `models.tie_as_read`.
+    # Either configuration may say so. The weights in the files decide; see `models.tie_as_read`.
     text.tie_word_embeddings = config.tie_word_embeddings or getattr(text, "tie_word_embeddings", False)
     text.name_or_path = name
     return text
@@ -59,7 +59,7 @@ def is_text_part(config: PreTrainedConfig, of: PreTrainedConfig) -> bool:
 
 
 def placeholders(config: PreTrainedConfig) -> dict[int, str]:
-    """Return the tokens that stand for an image, a video or a sound in a composite checkpoint, and which field says so."""
+    """Map tokens that stand for an image, a video or a sound in a composite checkpoint to the field that names them."""
     if not is_composite(config):
         return {}
     values = {field: getattr(config, field, None) for field in PLACEHOLDERS}
@@ -67,10 +67,10 @@ def placeholders(config: PreTrainedConfig) -> dict[int, str]:
 
 
 def check_tokens(batch: dict[str, Any], model: nn.Module) -> None:
-    """Check that no token of a batch on the CPU stands for an image, of which the text part would know nothing.
+    """Check that no token of a batch on the CPU stands for an image: the text part cannot read images.
 
     Raises:
-        DataError: with row and token.
+        DataError: names row and token.
     """
     known = getattr(getattr(model, "module", model), "placeholders", {})
     if not known or "input_ids" not in batch:
@@ -85,7 +85,7 @@ def check_tokens(batch: dict[str, Any], model: nn.Module) -> None:
 
 
 def stands_for_image(row: int | str, place: int, token: int, field: str, before: str = "") -> str:
-    """Say where a text has a token that stands for an image; `before` is the text before it, if that is known."""
+    """Say where a text has a token that stands for an image; `before` is the text before the token, if known."""
     behind = f", behind {before!r}," if before else ""
     return (
         f"row {row}, token {place + 1}{behind} is {token}, which stands for an image, a video or a sound ({field} in the "
@@ -94,10 +94,10 @@ def stands_for_image(row: int | str, place: int, token: int, field: str, before:
 
 
 def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
-    """Map the beginnings of names in the class of a text part, such as `model.layers.`, to those among `names`.
+    """Map prefixes of weight names in the class of a text part, such as `model.layers.`, to the prefixes in `names`.
 
-    `model` is of that class, on any device; `names` are those of weights in files, or in the whole model. The embedding
-    shows where the text part lies; an output layer lies beside it, or above.
+    `model` has this class, on any device. `names` are the names of weights in files, or in the whole model. The place of the
+    embedding shows where the text part lies. An output layer lies beside the text part, or above it.
     """
     names, own, embedding = set(names), list(model.state_dict()), model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embedding)
@@ -105,9 +105,10 @@ def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str,
     root = path.removesuffix(last)
     inside = [name.removeprefix(root) for name in own if name.startswith(root)]
     places = [name.removesuffix(f"{last}.weight") for name in names if f".{name}".endswith(f".{last}.weight")]
-    # Heads that predict several tokens may have an embedding of their own.
+    # Heads that predict several tokens may have another embedding. Take the one among most weights of the text part.
     place = max(sorted(places), key=lambda place: sum(place + name in names for name in inside), default=root)
     found = {f"{root}{part}.": f"{place}{part}." for part in (name.split(".")[0] for name in inside)}
+    # Search a part outside of the text part's root, such as the output layer, from the place of the text part upwards.
     for part in {f"{name.split('.')[0]}." for name in own if not name.startswith(root)}:
         above = place
         while above and not any(name.startswith(above + part) for name in names):
@@ -117,7 +118,7 @@ def places_of_parts(model: PreTrainedModel, names: Collection[str]) -> dict[str,
 
 
 def names_of_class(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
-    """Map `names`, as of `places_of_parts`, to those in the class of the text part; names of other parts are left out."""
+    """Map `names` (see `places_of_parts`) to the names in the class of the text part; leave out names of other parts."""
     places = places_of_parts(model, names)
     return {
         name: (part + f"{name}.".removeprefix(place)).removesuffix(".")

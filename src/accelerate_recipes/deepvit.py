@@ -1,8 +1,8 @@
 """DeepViT: a vision transformer whose heads mix their attention maps, so that deep layers do not all attend alike.
 
-An export of a DeepViT holds a copy of this file, which its config.json names (`auto_map`), so that it loads without this
-project: `AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)`. So this file imports torch and
-transformers alone.
+An export of a DeepViT holds a copy of this file, and its config.json names the copy (`auto_map`). So the export loads
+without this project: `AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)`. For this reason,
+this file imports only torch and transformers.
 
 Source: Zhou et al., DeepViT: Towards Deeper Vision Transformer, 2021.
 """
@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 
 class DeepViTConfig(PreTrainedConfig):
-    """Sizes of a DeepViT. With `reattention` false it is a plain vision transformer: its maps stay as softmax gives them."""
+    """Sizes of a DeepViT. With `reattention` false, it is a plain vision transformer: its maps are those of the softmax."""
 
     model_type = "deepvit"
 
@@ -42,7 +42,7 @@ class DeepViTConfig(PreTrainedConfig):
 
     @property
     def num_tokens(self) -> int:
-        """Count the patches of an image, and one token for its class."""
+        """Count the patches of an image, plus one token for its class."""
         return 1 + (self.image_size // self.patch_size) ** 2
 
 
@@ -51,7 +51,7 @@ DeepViTConfig.register_for_auto_class()
 
 
 class DeepViTEmbeddings(nn.Module):
-    """Embeddings of the patches of an image, behind one of the class, each with that of its position."""
+    """Embeddings of the class token and the patches of an image, in this order, with position embeddings added."""
 
     def __init__(self, config: DeepViTConfig):
         super().__init__()
@@ -70,10 +70,10 @@ class DeepViTEmbeddings(nn.Module):
 class ReAttention(nn.Module):
     """Mixture of the attention maps of the heads: Norm(Theta^T A), where A = softmax(Q K^T / sqrt d), (B, H, T, T).
 
-    The paper's Norm is a BatchNorm over the heads, whose statistics depend on how a batch is divided among ranks and
-    micro-batches. Here it is a LayerNorm over the heads of each pair of tokens. If a token attends to all T alike, each has
-    1 / T of its attention. The square of this is the norm's eps: with a smaller one, a pair that no head attends to would
-    weigh as much as others.
+    The Norm in the paper is a BatchNorm over the heads. Its statistics depend on how a batch is divided among ranks and
+    micro-batches. Here, Norm is a LayerNorm over the heads of each pair of tokens. A token that attends to all T tokens
+    equally gives each 1 / T of its attention. The eps of the norm is the square of 1 / T: with a smaller eps, a pair of
+    tokens to which no head attends would weigh as much as others.
     """
 
     def __init__(self, num_heads: int, num_tokens: int):
@@ -82,11 +82,11 @@ class ReAttention(nn.Module):
         self.norm = nn.LayerNorm(num_heads, eps=(1 / num_tokens) ** 2)
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
-        # As the norm of the mixture, without moving the heads to the last dimension: that takes twice as long. Columns of
-        # Theta whose mean is taken away give mixtures whose mean over the heads is zero.
+        # This computes the norm without moving the heads to the last dimension, which takes twice as long. Theta minus its
+        # mean over the output heads gives mixtures whose mean over the heads is zero, so only the variance is left.
         centred = self.theta - self.theta.mean(1, keepdim=True)
         mixed = centred.T @ attention.flatten(2)
-        # On a GPU, not on a CPU, autocast would square in fp32, and keep a copy for that.
+        # On a GPU (not on a CPU), autocast would square in fp32, and keep an fp32 copy.
         with torch.autocast("cuda", enabled=False):
             variance = mixed.square().mean(1, keepdim=True, dtype=torch.float32)
         mixed = mixed * (variance + self.norm.eps).rsqrt().to(mixed.dtype)
@@ -95,7 +95,7 @@ class ReAttention(nn.Module):
 
 
 class DeepViTAttention(nn.Module):
-    """Attention whose maps are held in memory, (B, H, T, T), since re-attention mixes them: no fused kernel does that."""
+    """Attention that holds its maps in memory, (B, H, T, T): re-attention mixes them, and no fused kernel does that."""
 
     def __init__(self, config: DeepViTConfig):
         super().__init__()
@@ -115,7 +115,7 @@ class DeepViTAttention(nn.Module):
 
 
 class DeepViTLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual connection."""
+    """Attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, config: DeepViTConfig):
         super().__init__()
@@ -131,7 +131,7 @@ class DeepViTLayer(nn.Module):
 
 
 class DeepViTPreTrainedModel(PreTrainedModel):
-    """Rules that transformers needs: names, what is not divided, and first weights."""
+    """Settings that transformers needs: names, modules that are not divided, and first weights."""
 
     config_class = DeepViTConfig
     base_model_prefix = "deepvit"
@@ -148,7 +148,7 @@ class DeepViTPreTrainedModel(PreTrainedModel):
             init.trunc_normal_(module.position_embeddings, std=self.config.initializer_range)
             init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
         elif isinstance(module, ReAttention):
-            # As a 1 x 1 convolution begins. Heads that begin unmixed would all be normalised apart from each other alike.
+            # Draw as for a 1 x 1 convolution. If heads began unmixed, the norm would push all of them apart in the same way.
             init.kaiming_uniform_(module.theta, a=5**0.5)
         else:
             super()._init_weights(module)

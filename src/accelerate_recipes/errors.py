@@ -1,4 +1,4 @@
-"""Mistakes of the user and faults of the data, and the words in which they are told."""
+"""Errors for mistakes of the user and for faults of the data, and the format of their messages."""
 
 import contextlib
 import difflib
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # but line break and tab
+)  # except line break and tab
 
 
 class ConfigError(ValueError):
@@ -41,7 +41,7 @@ def raise_problems(title: str, problems: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def noting(problems: list[str]) -> Iterator[None]:
-    """Put the text of a ConfigError into a list, and go on."""
+    """Catch a ConfigError in this context, and append its text to a list."""
     try:
         yield
     except ConfigError as error:
@@ -49,18 +49,18 @@ def noting(problems: list[str]) -> Iterator[None]:
 
 
 def suggestion(name: str, known: Collection[str], cutoff: float = 0.75) -> str:
-    """Return "; did you mean ...?" with the known name that is most similar, or nothing if none is."""
+    """Return "; did you mean ...?" with the most similar known name, or "" if no name is similar."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def printable(text: str) -> str:
-    """Escape control characters, and those that change the direction of writing: data must not command a terminal."""
+    """Escape control characters and marks of writing direction, so that data cannot control a terminal."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(error: BaseException) -> str:
-    """Write an error of another library, with its type, in one line."""
+    """Format an error of another library in one line, with its type."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

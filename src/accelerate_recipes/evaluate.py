@@ -1,6 +1,6 @@
 """Evaluation of an export by lm-evaluation-harness: `python -m accelerate_recipes evaluate EXPORT --tasks ...`
 
-The results are kept in `evaluation.json` in the export, task by task, and shown in its model card.
+The export's `evaluation.json` keeps the results of each task, and its model card shows them.
 """
 
 import json
@@ -39,26 +39,25 @@ def evaluate_export(
 ) -> str:
     """Evaluate an export on tasks of lm-evaluation-harness, and return a table of the results.
 
-    Tasks are looked for in `include_path`, in recipes/tasks, and among those that come with lm-evaluation-harness, most of
-    which read datasets from the Hub. `limit` is the number of examples of each task. A task that was
-    evaluated before gets its new result.
+    The tasks are found in `include_path`, in recipes/tasks, and in lm-evaluation-harness; most tasks of the latter read
+    datasets from the Hub. `limit` is the number of examples of each task. A new result of a task replaces the earlier one.
 
     Raises:
-        ConfigError: for an export that cannot be evaluated, for unknown tasks, and if there is no lm-evaluation-harness.
+        ConfigError: for an export that cannot be evaluated, for unknown tasks, and without lm-evaluation-harness.
     """
-    exported_files(export)  # it is whole
+    exported_files(export)  # raises ConfigError unless the export is whole
     model = model_args(export)
     if find_spec("lm_eval") is None:
         raise ConfigError(f"lm-evaluation-harness is not installed; run: pip install -r {REQUIREMENTS}")
     if missing := [str(folder) for folder in include_path if not folder.is_dir()]:
         raise ConfigError(f"--include_path {', '.join(missing)}: no such folder")
-    # Importing it changes variables of the environment, and takes seconds.
+    # The import changes environment variables, and takes seconds.
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     folders = [str(folder) for folder in (OWN_TASKS, *include_path) if folder.is_dir()]
-    told = {"export": str(export)}  # a task may read there what the run held out
+    told = {"export": str(export)}  # a task may read the run's held-out rows there
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=told)
     if not all(task in manager.all_tasks for task in tasks):
         manager = TaskManager(include_path=folders, metadata=told)
@@ -83,7 +82,7 @@ def model_args(export: Path) -> dict[str, Any]:
     """Return the arguments with which lm-evaluation-harness loads an export.
 
     Raises:
-        ConfigError: for a model that is no language model, and for adapters whose model is not here.
+        ConfigError: for a model that is not a language model, and for adapters whose base model is not here.
     """
     if not (export / "adapter_config.json").is_file():
         architectures = read_json(export / "config.json").get("architectures") or ["none"]
@@ -107,7 +106,7 @@ def model_args(export: Path) -> dict[str, Any]:
 
 
 def results_of(found: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the results by task: each with its measures, their standard errors, and how they came about."""
+    """Return the results by task: measures, their standard errors, and the settings of the evaluation."""
     results = {}
     for task, values in found["results"].items():
         measures = {}
@@ -132,13 +131,13 @@ def read_results(export: Path) -> dict[str, Any]:
 
 
 def keep(export: Path, results: dict[str, Any]) -> None:
-    """Add results to those in an export, and show all in its model card, where they replace the earlier table."""
+    """Add results to those of an export; in its model card, a table of all results replaces the earlier table."""
     results = read_results(export) | results
     write_atomically(export / RESULTS, json.dumps(results, indent=1) + "\n")
     add_to_list(export, RESULTS)
     card = (export / "README.md").read_text(encoding="utf-8")
     section = f"{HEADING}\n\n{table(results)}\n"
-    # It ends at the next heading, or with the card.
+    # The table ends at the next heading, or with the card.
     earlier = re.compile(rf"^{re.escape(HEADING)}\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
     if earlier.search(card):
         card = earlier.sub(lambda _: section, card, count=1)

@@ -1,8 +1,8 @@
 """Packed rows for layers that carry a state from token to token: linear attention, state spaces, short convolutions.
 
-Such a mixer does not see from the positions where a document begins. So a row is unpacked before it, document by document,
-and packed again behind it; everything else computes packed rows. Kernels that take boundaries instead call them by three
-names, and some ignore them; unpacking is exact with any of them, and without.
+Such a mixer does not read from the positions where a document begins. So a row is split into its documents before the mixer,
+and packed again after it. All other layers compute packed rows. Some kernels take boundaries of documents, under three
+different names, and some ignore them. Unpacking is exact with any of these kernels, and without a kernel.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from accelerate_recipes.attention import boundaries
 from accelerate_recipes.errors import ConfigError
 
-# Arguments of a mixer that describe whole rows: documents have no boundaries inside, no padding, and no state before them.
+# Arguments of a mixer that describe whole rows. A single document has no boundaries inside, no padding, no earlier state.
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 OF_ROWS = BOUNDARIES | {"attention_mask", "cache_params", "past_key_values", "state"}
 
@@ -30,10 +30,10 @@ class Unpacking:
     """Documents of a batch of packed rows, in groups that are computed together.
 
     Args:
-        shape: (B, T), that of the batch.
-        groups: each (N, L), N documents of similar length: where their tokens lie in the rows when these are laid one after
-            the other. Shorter ones repeat their last token, which the tokens before it do not see.
-        places: (B x T,), where each token of the batch lies when the groups are laid one after the other.
+        shape: (B, T), the shape of the batch.
+        groups: each (N, L): for N documents of similar length, the places of their tokens in the concatenated rows. A
+            shorter document repeats its last token; tokens before it do not see the copies.
+        places: (B x T,): for each token of the batch, its place in the concatenated groups.
     """
 
     shape: torch.Size
@@ -41,11 +41,11 @@ class Unpacking:
     places: torch.Tensor
 
 
-_documents: Unpacking | None = None  # those of the rows that a model is computing
+_documents: Unpacking | None = None  # documents of the rows that a model is computing
 
 
 class Keeping:
-    """Context in which mixers compute these documents. It may be entered several times, as recomputation does."""
+    """Context in which mixers compute these documents. Recomputation enters it several times."""
 
     def __init__(self, documents: Unpacking | None):
         self.documents, self.before = documents, None
@@ -62,7 +62,7 @@ class Keeping:
 def documents_of(position_ids: torch.Tensor) -> Unpacking | None:
     """Find the documents of packed rows, (B, T), by their positions; None if each row is one document.
 
-    On a GPU this waits for all that it was told to compute, once for each batch.
+    Once for each batch, this waits until the GPU has finished all queued work.
     """
     positions = position_ids.cpu().clone()
     positions[:, 0] = 0  # a row begins a document, whatever its first position is
@@ -74,6 +74,7 @@ def documents_of(position_ids: torch.Tensor) -> Unpacking | None:
     for numbers in alike(lengths.tolist()):
         own = lengths[numbers, None]
         steps = torch.arange(int(own.max()))
+        # Places beyond the end of a document repeat its last token; `places` leaves them out.
         groups.append(ends[numbers, None] + steps.minimum(own - 1))
         places[groups[-1][steps < own]] = taken + (steps < own).flatten().nonzero().flatten()
         taken += groups[-1].numel()
@@ -82,7 +83,7 @@ def documents_of(position_ids: torch.Tensor) -> Unpacking | None:
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
-    """Divide documents, by number, into groups in which none is shorter than three quarters of the longest."""
+    """Divide document numbers into groups. In a group, no document is shorter than three quarters of the longest."""
     groups, longest = [], 0
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if not groups or 4 * lengths[number] < 3 * longest:
@@ -96,7 +97,7 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
     """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
 
     The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
-    (B, T), is computed as it is. Returns these modules.
+    (B, T), is computed as it is. Return these modules.
     """
     found = [module for module in model.modules() if type(module).__name__ in mixers]
     for module in found:
@@ -110,10 +111,11 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
 def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> None:
     """Check that FSDP gathers no part of a mixer by itself.
 
-    A mixer is called once for each group of documents. Ranks have other documents, and would wait for each other for ever.
+    A mixer is called once for each group of documents. Ranks have different numbers of groups, so they would wait for each
+    other for ever.
 
     Raises:
-        ConfigError: naming the mixer.
+        ConfigError: names the mixer.
     """
     for mixer in mixers:
         if any(part is unit for part in mixer.modules() if part is not mixer for unit in units):
@@ -125,7 +127,7 @@ def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> 
 
 @torch.compiler.disable
 def begin(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Find the documents of the batch that a model is called with."""
+    """Find the documents of the batch before a model computes it."""
     global _documents
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     is_cached = kwargs.get("past_key_values") is not None or kwargs.get("cache_params") is not None
@@ -141,13 +143,13 @@ def end(*_: Any) -> None:
 
 @torch.compiler.disable
 def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call a mixer's `forward` with a group of documents at a time; its result is packed again."""
+    """Call a mixer's `forward` for one group of documents after the other; pack the results again."""
     documents = _documents
     kwargs |= dict.fromkeys(kwargs.keys() & (OF_ROWS if documents else BOUNDARIES))
     if documents is None:
         return forward(*args, **kwargs)
     found = []
-    with Keeping(None):  # a mixer in a mixer gets documents already
+    with Keeping(None):  # a mixer inside a mixer already gets documents
         for group in documents.groups:
             some_args, some_kwargs = tree_map(partial(taken, documents.shape, group), (args, kwargs))
             found.append(forward(*some_args, **some_kwargs))
@@ -155,18 +157,18 @@ def by_document(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     results = [result[0] if is_tuple else result for result in found]
     rows = torch.cat([result.flatten(0, 1) for result in results])
     rows = rows.index_select(0, documents.places).unflatten(0, documents.shape)
-    return (rows, *[None] * (len(found[0]) - 1)) if is_tuple else rows  # the others are states
+    return (rows, *[None] * (len(found[0]) - 1)) if is_tuple else rows  # the other values are states
 
 
 def taken(shape: torch.Size, group: torch.Tensor, value: Any) -> Any:
-    """Take a group of documents out of a tensor of packed rows, (B, T, ...); any other value stays."""
+    """Take a group of documents out of a tensor of packed rows, (B, T, ...); return any other value unchanged."""
     if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
         return value
     return value.flatten(0, 1).index_select(0, group.flatten()).unflatten(0, group.shape)
 
 
 def recompute_documents(model: nn.Module) -> None:
-    """Let layers whose activations are recomputed compute the same documents again, whatever was computed since."""
+    """Let layers with recomputed activations use the same documents again, whatever batch was computed since."""
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             module.checkpoint_fn.keywords["context_fn"] = lambda: (contextlib.nullcontext(), Keeping(_documents))

@@ -25,7 +25,7 @@ from accelerate_recipes.sharing import check_sharing
 from accelerate_recipes.tokenizers import load_tokenizer
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5", "bart")
-# RWKV also divides its weights in place while it is evaluated (`rescale_every`), as which a checkpoint might hold them.
+# In evaluation, RWKV also divides its weights in place (`rescale_every`); a checkpoint might then hold the divided weights.
 BLIND_TO_PADDING = ("recurrent_gemma", "rwkv", "xlstm")
 
 
@@ -40,15 +40,15 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model, with the `settings` that `adapters.load_settings` gives, such as the `dtype`.
 
-    With `packed` a class of models is refused whose attention crosses the documents of a packed row;
-    `has_boundaries` is that of `attention.choose`. `stretch` may extend the positions that the model was made for.
+    With `packed`, a class of models is refused if its attention crosses the documents of a packed row. `has_boundaries` has
+    the same meaning as in `attention.choose`. `stretch` may extend the range of positions of the model.
 
-    Under FSDP2 with `fsdp_cpu_ram_efficient_loading` only each node's first process reads the weights; the others
+    Under FSDP2 with `fsdp_cpu_ram_efficient_loading`, only the first process of each node reads the weights; the others
     get theirs when the model is sharded.
 
     Raises:
-        ConfigError: for an attention, packed rows, or rows that ranks share, that the model's class does not support, and
-            for a model that is no decoder.
+        ConfigError: if the model's class does not support the attention, packed rows, or rows that ranks share; and if the
+            model is not a decoder.
     """
     config = load_text_config(name)
     changes = stretched_positions(config, name, stretch) if stretch else {}
@@ -82,11 +82,11 @@ def load_model(
 
 
 def tie_as_read(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model's output layer the embedding, or not, as the first rank read them, in place; returns the model.
+    """Tie a model's output layer to the embedding, or untie it, as the first rank has read the weights; return the model.
 
-    What config.json says may be wrong: transformers 5.23 does not tie weights that differ. With
-    `fsdp_cpu_ram_efficient_loading` only the first rank has weights. The configuration is corrected; else Accelerate and
-    `resize_token_embeddings`, which tie weights again, would replace the output layer, and an export would lose it.
+    config.json may be wrong: transformers 5.23 does not tie weights that differ. With `fsdp_cpu_ram_efficient_loading`, only
+    the first rank has weights. This also corrects the configuration. Otherwise Accelerate and `resize_token_embeddings`,
+    which tie weights again, would replace the output layer, and an export would lose it.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
@@ -102,8 +102,9 @@ def check_decoder(config: PreTrainedConfig, name: str) -> None:
     """Check that a model is a decoder that reads text alone.
 
     Raises:
-        ConfigError: for a model that also reads images or sound, since text alone gives those parts no gradient; for one
-            that has an encoder: of a BART, transformers would silently take the decoder alone; and for an encoder.
+        ConfigError: for a model that also reads images or sound, because text alone gives those parts no gradient; for a
+            model with an encoder and a decoder, such as BART, because transformers would silently take the decoder alone;
+            and for an encoder.
     """
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
         raise ConfigError(
@@ -134,11 +135,11 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
     """Make a model of a class of transformers, on the device of the context.
 
     Raises:
-        ConfigError: if none can be made with this configuration.
+        ConfigError: if no model can be made with this configuration.
     """
     try:
         model = auto.from_config(config, **settings)
-    except Exception as error:  # of the models' classes, which check their sizes each in its own way
+    except Exception as error:  # each class of models checks its sizes in its own way
         raise ConfigError(f"no {config.model_type} can be made with this configuration: {one_line(error)}") from error
     model.config.architectures = [type(model).__name__]
     return model
@@ -150,9 +151,9 @@ def new_model(
     dtype: torch.dtype = torch.float32,
     has_boundaries: bool = True,
 ) -> PreTrainedModel:
-    """Make a causal language model on the meta device, in `dtype`; `has_boundaries` is that of `attention.choose`.
+    """Make a causal language model on the meta device, in `dtype`; `has_boundaries` is as in `attention.choose`.
 
-    `distributed.prepare` gives it its first weights; outside of a run `weights.initialize` does.
+    In a run, `distributed.prepare` draws its first weights; elsewhere `weights.initialize` does.
     """
     check_sharing(config)
     attention, _ = choose(attn_implementation, config, dtype, has_boundaries, ranks_a_row() > 1)

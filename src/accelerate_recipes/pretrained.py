@@ -1,7 +1,7 @@
-"""Check of a pretrained model before it is loaded: its settings, and names and shapes of its weights, but no values.
+"""Check of a pretrained model before it is loaded: its settings, and the names and shapes of its weights, but no values.
 
-preflight and the processes of a run call `check_model`, so that they say the same. transformers itself gives a weight
-that its files lack a random value, and only prints a table of such weights while it loads.
+Preflight and the processes of a run both call `check_model`, so their messages are the same. transformers itself gives
+random values to weights that are missing in the files, and only prints a table of them while it loads.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ from accelerate_recipes.hub import cache
 
 NUM_NAMED = 8  # weights named in a message
 MASKS = (".attn.bias", ".attention.bias", ".masked_bias")  # constants of attention in files of GPT-J and GPT-Neo
-NUM_VALUES = 1024  # of each weight, by which a model is known again
+NUM_VALUES = 1024  # values of each weight by which a model is recognised
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")  # files of settings and tokenizers
 RESULTS = (cache.MANIFEST, "evaluation.json")  # an evaluation of an export writes them
-# What puts a prefix before the names of all weights, and how they are saved without it.
+# Wrappers that put a prefix before the names of all weights, and the way to save weights without it.
 PREFIXES = {
     "_orig_mod.": "torch.compile: save the state dict of `model._orig_mod`",
     "module.": "DDP: save the state dict of `model.module`",
     "base_model.model.": "PEFT: save what `model.merge_and_unload()` returns",
 }
 
-# So that no code of a folder is run: transformers prefers a registered class to the copy in an export.
+# No code in a folder is run: transformers prefers a registered class to the copy in an export.
 AutoConfig.register(DeepViTConfig.model_type, DeepViTConfig)
 AutoModelForImageClassification.register(DeepViTConfig, DeepViTForImageClassification)
 
@@ -55,7 +55,7 @@ def model_class(name: str) -> type[PreTrainedModel]:
     """Return the class of a model that a config.json names.
 
     Raises:
-        AttributeError: if transformers has no such class, and it is not ours.
+        AttributeError: if neither transformers nor this project has such a class.
     """
     ours = DeepViTForImageClassification
     return ours if name == ours.__name__ else getattr(transformers, name)
@@ -64,7 +64,7 @@ def model_class(name: str) -> type[PreTrainedModel]:
 def output_is_embedding(settings: Mapping[str, Any]) -> bool:
     """Tell from the content of a config.json whether an encoder-decoder's output layer is its embedding.
 
-    transformers 5.23 forgets what the file says: it takes the output layer of every T5 and mT5 for the embedding.
+    transformers 5.23 ignores this setting of the file: for every T5 and mT5, it takes the output layer for the embedding.
     """
     return settings.get("tie_word_embeddings", True)
 
@@ -77,7 +77,7 @@ class Kind:
     reader: Callable[[str], Any]  # loads what prepares the model's inputs: a tokenizer, or an image processor
     check: Callable[[PreTrainedConfig, str], None] = lambda config, name: None  # raises ConfigError for other models
     has_new_layer: bool = False  # the output layer may begin with random values
-    part: Callable[[PreTrainedConfig, str], PreTrainedConfig] = lambda config, name: config  # what is trained of it
+    part: Callable[[PreTrainedConfig, str], PreTrainedConfig] = lambda config, name: config  # the trained part
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -92,7 +92,7 @@ def load_config(name: str) -> PreTrainedConfig:
         raise ConfigError(f"the config.json of {name} cannot be read: {first_line(error)}") from error
     try:
         config = AutoConfig.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
-    except Exception as error:  # of the classes of configurations, which check their fields each in its own way
+    except Exception as error:  # each class of configurations checks its fields in its own way
         if "auto_map" in settings and settings.get("model_type") not in transformers.CONFIG_MAPPING:
             raise ConfigError(needs_code(f"model {name}")) from error
         raise ConfigError(f"the config.json of {name} cannot be used: {first_line(error)}") from error
@@ -109,7 +109,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def load_text_config(name: str) -> PreTrainedConfig:
-    """Read the configuration of a pretrained causal language model, or that of the text part of a composite checkpoint.
+    """Read the configuration of a pretrained causal language model, or of the text part of a composite checkpoint.
 
     Raises:
         ConfigError: like `load_config`.
@@ -118,7 +118,7 @@ def load_text_config(name: str) -> PreTrainedConfig:
 
 
 def adapters_beside(name: str, file: Path) -> str:
-    """Say why a folder with adapters is refused: transformers would read the model that they belong to in its place."""
+    """Say why a folder with adapters is refused: transformers would read the base model of the adapters instead."""
     try:
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (ValueError, KeyError, TypeError):
@@ -144,7 +144,7 @@ def read_tokenizer(name: str) -> Tokenizer:
     """
     try:
         return AutoTokenizer.from_pretrained(name, **cache.pinned(name), trust_remote_code=False)
-    except Exception as error:  # the library `tokenizers` raises no other class
+    except Exception as error:  # the library `tokenizers` raises plain Exceptions
         if "trust_remote_code" in str(error):
             raise ConfigError(needs_code(f"the tokenizer of {name}")) from error
         raise ConfigError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
@@ -155,14 +155,14 @@ def check_model(
 ) -> PreTrainedModel:
     """Check that a pretrained model can be loaded, and that its files hold all its weights and no others.
 
-    `changes` returns the fields that the run changes in its configuration. What a class of transformers ignores does not
-    count, nor do tied weights. Of the files only names and shapes are read; if some are not here, they are not checked.
+    `changes` returns the fields of the configuration that the run changes. Weights that the class ignores do not count, nor
+    do tied weights. Only names and shapes are read from the files. If a file is not here, the weights are not checked.
 
     Returns:
         The model on the meta device.
 
     Raises:
-        ConfigError: with the reason why it cannot be loaded.
+        ConfigError: with the reason why the model cannot be loaded.
     """
     config = kind.part(load_config(name), name)
     for field, value in (changes(config, name) if changes else {}).items():
@@ -191,7 +191,7 @@ def check_model(
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Leave out the progress of a loading that only looks, and the table of missing weights, which the caller tells."""
+    """Hide the progress bar of a mere check, and the table of missing weights, which the caller reports."""
     logging = transformers.utils.logging
     verbosity, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -210,10 +210,10 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
     weights = {weight: files[of_file].to("meta") for weight, of_file in names_in_files(model, name, files).items()}
     model_class: Any = type(model)
     settings = {"config": model.config, "state_dict": weights, "device_map": "meta"}
-    settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are told
+    settings |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # so that all differences are reported
     try:
         loaded, found = model_class.from_pretrained(None, **settings)
-    except RuntimeError as error:  # where several weights are joined into one, as those of experts
+    except RuntimeError as error:  # if several weights, such as those of experts, cannot be joined into one
         raise ConfigError(
             f"the weights of {name} cannot be joined to those of a {type(model).__name__}: one is missing, such as that of "
             "an expert, or they differ in shape; copy or save the model again, or give another"
@@ -248,7 +248,7 @@ def loaded_on_meta(model: PreTrainedModel, name: str, kind: Kind) -> PreTrainedM
 
 
 def is_new(weight: str, model: PreTrainedModel) -> bool:
-    """Tell whether a weight lies outside the layers that a new output layer is put on, or serves only pretraining."""
+    """Tell whether a weight may be new: it lies outside of the base model's layers, or serves only pretraining."""
     weight = weight.removeprefix(f"{model.base_model_prefix}.")
     if weight.startswith("pooler.") or weight.endswith("mask_token"):
         return True
@@ -262,9 +262,9 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) -> dict[str, str]:
-    """Map the names by which the class of a model knows weights to those in the files of the pretrained model `name`.
+    """Map the names of weights in the class of a model to their names in the files of the pretrained model `name`.
 
-    In a composite checkpoint only weights of the text part have such names.
+    For a composite checkpoint, the result holds only weights of the text part.
     """
     if not is_text_part(model.config, load_config(name)):
         return {weight: weight for weight in files}
@@ -272,7 +272,7 @@ def names_in_files(model: PreTrainedModel, name: str, files: Collection[str]) ->
 
 
 def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
-    """Open the weights in a folder, from all its files, which are mapped, not read.
+    """Open the weights in all files of a folder; the files are memory-mapped, not read.
 
     Raises:
         ConfigError: for a file that is not whole.
@@ -282,7 +282,7 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
         try:
             if file.suffix == ".safetensors":
                 found = load_file(file)
-            else:  # before torch 1.6 files were no archives, and cannot be mapped
+            else:  # files from before torch 1.6 are not archives, and cannot be mapped
                 found = dict(torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True))
         except (
             SafetensorError,
@@ -306,10 +306,10 @@ def mapped_weights(place: Path) -> dict[str, torch.Tensor]:
 
 
 def model_checksum(name: str) -> str | None:
-    """Compute a checksum by which a model is known again in another place; None if it is not here.
+    """Compute a checksum that recognises a model in another place; None if the model is not here.
 
-    It covers the files besides the weights whole, and of each weight the name, shape, dtype and first values: training
-    changes almost all values of a weight.
+    The checksum covers the whole content of the other files, and of each weight the name, shape, dtype and first values.
+    The first values are enough, because training changes almost all values of a weight.
     """
     place = cache.folder("model", name)
     if place is None or cache.lacking_of_model(place, weights=True):
@@ -325,7 +325,7 @@ def model_checksum(name: str) -> str | None:
 
 
 def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:
-    """Read the settings with which a model generates, as loading it does.
+    """Read the settings of a model for generation, as loading the model does.
 
     Raises:
         ConfigError: if transformers refuses them.
@@ -339,10 +339,10 @@ def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:
 
 
 def check_generation_config(settings: GenerationConfig, name: str) -> None:
-    """Check settings with which a model generates as strictly as transformers does when it saves them.
+    """Check settings for generation as strictly as transformers does when it saves them.
 
     Raises:
-        ConfigError: if they contradict each other.
+        ConfigError: if the settings contradict each other.
     """
     try:
         settings.validate(strict=True)

@@ -1,4 +1,4 @@
-"""Tiny models of a class, which show whether it keeps to the documents of packed rows, and whether ranks can share rows."""
+"""Tiny models of a class, which show whether it separates the documents of packed rows, and whether ranks can share rows."""
 
 import contextlib
 import copy
@@ -28,8 +28,8 @@ REFUSALS = (
     ValueError,
     RuntimeError,
     KeyError,
-)  # of models, for arguments that they do not take
-FIRST = 5  # tokens of the first document of two
+)  # errors of models for arguments that they do not take
+FIRST = 5  # number of tokens of the first of two documents
 
 
 class Packing(Enum):
@@ -41,7 +41,7 @@ class Packing(Enum):
     UNKNOWN = "no tiny model of its class can be made"
 
 
-_packing: dict[tuple, tuple[Packing, frozenset[str]]] = {}  # what `examined` has found out
+_packing: dict[tuple, tuple[Packing, frozenset[str]]] = {}  # results of `examined`
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -52,10 +52,10 @@ def unwrapped(model: nn.Module) -> Any:
 def alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **settings: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attend to nothing but the position itself, as an attention function of transformers; for `shares_in_small`.
+    """Attend only to the position itself, as an attention function of transformers; for `examined` and `shares_in_small`.
 
     Raises:
-        KeyError: if the model has not handed `sequence_group` on.
+        KeyError: if the model has not passed `sequence_group` on to its attention.
     """
     settings["sequence_group"]
     return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
@@ -65,16 +65,16 @@ AttentionInterface.register("alone", alone)
 
 
 def packing_of(config: PreTrainedConfig) -> Packing:
-    """Find out how models with this configuration keep to the documents of a packed row, by a tiny one of the same class.
+    """Find out with a tiny model how models of this configuration separate the documents of a packed row.
 
-    Its `mixers_in` compute each document by itself. This takes a tenth of a second, once for each class and kind of
-    attention. Where the answer is UNKNOWN, only `check_document_mask` can tell.
+    The classes that `mixers_in` names compute each document by itself. The trial takes a tenth of a second, once for each
+    class and kind of attention. If the answer is UNKNOWN, only `check_document_mask` can tell.
     """
     return examined(config)[0]
 
 
 def mixers_in(model: nn.Module) -> frozenset[str]:
-    """Name the classes of a decoder's modules that must compute each document by itself: see `mixers`."""
+    """Name the classes of a decoder's modules that must compute each document by itself; see `mixers`."""
     config: Any = getattr(model, "config", None)
     is_decoder = getattr(model, "get_output_embeddings", lambda: None)() is not None and not config.is_encoder_decoder
     return examined(config)[1] if is_decoder else frozenset()
@@ -82,10 +82,10 @@ def mixers_in(model: nn.Module) -> frozenset[str]:
 
 @whole_rows()
 def examined(config: PreTrainedConfig) -> tuple[Packing, frozenset[str]]:
-    """Find out what `packing_of` and `mixers_of` return."""
+    """Find the results of `packing_of` and `mixers_in`; keep them for each class and kind of attention."""
     text, attention = config.get_text_config(), config._attn_implementation
     if attention in READ_BOUNDARIES:
-        attention = "alone"  # the kernel is told; layers beside attention are not
+        attention = "alone"  # the kernel gets the boundaries; only layers other than attention are in question
     elif attention not in ("sdpa", "eager"):  # flex_attention would be compiled; its masks come from the same functions
         attention = unsupported_kernels(config).get("sdpa", "sdpa")
     kinds = tuple(sorted(set(getattr(text, "layer_types", None) or ())))
@@ -99,7 +99,7 @@ def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, fr
     """Try a tiny model as it is, then with mixers that compute each document by itself."""
     group = {"sequence_group": None} if attention == "alone" else {}
     model = tiny_model(config, attention, **group)
-    if model is None:  # one that hands nothing on to its attention is tried itself
+    if model is None:  # a model that passes nothing on to its attention is checked itself later
         return Packing.POSITIONS if group else Packing.UNKNOWN, frozenset()
     ways = {Packing.POSITIONS: False} if group else {Packing.POSITIONS: False, Packing.MASK: True}
     for way, with_masks in ways.items():
@@ -114,25 +114,26 @@ def examined_anew(config: PreTrainedConfig, attention: str) -> tuple[Packing, fr
 
 
 def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Module | None:
-    """Make a model with one layer of each kind, two heads and few words, and with random weights; None if that fails.
+    """Make a model with one layer of each kind, two heads, few words and random weights; None if that fails.
 
-    The heads keep their width, for which positions may have tables. Up to 32 experts stay, which may be in groups.
+    The heads keep their width, because tables of positions may depend on it. Up to 32 experts stay, because they may be
+    grouped.
     """
     try:
         text = config.get_text_config()
-        # The part for texts alone, where that is a model too.
+        # Take the text part alone if it has a class of its own.
         config = copy.deepcopy(text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config)
         text, layers = config.get_text_config(), text.num_hidden_layers
         lists = {
             name: value
             for name, value in vars(text).items()
-            # A list of more values holds numbers, not kinds of layers.
+            # A list with more different values holds numbers, not kinds of layers.
             if isinstance(value, list) and len(value) == layers and len(set(map(repr, value))) <= 4
             if not any(isinstance(entry, float) for entry in value)
         }
         kinds = list(zip(*lists.values(), strict=True)) or list(getattr(text, "layer_types", None) or ())
         chosen = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]] or list(range(min(2, layers)))
-        if not lists:  # its kinds of layers follow from their numbers
+        if not lists:  # the kind of a layer follows from its index: keep all layers up to the last kind
             chosen = list(range(max(2, chosen[-1] + 1)))
         sizes = sizes_of_tiny(text, len(chosen)) | {name: [value[i] for i in chosen] for name, value in lists.items()}
         if getattr(text, "hybrid_layer_ids", None):  # Zamba2's
@@ -146,16 +147,16 @@ def tiny_model(config: PreTrainedConfig, attention: str, **inputs: Any) -> nn.Mo
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
             for parameter in model.parameters():
-                if parameter.is_floating_point() and not parameter.any():  # it would hide what it multiplies
+                if parameter.is_floating_point() and not parameter.any():  # zeros would hide their input
                     nn.init.normal_(parameter, std=0.2)
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs)
-    except Exception:  # whatever an unusual configuration brings: only the real model can tell
+    except Exception:  # an unusual configuration may raise anything: only the real model can tell
         return None
     return model.eval()
 
 
 def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
-    """Choose the sizes of a tiny model; where a configuration derives one of them from others, the same is done here."""
+    """Choose the sizes of a tiny model; sizes that a configuration derives from others are derived here in the same way."""
     hidden = 2 * max(map(width_of_heads, of_layers(text))) if getattr(text, "num_attention_heads", None) else 128
     sizes = {
         "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": hidden,
@@ -180,9 +181,9 @@ def sizes_of_tiny(text: PreTrainedConfig, layers: int) -> dict[str, int]:
 
 @torch.enable_grad()
 def sees(model: nn.Module, tokens: slice, of: slice, **inputs: Any) -> bool:
-    """Tell whether a tiny model's predictions at the places `of` depend on these tokens, however little.
+    """Tell whether a tiny model's predictions at the places `of` depend on `tokens`, however little.
 
-    The gradient says so: what a model does not see has a gradient of exactly 0.
+    The gradient shows this: a token that the predictions do not depend on has a gradient of exactly 0.
     """
     seen = []
     embedding: Any = unwrapped(model).get_input_embeddings()
@@ -198,7 +199,7 @@ def sees_before(model: nn.Module, place: int, **inputs: Any) -> bool:
 
 
 def sees_later_tokens(config: PreTrainedConfig) -> bool:
-    """Tell whether models of this configuration, by a tiny one, see the tokens that they are to predict."""
+    """Tell with a tiny model whether models of this configuration see the tokens that they should predict."""
     model = tiny_model(config, "eager")
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         tokens = torch.arange(12)[None]
@@ -207,7 +208,7 @@ def sees_later_tokens(config: PreTrainedConfig) -> bool:
 
 @torch.no_grad()
 def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any) -> bool:
-    """Tell whether a tiny model on the CPU predicts the same in the second document of a row as for the document alone."""
+    """Tell whether a tiny model predicts the same for the second document of a row as for this document alone."""
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         inputs |= {"use_cache": False}
         try:
@@ -216,7 +217,7 @@ def is_packed_as_alone(model: nn.Module, with_masks: bool = False, **inputs: Any
             second = {name: row[name][:, FIRST:] for name in ("input_ids", "position_ids")}
             alone = model(**second, **inputs).logits
             is_seen = sees_before(model, FIRST, **row)
-        except REFUSALS:  # it takes no positions, or no such masks
+        except REFUSALS:  # the model takes no positions, or no such masks
             return False
     return not is_seen and bool((packed - alone).norm() <= 1e-3 * alone.norm())
 
@@ -230,7 +231,7 @@ def row_of_two(model: nn.Module, with_masks: bool) -> dict[str, Any]:
 
 @torch.enable_grad()
 def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> frozenset[str]:
-    """Name the classes of modules inside a tiny model's layers whose results in a document depend on the one before."""
+    """Name the classes of modules inside a tiny model's layers whose results depend on the document before."""
     seen: list[tuple[nn.Module, torch.Tensor, torch.Tensor]] = []
 
     def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
@@ -252,20 +253,22 @@ def classes_that_mix(model: nn.Module, with_masks: bool, **inputs: Any) -> froze
             model(**row, **inputs, use_cache=False)
         except REFUSALS:
             return frozenset()
+    # A module mixes documents if its result in the second document has a gradient in its own input of the first document.
     mixing = {
         module
         for module, before, after in seen
         if torch.autograd.grad(after[:, FIRST:].square().sum(), before, retain_graph=True)[0][:, :FIRST].any()
     }
+    # Of modules inside each other, the outermost one counts.
     parts = {part for module in mixing for part in module.modules() if part is not module}
     return frozenset(type(module).__name__ for module in mixing - parts)
 
 
 @torch.no_grad()
 def shares_in_small(config: PreTrainedConfig) -> bool:
-    """Tell whether a tiny model of this configuration computes parts of a row as in the whole row, but for attention.
+    """Tell whether a tiny model of this configuration, apart from attention, computes parts of a row as in the whole row.
 
-    Attention, which `sequence` exchanges, is replaced by one that sees only the position itself.
+    `sequence` exchanges data for attention, so here an attention that sees only the position itself replaces it.
     """
     group = {"sequence_group": None, "use_cache": False}
     model = tiny_model(config, "alone", sequence_group=None)

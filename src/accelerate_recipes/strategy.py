@@ -1,6 +1,6 @@
-"""Strategy of a launch: its name, and problems of the launch, or of arguments under it, found before anything starts.
+"""Strategy of a launch: its name, and checks of the launch and of the arguments with it, before anything starts.
 
-All checks read the environment that `accelerate launch` makes from a YAML. preflight makes the same environment on a
+All checks read the environment that `accelerate launch` makes from a YAML. Preflight makes the same environment on a
 login node.
 """
 
@@ -32,7 +32,7 @@ def num_accelerators() -> int:
 
 
 def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with the strategy that `accelerate launch` describes in `env`, one sentence each.
+    """List the problems of the strategy that `accelerate launch` describes in `env`, one sentence each.
 
     `num_devices` is the number of accelerators of this machine, 0 on a CPU. Preflight also calls this, before
     anything is launched.
@@ -68,7 +68,7 @@ def environment_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 
 
 def fp8_problems(env: Mapping[str, str]) -> list[str]:
-    """List what is wrong with `mixed_precision: fp8`."""
+    """List the problems of `mixed_precision: fp8`."""
     found = []
     if find_spec("torchao") is None:
         found.append("mixed_precision: fp8 needs torchao; pip install torchao==0.18.0, or set `mixed_precision: bf16`")
@@ -121,12 +121,12 @@ def fp8_layers(model: PreTrainedModel) -> set[str]:
 
 
 def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
-    """Check that the model contains the class that FSDP is to wrap."""
+    """List the problems if the model does not contain the classes that FSDP should wrap."""
     if env.get("ACCELERATE_USE_FSDP") != "true" or env.get("FSDP_AUTO_WRAP_POLICY") != "TRANSFORMER_BASED_WRAP":
         return []
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
     present = {type(module).__name__ for module in model.modules()}
-    # A class may also name layers that only others have, see `upstream.leave_out_other_layers`.
+    # A model class may also name layers that only other models have; see `upstream.leave_out_other_layers`.
     wanted = names.split(",") if names else [name for name in model._no_split_modules or [] if name in present]
     title = type(model).__name__
     if not wanted:
@@ -139,7 +139,7 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
 
 
 def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
-    """List what is wrong with the YAML's parallelism_config for `world` processes."""
+    """List the problems of the YAML's parallelism_config for `world` processes."""
     found = []
     sizes = [int(env.get(f"PARALLELISM_CONFIG_{name}", 1)) for name in PARALLEL_SIZES]
     replicate, shard, tensor, row, sequence = sizes
@@ -184,7 +184,7 @@ def parallelism_problems(env: Mapping[str, str], world: int) -> list[str]:
 
 
 def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with the YAML's fsdp_config on a machine with `num_devices` GPUs."""
+    """List the problems of the YAML's fsdp_config on a machine with `num_devices` GPUs."""
     found = []
     version = int(env.get("FSDP_VERSION", 1))
     if version == 2 and is_one_of(env, "FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"):
@@ -236,7 +236,7 @@ def fsdp_problems(env: Mapping[str, str], num_devices: int) -> list[str]:
 def lever_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
     """List the arguments that do not work under the strategy in `env`, one sentence each.
 
-    `env` and `num_devices` are as for `environment_problems`.
+    `env` and `num_devices` are as in `environment_problems`.
     """
     found = []
     if args.load_in_4bit and not num_devices:
@@ -359,13 +359,13 @@ def lever_warnings(args: TrainArgs, env: Mapping[str, str], num_devices: int) ->
 
 
 def launch_warnings(args: TrainArgs, num_cores: int) -> list[str]:
-    """List what is probably not intended in this launch, on this machine of `num_cores`, with these arguments."""
+    """List settings of this launch that are probably not intended, on this machine with `num_cores` cores."""
     num_devices = num_accelerators()
     return environment_warnings(os.environ, num_devices, num_cores) + lever_warnings(args, os.environ, num_devices)
 
 
 def launch_problems(args: TrainArgs, env: Mapping[str, str], num_devices: int) -> list[str]:
-    """List what is wrong with a launch with these arguments; `env` and `num_devices` are as for `environment_problems`."""
+    """List the problems of a launch with these arguments; `env` and `num_devices` are as in `environment_problems`."""
     return environment_problems(env, num_devices) + lever_problems(args, env, num_devices)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of generated texts, by their names in recipes/metrics/texts.py."""
+"""Metrics of generated texts; recipes/metrics/texts.py defines them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import evaluate
 
 from accelerate_recipes.args import arg
 
-# Metrics with the values that they give; examples are chosen by the first value.
+# Metrics and the names of their values; the first value of the first metric ranks the examples.
 METRIC_VALUES = {
     "exact_match": ["exact_match"],
     "rouge": ["rougeL", "rouge1", "rouge2", "rougeLsum"],
@@ -21,7 +21,7 @@ NUM_EXAMPLES = 6  # predictions shown in the result
 
 @dataclass
 class GenerationArgs:
-    """Arguments of a recipe whose model is measured by the texts that it generates."""
+    """Arguments of a recipe that evaluates the texts that its model generates."""
 
     metrics: list[str] = arg(
         ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
@@ -56,7 +56,7 @@ class GenerationArgs:
 
     @property
     def measured(self) -> list[str]:
-        """Names of the values that the metrics give; examples are chosen by the first one."""
+        """Names of the values that the metrics give; the first one ranks the examples."""
         return [value for name in self.metrics for value in METRIC_VALUES.get(name, [])]
 
     def generation(self, max_length: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ class GenerationArgs:
 
 
 class TextMetrics:
-    """Group of metrics of an `evaluate` module, which get the same inputs and give values from 0 to 100."""
+    """Group of metrics of an `evaluate` module with the same inputs; their values are from 0 to 100."""
 
     def __init__(self, module: Path, names: Sequence[str]):
         self.metrics = [evaluate.load(str(module), name, keep_in_memory=True) for name in names]
@@ -77,7 +77,7 @@ class TextMetrics:
     def compute(
         self, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
     ) -> dict[str, float]:
-        """Compute the metrics of one prediction for each source; `references` lists all right texts for each source."""
+        """Compute the metrics of one prediction for each source; `references` lists all correct texts for each source."""
         inputs = {"predictions": predictions, "references": references, "sources": sources}
         results = {}
         for metric in self.metrics:
@@ -87,7 +87,7 @@ class TextMetrics:
     def examples(
         self, name: str, predictions: Sequence[str], references: Sequence[list[str]], sources: Sequence[str]
     ) -> list[str]:
-        """Show a few of the predictions in lines of text, from the best by the value `name` to the worst."""
+        """Show a few predictions in lines of text, ordered by the value `name` from the best to the worst."""
         rows = list(zip(predictions, references, sources, strict=True))
         results = [self.compute(*([value] for value in row)) for row in rows]
         ranked = sorted(range(len(rows)), key=lambda i: results[i][name])

@@ -18,10 +18,10 @@ from accelerate_recipes.ranks import on_first_rank
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer with a padding token; if it has none, the end token is used, and padding has no loss.
+    """Load a tokenizer with a padding token. Without one, the end token becomes the padding token; padding has no loss.
 
     Raises:
-        ConfigError: if it has no end token either, or cannot be loaded.
+        ConfigError: if the tokenizer has no end token either, or cannot be loaded.
     """
     tokenizer = read_tokenizer(name)
     if tokenizer.eos_token_id is None:
@@ -37,7 +37,7 @@ def make_or_resume(make: Callable[[], PreTrainedTokenizerBase], checkpoint: Path
 
 
 def new_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a tokenizer in which each word, between white space, is one token."""
+    """Make a tokenizer with one token for each word; white space separates words."""
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     vocabulary = {token: i for i, token in enumerate([*special.values(), *words])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=special["unk_token"]))
@@ -59,8 +59,8 @@ def new_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def new_bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: str = "<s> $A") -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with `vocab_size` tokens on the texts.
 
-    `template` says which tokens are added to a text $A: a begin token before it or, for an encoder-decoder, an end
-    token after it (`$A </s>`).
+    `template` describes the tokens around a text $A: a begin token before it or, for an encoder-decoder, an end token after
+    it (`$A </s>`).
     """
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     tokenizer = Tokenizer(BPE())

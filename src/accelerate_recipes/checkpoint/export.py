@@ -46,22 +46,22 @@ def export(
     merge_adapter: bool = False,
     text_only: bool = False,
 ) -> None:
-    """Turn a checkpoint into a folder that `from_pretrained` loads, in one process, without the model.
+    """Export a checkpoint to a folder that `from_pretrained` loads, in one process that never holds the whole model.
 
-    `dtype` of the weights defaults to the precision of evaluation: bf16 after a bf16 run, else fp32. The export needs the
-    memory of one safetensors shard of `max_shard_size` (bytes, or a text such as "500MB").
+    `dtype` of the weights defaults to the precision of evaluation: bf16 after a bf16 run, else that of the parameters. The
+    export needs the memory of one safetensors shard of `max_shard_size` (bytes, or a text such as "500MB").
 
-    Adapters become a folder for PEFT. With `merge_adapter` the folder holds the whole model, whose weights are read one by
-    one from the files of the adapters' model, and the adapters themselves in `adapter/`.
+    Adapters become a folder for PEFT. With `merge_adapter`, the folder holds the whole model, and the adapters themselves in
+    `adapter/`. The weights of the whole model are read one by one from the files of the base.
 
-    What a run does not train of its base, such as the vision part of a composite checkpoint, is copied from the base's
-    files. With `text_only` the export holds the trained model alone.
+    Parts of the base that the run does not train, such as the vision part of a composite checkpoint, are copied from the
+    files of the base. With `text_only`, the export holds the trained model alone.
 
-    `out` may be an earlier export, which the new one replaces when it is whole.
+    `out` may be an earlier export. The new export replaces it when it is complete.
 
     Raises:
         ConfigError: for an `out` that holds anything else, and for settings that do not fit the checkpoint.
-        SaveError: if it cannot be written; nothing is left half done.
+        SaveError: if the export cannot be written; no incomplete export is left.
     """
     checkpoint, out = checkpoint.resolve(), out.resolve()
     if checkpoint in (out, *out.parents) or out in checkpoint.parents:
@@ -69,7 +69,7 @@ def export(
     arguments = yaml.safe_load((checkpoint / "args.yaml").read_text(encoding="utf-8"))
     began_with = arguments.get("model_name_or_path", "")
     check_replaceable(out, began_with)
-    if is_same_model(checkpoint, str(out)):  # where the path of the base is relative to another folder
+    if is_same_model(checkpoint, str(out)):  # needed if the base has a relative path
         raise ConfigError(is_needed(out))
     marker = read_marker(checkpoint)
     is_adapter = holds_adapter(marker)
@@ -123,13 +123,13 @@ def write_export(
     """Fill the folder of an export; see `export`."""
     is_adapter = holds_adapter(marker)
     left_out = {"data.json"}
-    if is_adapter:  # the other kind's file would mislead `from_pretrained`
+    if is_adapter:  # `from_pretrained` would misread a file of the other kind
         left_out |= {"adapter_config.json"} if merge_adapter else {"adapter_config.json", "config.json"}
     for name in marker["files"].keys() - left_out:
         is_artifact = "/" not in name and name.endswith((".json", ".jinja", ".model", ".py", ".txt"))
         if (is_artifact and "model.safetensors" not in name) or name.startswith("additional_chat_templates/"):
             (out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint / name, out / name)  # a checkpoint's mode may be another, such as read-only
+            shutil.copyfile(checkpoint / name, out / name)  # without the mode of the checkpoint, which may be read-only
     is_whole = base is not None and not text_only
     for name in marker["files"]:
         if is_whole and name.startswith(f"{COMPOSITE}/"):
@@ -165,7 +165,7 @@ def write_export(
 
 
 def base_of(checkpoint: Path, marker: dict) -> Base:
-    """Open the model that the run of a checkpoint began with. Raises ConfigError if its weights are others now."""
+    """Open the model that the run of a checkpoint began with. Raises ConfigError if its weights have changed."""
     name, revision = marker["base_model"]["name"], marker["base_model"]["revision"]
     model, _ = model_on_meta(checkpoint)
     base = open_base(model, name, revision)
@@ -175,10 +175,10 @@ def base_of(checkpoint: Path, marker: dict) -> Base:
 
 
 def check_shard_size(text: str) -> None:
-    """Check that a text is a size of files, such as 500MB. Raises ConfigError."""
+    """Check that a text is a file size, such as 500MB. Raises ConfigError."""
     try:
         number = parse_size_to_int(text)
-    except (ValueError, OverflowError):  # of infinity
+    except (ValueError, OverflowError):  # OverflowError: infinity
         number = 0
     if number < 1:
         raise ConfigError(
@@ -187,13 +187,13 @@ def check_shard_size(text: str) -> None:
 
 
 def list_files(export: Path) -> None:
-    """Write the list of an export's files: only these are removed when another export replaces it."""
+    """Write the list of an export's files: a later export removes only these files."""
     names = [str(path.relative_to(export)) for path in export.rglob("*")]
     (export / EXPORT).write_text(json.dumps({"files": sorted({*names, EXPORT})}, indent=1) + "\n", encoding="utf-8")
 
 
 def listed_files(folder: Path) -> set[str]:
-    """List the files that an export has written into a folder; empty if none has."""
+    """List the files that an export has written into a folder; empty if there is no export."""
     try:
         return set(read_json(folder / EXPORT)["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -201,7 +201,7 @@ def listed_files(folder: Path) -> set[str]:
 
 
 def exported_files(folder: Path) -> list[str]:
-    """List the files of a whole export, as paths below its folder; files that no export wrote there are left out.
+    """List the files of a complete export, as paths below its folder; leave out files that no export wrote.
 
     Raises:
         ConfigError: if the folder is no export, is not finished, or lacks a file.
@@ -220,7 +220,7 @@ def exported_files(folder: Path) -> list[str]:
 
 
 def add_to_list(export: Path, name: str) -> None:
-    """Add a file to the list of an export, so that the next export may replace it and a push takes it along."""
+    """Add a file to the list of an export, so that the next export may replace the file and a push includes it."""
     write_atomically(export / EXPORT, json.dumps({"files": sorted(listed_files(export) | {name})}, indent=1) + "\n")
 
 
@@ -244,7 +244,7 @@ def check_replaceable(out: Path, base_model: str) -> None:
     """Check that `out` is a new or empty folder, or an earlier export.
 
     Raises:
-        ConfigError: if something else would be removed, or the model that the run began with.
+        ConfigError: if the export would remove anything else, or the model that the run began with.
     """
     if base_model and Path(base_model).resolve() == out.resolve():
         raise ConfigError(is_needed(out))
@@ -264,11 +264,11 @@ def check_replaceable(out: Path, base_model: str) -> None:
 
 
 def is_same_model(checkpoint: Path, name: str) -> bool:
-    """Tell whether a model is the one that a checkpoint's run began with, though it lies elsewhere."""
+    """Tell whether a checkpoint's run began with this model, even if the model lies in another place."""
     then = read_marker(checkpoint).get("model_checksum")
     try:
         return bool(then and name) and then == model_checksum(name)
-    except ConfigError:  # damaged, so it is another
+    except ConfigError:  # a damaged model is not the same
         return False
 
 
@@ -319,7 +319,7 @@ def model_card(checkpoint: Path, description: str) -> str:
 
 
 def how_to_load(checkpoint: Path, base: dict[str, str | None]) -> str:
-    """Write how adapters with rows of new tokens are loaded; an empty text for others, which need nothing special."""
+    """Write how to load adapters with rows of new tokens; an empty text for other adapters, which need no instructions."""
     if not adapters.read_config(checkpoint).trainable_token_indices:
         return ""
     kind = "AutoModelForImageTextToText" if (checkpoint / COMPOSITE).is_dir() else "AutoModelForCausalLM"
@@ -344,10 +344,10 @@ def write_safetensors(
 ) -> None:
     """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
 
-    With `base`, weights are named as in its files, and its rest is written too. Otherwise they are named and divided as
-    published files of such a model have them: transformers 5 joins the experts of a layer when it reads them, older versions
-    and other programs do not. Reads one shard of `max_shard_size` bytes at a time.
-    Floating-point weights are converted to `dtype`; None: as saved.
+    With `base`, weights have the names of its files, and its untrained rest is written too. Otherwise they are named and
+    divided as in published files of such a model. The division matters: transformers 5 joins the experts of a layer when it
+    reads them, older versions and other programs do not. One shard of `max_shard_size` bytes is in memory at a time.
+    Floating-point weights are converted to `dtype`; with None they stay as saved.
     """
     model, tied = model_on_meta(checkpoint)
     saved = {name: converted(t, dtype) for name, t in saved_tensors(checkpoint).items() if name not in tied}
@@ -374,9 +374,9 @@ def write_safetensors(
 def write_merged(
     checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str, base: Base, text_only: bool
 ) -> None:
-    """Write the model that the adapters of `checkpoint/state` belong to, with them merged in.
+    """Write the base model of the adapters of `checkpoint/state`, with the adapters merged in.
 
-    Weights are named as in that model's files, which are mapped into memory; at most one shard is kept.
+    Weights have the names of the base's files. These files are memory-mapped; at most one shard is held in memory.
     """
     config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
     model, tied = model_on_meta(checkpoint)
@@ -401,7 +401,7 @@ def write_adapter(checkpoint: Path, out: Path) -> None:
 def move_to_whole(checkpoint: Path, folder: Path) -> None:
     """Rewrite the files of adapters in `folder`, so that PEFT loads them into the whole composite model, not its text part.
 
-    Layers of other parts may have the same names, and get no adapters.
+    Layers of other parts get no adapters, even if they have the same names.
     """
     model, _ = model_on_meta(checkpoint)
     settings = AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
@@ -420,7 +420,7 @@ def move_to_whole(checkpoint: Path, folder: Path) -> None:
     rows = config.trainable_token_indices
     if isinstance(rows, dict):
         config.trainable_token_indices = {name_in_whole(f"{layer}.").rstrip("."): ids for layer, ids in rows.items()}
-    config.task_type = None  # by which PEFT would choose another class
+    config.task_type = None  # PEFT would choose another class by it
     config.auto_mapping = {"base_model_class": type(whole).__name__, "parent_library": "transformers"}
     config.save_pretrained(str(folder))
 
@@ -450,7 +450,8 @@ def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, t
 def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
     """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight.
 
-    For an encoder-decoder the saved configuration decides which they are; `share_embedding` has corrected it.
+    For an encoder-decoder, the saved configuration decides whether the output layer is such an alias; `share_embedding` has
+    corrected this configuration.
     """
     config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     with torch.device("meta"):
@@ -470,7 +471,7 @@ def write_shards(
 ) -> None:
     """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard.
 
-    With `base`, they are named as in its files, and its rest is written too, as it is.
+    With `base`, tensors have the names of its files, and its untrained rest is written unchanged.
     """
     rest = base.rest if base else {}
     own = {base.files.get(name, name) if base else name: name for name in tensors}
@@ -486,7 +487,7 @@ def write_shards(
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        # Do not assign the shard to a name: it would live until the next one is read.
+        # Do not assign the shard to a variable: it would stay in memory while the next one is read.
         save_tensors(values(names), out / filename)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -1,8 +1,9 @@
-"""Settings and tokenizer of a checkpoint, as the model it began with has them: for every program that reads that model.
+"""Settings and tokenizer of a checkpoint in the form of its base, for every program that reads the base.
 
-transformers 5 writes what only it reads: `rope_parameters` instead of `rope_theta` and `rope_scaling`, which version 4
-replaces by its defaults without a word, classes of tokenizers that nobody else knows, and no `tokenizer.model`. So the
-files of the base are carried over, with what the run has changed; of a new model, both forms are written.
+transformers 5 writes some settings that only version 5 reads. Instead of `rope_theta` and `rope_scaling` it writes
+`rope_parameters`, and version 4 then silently takes its defaults. It writes tokenizer classes that no other program knows,
+and no `tokenizer.model`. So a checkpoint gets the files of the base, with the changes of the run. For a new model, both
+forms are written.
 """
 
 import json
@@ -23,13 +24,13 @@ SPECIAL, ADDED = "special_tokens_map.json", "added_tokens.json"
 CARRIED = (*cache.TOKENIZERS, "merges.txt", "tekken.json", TOKENIZER_CONFIG, SPECIAL, ADDED)
 # Folder in a checkpoint with the settings of the composite checkpoint that the run began with, and files of its processor.
 COMPOSITE = "composite"
-TEMPLATE = "chat_template.json"  # of processors of version 4
+TEMPLATE = "chat_template.json"  # file of processors of transformers 4
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", TEMPLATE)
-# Fields that a text part has for itself.
+# Fields that differ between a text part and its composite checkpoint.
 OF_CLASS = {"architectures", "dtype", "model_type", "_name_or_path", "transformers_version", "use_cache"}
-# What a program that cuts or pads rows by itself has left in its tokenizer.
+# Settings that cutting or padding leaves behind in a tokenizer, with their values at rest.
 STATE = {"truncation": None, "padding": None}
-# Other names of fields in version 4, by type of model.
+# Names of fields in transformers 4, by type of model.
 OLD_NAMES = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
@@ -38,9 +39,9 @@ OLD_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 class Published:
-    """Artifact that writes a tokenizer, or image processor, and rewrites the config.json that transformers has written.
+    """Artifact that writes a tokenizer or image processor, and rewrites the config.json that transformers has written.
 
-    The base is read when this is made: it may be gone when the run saves.
+    The constructor reads the base, because the base may be gone when the run saves.
     """
 
     def __init__(self, config: PreTrainedConfig, tokenizer: Any):
@@ -61,10 +62,10 @@ class Published:
         has_code = any(Path(folder).glob("*.py"))
         if self.before.get("model_type") == now["model_type"]:
             settings = with_changes(self.base, self.before, now)
-            # Other names of fields, under which transformers reads them, but does not keep them.
+            # transformers reads fields under these other names, but does not keep the names.
             others = {*self.config.attribute_map, "num_labels"} & settings.keys() - now.keys()
             settings |= {name: getattr(self.config, name) for name in others}
-        if not has_code:  # the base's own code is not what was trained
+        if not has_code:  # the run did not train a model with the base's own code
             settings.pop("auto_map", None)
         if "tie_word_embeddings" in now:
             settings["tie_word_embeddings"] = now["tie_word_embeddings"]
@@ -72,7 +73,7 @@ class Published:
 
 
 def is_from_composite(config: PreTrainedConfig) -> bool:
-    """Tell whether a configuration is of the text part of the composite checkpoint that it names."""
+    """Tell whether a configuration belongs to the text part of the composite checkpoint that it names."""
     name = config.name_or_path
     return bool(name and cache.folder("model", name)) and is_text_part(config, load_config(name))
 
@@ -80,7 +81,7 @@ def is_from_composite(config: PreTrainedConfig) -> bool:
 def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return settings and processor files of the composite checkpoint whose text part has this configuration, by name.
 
-    They are the base's, with the fields of the text part and the chat template that the run has changed.
+    These are the files of the base, with the run's changes to fields of the text part and to the chat template.
     """
     name = config.name_or_path
     place = cache.folder("model", name)
@@ -90,10 +91,10 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
     before, now = whole_content(load_text_config(name)), whole_content(config)
     changed = {field: value for field, value in now.items() if before.get(field) != value and field not in OF_CLASS}
     if changed and "text_config" in base:
-        # The same field may also stand beside the text part.
+        # The composite configuration may repeat a field of the text part.
         repeated = {field: value for field, value in changed.items() if base.get(field, ...) == before.get(field)}
         files[CONFIG] = as_bytes(base | repeated | {"text_config": base["text_config"] | changed})
-    elif changed:  # an older Qwen2-VL has the fields of its text part beside the others
+    elif changed:  # an older Qwen2-VL keeps the fields of its text part among the others
         files[CONFIG] = as_bytes(base | changed)
     template = tokenizer.chat_template
     if TEMPLATE in files and template != AutoTokenizer.from_pretrained(name, **cache.pinned(name)).chat_template:
@@ -102,7 +103,7 @@ def composite_files(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def config_of_base(name: str) -> tuple[dict, dict]:
-    """Return a model's config.json, and what this version of transformers makes of it; two empty ones if there is none."""
+    """Return a model's config.json, and the content that this version of transformers reads from it; both may be empty."""
     place = cache.folder("model", name) if name else None
     if place is None or not (place / CONFIG).is_file():
         return {}, {}
@@ -118,13 +119,16 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def with_changes(base: dict, before: dict, after: dict) -> dict:
-    """Return the content of a file, `base`, with what differs in what is made of it `before` and `after` a run."""
+    """Return `base`, the content of a file, with the differences between `before` and `after`.
+
+    `before` and `after` are the contents that transformers would write before and after the run.
+    """
     kept = {name: value for name, value in base.items() if name in after or name not in before}
     return kept | {name: value for name, value in after.items() if name not in before or before[name] != value}
 
 
 def with_older_fields(settings: dict) -> dict:
-    """Add to the content of a config.json the fields by which transformers 4 knows the same."""
+    """Add to the content of a config.json the same settings under the fields of transformers 4."""
     found = settings | older_rope(settings.get("rope_parameters") or {})
     if "dtype" in found:
         found["torch_dtype"] = found["dtype"]
@@ -133,15 +137,15 @@ def with_older_fields(settings: dict) -> dict:
 
 
 def older_rope(rope: dict) -> dict:
-    """Return the fields by which transformers 4 knows `rope_parameters`."""
+    """Convert `rope_parameters` to the fields of transformers 4."""
     found = {}
-    if {"sliding_attention", "full_attention"} <= rope.keys():  # two kinds of layers, as in a Gemma 3
+    if {"sliding_attention", "full_attention"} <= rope.keys():  # two kinds of layers, as in Gemma 3
         found["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
     apart = ("rope_theta", "partial_rotary_factor")
     scaling = {name: value for name, value in rope.items() if name not in apart}
-    if scaling.get("rope_type") not in OLD_ROPES:  # no version 4 knows the model
+    if scaling.get("rope_type") not in OLD_ROPES:  # version 4 does not know the model
         return {}
-    if scaling["rope_type"] == "longrope":  # a Phi-3 of version 4 has these names, and no others
+    if scaling["rope_type"] == "longrope":  # in version 4, a Phi-3 has only these names
         found["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
         scaling["type"] = scaling.pop("rope_type")
     found["rope_scaling"] = None if scaling.get("rope_type") == "default" else scaling
@@ -149,7 +153,7 @@ def older_rope(rope: dict) -> dict:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: those of its base, with what was changed since, or else new ones."""
+    """Return the files of a tokenizer by name: files of its base with the changes since, or else new files."""
     name = tokenizer.name_or_path
     place = cache.folder("model", name) if name else None
     base = {file: (place / file).read_bytes() for file in CARRIED if (place / file).is_file()} if place else {}
@@ -166,10 +170,10 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     added = [t.added_tokens_decoder for t in (original, tokenizer)]
     if added[0] != added[1]:
         config["added_tokens_decoder"] = {str(id): token.__getstate__() for id, token in added[1].items()}
-        if ADDED in base or any(file.endswith(".model") for file in base):  # which knows no added tokens
+        if ADDED in base or any(file.endswith(".model") for file in base):  # *.model files hold no added tokens
             inside = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False) if TOKENIZER in files else {}
             base[ADDED] = as_bytes({t.content: id for id, t in added[1].items() if t.content not in inside})
-    # Classes have defaults, which may be others in another version.
+    # Write special tokens explicitly: the defaults of a class may differ between versions.
     config = {name: settings[name] for name in tokenizer.special_tokens_map if name in settings} | config
     changed = {n: settings[n] for n in tokenizer.special_tokens_map if before.get(n) != settings.get(n)}
     if changed and SPECIAL in said:
@@ -182,7 +186,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 
 def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Return the fields that say whether a text gets a begin and an end token: classes of version 4 obey these alone."""
+    """Return the fields that say whether a text gets a begin and an end token: classes of version 4 use only these."""
     ids = tokenizer("a")["input_ids"]
     return {
         "add_bos_token": ids[:1] == [tokenizer.bos_token_id],
@@ -191,7 +195,7 @@ def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
 
 
 def written(artifact: Any) -> dict[str, bytes]:
-    """Return the files that transformers writes of a tokenizer or image processor."""
+    """Return the files that transformers writes for a tokenizer or image processor."""
     with tempfile.TemporaryDirectory() as folder:
         artifact.save_pretrained(folder)
         files = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
@@ -203,7 +207,7 @@ def as_bytes(content: dict) -> bytes:
 
 
 def as_at_rest(file: bytes, base: bytes | None) -> bytes:
-    """Return a tokenizer.json without what the last call of it has left there; the `base` itself if it is the same."""
+    """Return a tokenizer.json without padding and truncation of its last call; the `base` itself if nothing else differs."""
     content = json.loads(file)
     if base is not None:
         theirs = json.loads(Tokenizer.from_str(base.decode()).to_str())
@@ -218,13 +222,13 @@ def as_at_rest(file: bytes, base: bytes | None) -> bytes:
 
 
 def with_older_class(config: dict, written: dict) -> dict:
-    """Return the content of a tokenizer_config.json with what transformers 4 knows: class, and further special tokens.
+    """Return the content of a tokenizer_config.json with the class and the further special tokens as in transformers 4.
 
-    `written` is what transformers 5 has written, and names a class in any case.
+    `written` is the content that transformers 5 writes; it always names a class.
     """
     found = dict(config)
     named = found.get("tokenizer_class") or written["tokenizer_class"]
-    # A path of whoever has saved the base: version 4 would read that file, or none, in place of the one beside this.
+    # This path is from the machine that saved the base. Version 4 would read it instead of the file in the same folder.
     found.pop("tokenizer_file", None)
     found["tokenizer_class"] = "PreTrainedTokenizerFast" if named == "TokenizersBackend" else named
     if isinstance(found.get("extra_special_tokens"), list):
@@ -233,7 +237,7 @@ def with_older_class(config: dict, written: dict) -> dict:
 
 
 def template_in_config(template: str | dict[str, str] | None) -> Any:
-    """Return a chat template as tokenizer_config.json has it: several are a list."""
+    """Return a chat template in the form of tokenizer_config.json; several templates are a list."""
     if isinstance(template, dict):
         return [{"name": name, "template": text} for name, text in template.items()]
     return template

@@ -1,4 +1,4 @@
-"""Room on the disk that a run will need."""
+"""Disk space that a run will need."""
 
 import math
 import shutil
@@ -18,10 +18,10 @@ from accelerate_recipes.optim import checkpoint_bytes
 def space_needed(
     args: TrainArgs, num_parameters: int, trained: int, state_dict_type: str | None, rest: int = 0
 ) -> tuple[int, str]:
-    """Compute the bytes that future checkpoints and the export add to the output directory, and say how they are counted.
+    """Compute the bytes that future checkpoints and the export add to the output directory, and describe the count.
 
-    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged. The export also takes the
-    `rest` of its base, in bytes.
+    A checkpoint holds the `trained` parameters; so does the export, unless adapters are merged. The export also contains
+    `rest` bytes of untrained parts of its base.
 
     If the number of steps is not known, this is a lower bound.
     """
@@ -45,7 +45,7 @@ def space_needed(
 
 
 def bytes_of_rest(args: TrainArgs, models: Sequence[PreTrainedModel]) -> int:
-    """Count the bytes of what the export takes from the base's files, if they are here; `models` begins with the base."""
+    """Count the bytes that the export copies from the base's files (0 if they are absent); `models` begins with the base."""
     name = args.base_model
     is_left_out = args.text_only_export or (args.use_peft and not args.merge_adapter)
     if is_left_out or not name or not models or not is_decoder(models[0]) or cache.lacking(cache.HubModel(name)):
@@ -61,7 +61,7 @@ def gib(size: int) -> str:
 def space_problems(
     args: TrainArgs, models: Sequence[PreTrainedModel], state_dict_type: str | None, *, is_here: bool
 ) -> tuple[str, list[str]]:
-    """Return a line that says how much room the checkpoints need; if the disk `is_here`, also say whether it has that."""
+    """Return a line with the space that a run needs; if the disk `is_here`, also list the problem if space is lacking."""
     output_dir = Path(args.output_dir)
     num_parameters, trained = (
         sum(model.num_parameters(only_trainable=only) for model in models) for only in (False, True)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate_recipes.errors import ConfigError
 
-# Names that `.metadata` consists of, besides dtypes.
+# Names that `.metadata` may contain, besides dtypes.
 IN_METADATA = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("collections", "OrderedDict"),
@@ -25,7 +25,7 @@ IN_METADATA = {
 
 
 class StateReader(dcp.FileSystemReader):
-    """Reader that refuses a `.metadata` with any other name: torch calls what is named there."""
+    """Reader that refuses a `.metadata` with any other name, because torch calls the objects that it names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -38,7 +38,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return memory_format  # Python 3.11.2, Debian's, pickles a member of an enumeration as a call of getattr
+            return memory_format  # Debian's Python 3.11.2 pickles a member of an enumeration as a call of getattr
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in IN_METADATA:
             raise ConfigError(
@@ -49,7 +49,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def memory_format(owner: Any, name: str) -> Any:
-    """Return a member of torch's enumeration of memory formats: no other attribute belongs in a `.metadata`."""
+    """Return a member of torch's enumeration of memory formats, the only attributes that belong in a `.metadata`."""
     if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise ConfigError(
             f"the checkpoint's state/.metadata names an attribute {name} of {owner}, which would run: that is no checkpoint "
@@ -59,7 +59,7 @@ def memory_format(owner: Any, name: str) -> Any:
 
 
 class StatePlanner(dcp.DefaultLoadPlanner):
-    """Planner that accepts only plain values besides tensors, such as the betas: torch would unpickle anything."""
+    """Planner that accepts only tensors and plain values, such as the betas: torch would unpickle anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         element = torch.load(value, weights_only=True)

@@ -1,4 +1,4 @@
-"""Preparation of images as tensors, with random augmentation of those that are trained on.
+"""Preparation of images as tensors, with random augmentation of training images.
 
 The augmentation is a pure function of (seed, epoch, row). So a resumed run, and a run on another number of processes or
 loader workers, trains on the same pixels.
@@ -58,7 +58,7 @@ def decode(content: bytes) -> Image.Image:
 
 
 class Preparation:
-    """Preparation of images as tensors: by the model's own processor or, for training, with an `augmentation`."""
+    """Preparation of images as tensors, with the model's own processor, or with an `augmentation` for training."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Preparation:
     ) -> dict[str, torch.Tensor]:
         """Return `pixel_values`, (3, H, W), and `labels` of image `number`, augmented at random with the seed `key`.
 
-        A mixed image also has `other_labels`, the label of its partner among `count` images, and `share`, the share of
-        the first image.
+        The result of a mixed image also has `other_labels`, the label of its partner among `count` images, and `share`, the
+        share of the first image.
 
         Raises:
             DataError: for an image that cannot be decoded, unless broken images are left out.
@@ -102,7 +102,7 @@ class Preparation:
         return found | {"pixel_values": normalized(pixels, self.processor)}
 
     def decoded(self, image: Callable[[int], Image.Image | None], number: int) -> Image.Image | None:
-        """Decode an image by `image(number)`. Return None for a broken image that is left out, or raise DataError for it."""
+        """Decode an image by `image(number)`. For a broken image, return None if it is left out, or raise DataError."""
         try:
             return image(number)
         except DataError:
@@ -128,7 +128,7 @@ class Preparation:
     def mixed(
         self, pixels: torch.Tensor, other: torch.Tensor, generator: np.random.Generator
     ) -> tuple[torch.Tensor, float]:
-        """Mix two images by mixup or cutmix, with equal probability if both are on; also return the first image's share.
+        """Mix two images by mixup or cutmix (either with equal probability if both are on); also return the first's share.
 
         Source: Zhang et al., mixup, 2018; Yun et al., CutMix, 2019.
         """
@@ -147,7 +147,7 @@ class Preparation:
 
 
 def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
-    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does after it has resized an image."""
+    """Scale and shift pixels, (3, H, W) from 0 to 255, as a processor does after resizing."""
     if processor.do_rescale:
         pixels = pixels * processor.rescale_factor
     if not processor.do_normalize:
@@ -157,14 +157,14 @@ def normalized(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
 
 
 def image_size(processor: Any) -> int:
-    """Return the side of the square images that a processor makes."""
+    """Return the side length of the square images that a processor makes."""
     crop = dict(processor.crop_size or {}) if getattr(processor, "do_center_crop", False) else {}
     sizes = crop or dict(processor.size)
     return int(sizes.get("height") or sizes["shortest_edge"])
 
 
 def random_box(height: int, width: int, smallest: float, generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw top, left, height and width of a part of an image, whose area is at least the share `smallest`.
+    """Draw top, left, height and width of a box in an image; its area is at least the share `smallest`.
 
     Source: Szegedy et al., Going Deeper with Convolutions, 2015, section 6. After ten tries it takes the whole image, as
     in torchvision.
@@ -180,9 +180,9 @@ def random_box(height: int, width: int, smallest: float, generator: np.random.Ge
 
 
 def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Generator) -> torch.Tensor:
-    """Apply `num_ops` random operations to an image, (3, H, W) of bytes. They depend only on the generator.
+    """Apply `num_ops` random operations to an image, (3, H, W) of bytes. The operations depend only on the generator.
 
-    Source: Cubuk et al., RandAugment, 2020; torchvision's version, which draws from torch's generator.
+    Source: Cubuk et al., RandAugment, 2020. This calls torchvision's version, which draws from torch's generator.
     """
     from torchvision.transforms.v2 import RandAugment  # pyright: ignore[reportMissingImports]
 
@@ -192,5 +192,5 @@ def rand_augment(pixels: torch.Tensor, num_ops: int, generator: np.random.Genera
 
 
 def augmentation_of(args: Augmentation) -> Augmentation:
-    """Copy only the arguments of augmentation."""
+    """Copy the arguments of augmentation from those of a recipe."""
     return Augmentation(**{field.name: getattr(args, field.name) for field in fields(Augmentation)})

@@ -1,4 +1,4 @@
-"""Conversations and texts to train on: which columns are read, and how many targets they have."""
+"""Conversations and texts to train on: selection of their columns, removal of nulls, and counts of their targets."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.sequence import IGNORE_INDEX
 
 IMAGES = {"image", "images", "pixel_values"}
-NUM_COMPARED = 16  # rows whose rendering is compared
-NUM_LAST = 4  # targets of a row among which its end is looked for
+NUM_COMPARED = 16  # number of rows whose rendering is compared
+NUM_LAST = 4  # number of last targets of a row among which its end token is searched
 EVERYTHING = slice(None)
 TEXT = datasets.Value("string")
 CALLS = {"tool_calls", "function_call"}
-UNWRITTEN = {"role", "name", "weight", "refusal", "tool_call_id"}  # fields of a message that say nothing to train on
+UNWRITTEN = {"role", "name", "weight", "refusal", "tool_call_id"}  # fields of a message that have no text to train on
 PARTS = (
     "{} has a message whose `content` is not a text but parts, of which many chat templates write nothing, or Python code; "
     "join the texts of each message into one"
@@ -28,11 +28,11 @@ PARTS = (
 
 
 def select(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
-    """Keep the columns that are read, as their rows were written: without the nulls that Arrow adds to unequal rows.
+    """Keep only `columns`, with rows as they were written: without the nulls that Arrow adds to rows with different fields.
 
     Raises:
-        ConfigError: for images, which are not trained on.
-        DataError: for tools that are no JSON.
+        ConfigError: for images, on which these recipes do not train.
+        DataError: for tools that are not JSON.
     """
     check_no_images(rows, source)
     kept = sorted({*columns, *(name for name in SETTINGS if name in rows.column_names)})
@@ -51,11 +51,11 @@ def check_no_images(rows: datasets.Dataset, source: str) -> None:
 
 
 def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source: str) -> datasets.Dataset:
-    """Rewrite those of the columns that need it without the nulls that Arrow adds to unequal rows.
+    """Rewrite columns, where needed, without the nulls that Arrow adds to rows with different fields.
 
     Raises:
-        ConfigError: for messages of parts.
-        DataError: for tools that are no JSON.
+        ConfigError: for messages that consist of parts.
+        DataError: for tools that are not JSON.
     """
     changes = {name: target(rows.features[name]) for name in columns if is_rewritten(rows, name)}
     if changes:
@@ -70,7 +70,7 @@ def without_added_nulls(rows: datasets.Dataset, columns: Collection[str], source
 
 
 def is_rewritten(rows: datasets.Dataset, name: str) -> bool:
-    """Tell whether a column must be rewritten: tools, settings, messages that are JSON, call tools or have nulls inside."""
+    """Tell whether a column must be rewritten: settings such as tools; messages that are JSON, call tools or hold nulls."""
     message = getattr(rows.features[name], "feature", None)
     is_changed = isinstance(message, datasets.Json) or (isinstance(message, dict) and bool(CALLS & message.keys()))
     return name in SETTINGS or is_changed or any(has_nulls_inside(chunk) for chunk in rows.data.column(name).chunks)
@@ -86,12 +86,12 @@ def has_nulls_inside(array: pa.Array) -> bool:
 
 
 def target(feature: Any) -> Any:
-    """Return the type in which a column keeps its rows exactly: JSON, where Arrow would add a field to every row."""
+    """Return the type in which a column keeps its rows exactly: JSON. Other types would give all rows all fields."""
     return datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
 
 
 def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict:
-    """Return the columns `names` of a row without nulls. Settings may also be texts of JSON, whose nulls stay."""
+    """Return the columns `names` of a row without nulls. Settings may also be JSON texts; nulls in these stay."""
     found = {name: parsed(row[name], name, number, source) for name in names}
     for name in found.keys() - {*SETTINGS}:
         where = f"{source}, row {number}: {name!r}"
@@ -116,7 +116,7 @@ def rewritten(row: dict, number: int, names: Sequence[str], source: str) -> dict
 
 
 def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Take the begin token from texts of a column that begin with it, where the tokenizer adds it."""
+    """Remove the begin token from the start of the texts of a column, if the tokenizer adds this token itself."""
     begin = added_begin(tokenizer)
     texts = rows.data.column(column)
     if not (begin and rows.features[column] == TEXT and pc.any(pc.starts_with(texts, begin)).as_py()):
@@ -125,7 +125,7 @@ def without_begin(rows: datasets.Dataset, column: str, tokenizer: PreTrainedToke
 
 
 def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str) -> bool:
-    """Tell whether a message has a `weight` of 0, so that it is no target.
+    """Tell whether a message has a `weight` of 0, and so is not a target.
 
     Raises:
         DataError: for a weight that is neither 0 nor 1.
@@ -145,13 +145,13 @@ def has_unweighted(rows: datasets.Dataset, columns: Collection[str], source: str
 
 
 def cut_at(lengths: np.ndarray, max_length: int | None) -> dict[str, int]:
-    """Count the rows that are longer than `max_length` and the tokens beyond it, and say how long the longest is."""
+    """Count the rows that are longer than `max_length` and the tokens beyond it; also return the longest length."""
     over = np.maximum(lengths - max_length, 0) if max_length else np.zeros(1, int)
     return {"cut": int((over > 0).sum()), "tokens cut off": int(over.sum()), "longest": int(lengths.max())}
 
 
 class TargetCounts(NamedTuple):
-    """Targets of each row, how many rows end with a token at which generation stops, and with which ones."""
+    """Number of targets of each row, number of rows that end with a token that stops generation, and these tokens."""
 
     targets: np.ndarray
     num_ended: int
@@ -161,21 +161,21 @@ class TargetCounts(NamedTuple):
 def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERYTHING) -> TargetCounts:
     """Count the targets of each row, and the rows that end with one of `ends`, from their `labels`.
 
-    An end counts if it is among a row's last NUM_LAST targets: a template may write a line break after it, and those of the
-    user's messages stand further before. `kept` is the part of each row that is trained, the beginning or the end; its first
-    token is no target, since nothing comes before it.
+    An end token counts if it is among the last NUM_LAST targets of a row: a template may write a line break after it, and
+    end tokens of the user's messages are further from the end. `kept` is the part of each row that is trained, its beginning
+    or its end. The first token of this part is not a target, because nothing comes before it.
     """
     counts, num_ended, seen = [np.empty(0, np.int64)], 0, set()
     for lengths, labels in chunks_of(rows, "labels"):
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        before = np.arange(len(labels)) - np.repeat(starts[:-1], lengths)  # tokens of the row before each
+        before = np.arange(len(labels)) - np.repeat(starts[:-1], lengths)  # for each token: tokens before it in its row
         first, last = np.array([kept.indices(length)[:2] for length in lengths]).reshape(-1, 2).T
         is_target = (
             (labels != IGNORE_INDEX) & (before > np.repeat(first, lengths)) & (before < np.repeat(last, lengths))
         )
         of_targets = np.concatenate([[0], np.cumsum(is_target)])
         num_targets = np.diff(of_targets[starts])
-        after = np.repeat(of_targets[starts[1:]], lengths) - of_targets[1:]  # targets of the row after each token
+        after = np.repeat(of_targets[starts[1:]], lengths) - of_targets[1:]  # targets after it
         is_end = is_target & np.isin(labels, list(ends)) & (after < NUM_LAST)
         counts.append(num_targets)
         num_ended += int((np.diff(np.concatenate([[0], np.cumsum(is_end)])[starts]) > 0).sum())

@@ -1,4 +1,4 @@
-"""Documents of a shard, read one by one from a disk or over the network. They are decompressed on the fly and not stored."""
+"""Documents of a shard, read one by one from a disk or the network; they are decompressed on the fly and not stored."""
 
 import contextlib
 import http.client
@@ -23,7 +23,7 @@ from accelerate_recipes.errors import DataError, first_line
 
 TXT = ".txt"
 BOM = b"\xef\xbb\xbf"
-LONGEST = 64 << 20  # bytes of a line; a longer one means a damaged file, and would fill the memory
+LONGEST = 64 << 20  # bytes of a line; a longer line means a damaged file, and would fill the memory
 TOO_LONG = f"has more than {LONGEST >> 20} MiB; divide or remove it"
 CHUNK = 2**18  # bytes to read at once; decompressed text may be ten times as large
 # A stream does not use its connection while its documents are tokenised and trained on, minutes or hours for a shard.
@@ -37,7 +37,7 @@ def reading(source: object) -> Iterator[None]:
     """Turn any error of `datasets`, pyarrow and other readers into one message.
 
     Raises:
-        DataError: naming the source, and what is wrong with it.
+        DataError: names the source and the problem.
     """
     try:
         yield
@@ -52,7 +52,7 @@ class Retry(NamedTuple):
     """Settings for retries on a failing network. The defaults give up after about five minutes without a byte."""
 
     tries: int = 10
-    wait: float = 1.0  # seconds before the second try; doubles with each, up to `longest_wait`
+    wait: float = 1.0  # seconds before the second try; doubles with each try, up to `longest_wait`
     longest_wait: float = 60.0
     timeout: float = 30.0  # seconds without a byte after which a connection counts as dead
 
@@ -64,13 +64,13 @@ def is_remote(shard: str) -> bool:
 def read_documents(
     shard: str, text_column: str, first: int, stride: int, retry: Retry, on_retry: Callable[[], None]
 ) -> Iterator[tuple[int, bytes | str]]:
-    """Read documents `first`, `first + stride`, ... of a shard, as (index, line of JSON, or text).
+    """Read documents `first`, `first + stride`, ... of a shard, as (index, document); it is a line of JSON, or a text.
 
-    Documents before `first` are decompressed, but neither split into lines nor decoded: seconds for a shard of C4.
-    `on_retry` is called before each new try.
+    Documents before `first` are decompressed, but neither split into lines nor decoded. This takes seconds for a shard of
+    C4. `on_retry` is called before each new try.
 
     Raises:
-        DataError: naming the shard, what is wrong with it, and how often it was tried.
+        DataError: names the shard, the problem, and the number of tries.
     """
     if shard.endswith(".parquet"):
         return parquet_rows(shard, text_column, first, stride)
@@ -98,7 +98,7 @@ def read_again(
     EOFError.
 
     Raises:
-        DataError: naming the shard, what is wrong with it, and how often it was tried.
+        DataError: names the shard, the problem, and the number of tries.
     """
     failures = 0
     while True:
@@ -152,7 +152,7 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
-    """Open a Parquet file. Its pages are checked if the file has checksums of them."""
+    """Open a Parquet file. Its pages are checked if the file has checksums."""
     return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
@@ -169,7 +169,7 @@ def fetch(url: str, retry: Retry, on_retry: Callable[[], None]) -> Iterator[byte
     """Yield the bytes of a file on the network; after a failure, continue at the same byte.
 
     Raises:
-        DataError: at once for an answer that will not change (such as 404), else after `retry.tries` failures in a row.
+        DataError: at once for an answer that will not change (such as 404); otherwise after `retry.tries` failures in a row.
     """
     position = failures = 0
     while True:
@@ -208,7 +208,7 @@ def open_at(url: str, position: int, timeout: float) -> http.client.HTTPResponse
     request = urllib.request.Request(url)
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
-            # The Hub redirects to a server that must not see the token, and that refuses a request with it.
+            # The Hub redirects to a server that must not see the token, and that refuses a request with a token.
             request.add_unredirected_header(name, value)
     if position:
         request.add_header("Range", f"bytes={position}-")
@@ -225,7 +225,7 @@ def wait_or_give_up(
     if retry_after and retry_after.isdecimal():
         seconds = max(seconds, int(retry_after))
     # Hundreds of processes meet the same failure at the same time, and should not retry at the same time. This generator is
-    # separate, because the global one is part of the checkpoint.
+    # separate, because the state of the global generator is part of the checkpoint.
     seconds = min(seconds, retry.longest_wait) * random.Random().uniform(0.75, 1)
     on_retry()
     time.sleep(seconds)
@@ -256,7 +256,7 @@ def gunzip(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class Chunks:
-    """File of chunks of bytes, which is read once, from its start to its end."""
+    """File-like object over chunks of bytes; it is read once, from start to end."""
 
     closed = False
 
@@ -269,14 +269,14 @@ class Chunks:
         return part
 
     def close(self) -> None:
-        """Do nothing: who reads a file of Arrow's closes it."""
+        """Do nothing; readers of an Arrow file call this."""
 
 
 def unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompress a file of Zstandard with one or several frames.
+    """Decompress a Zstandard file with one or several frames.
 
     Raises:
-        EOFError: for damaged data, and if they end too early.
+        EOFError: for damaged data, and if the data end too early.
     """
     stream, size = pa.CompressedInputStream(pa.PythonFile(Chunks(chunks), "r"), "zstd"), 0
     while True:
@@ -316,10 +316,10 @@ def lines(shard: str, chunks: Iterable[bytes], first: int, stride: int) -> Itera
 
 
 def whole_text(file: str, chunks: Iterable[bytes], first: int) -> Iterator[str]:
-    """Yield the text of a file, which is its only document, number 0, unless it is empty.
+    """Yield the text of a file as its only document, number 0; an empty file has no document.
 
     Raises:
-        DataError: if it is not UTF-8.
+        DataError: if the file is not UTF-8.
     """
     content = b"".join(chunks) if first == 0 else b""
     try:
@@ -334,7 +334,7 @@ def text_of(shard: str, index: int, document: bytes | str, text_column: str) -> 
     """Extract the text from a line that `read_documents` yields; None for a blank line, which is no document.
 
     Raises:
-        DataError: naming shard and line, if it is not JSON or has no text.
+        DataError: names shard and line, if the line is not JSON or has no text.
     """
     if isinstance(document, str):
         return document
@@ -362,7 +362,7 @@ def record_of(file: str, index: int, line: bytes) -> dict:
     """Parse the JSON object in a line.
 
     Raises:
-        DataError: naming file and line (from 1), if it is not a JSON object.
+        DataError: names file and line (from 1), if the line is not a JSON object.
     """
     where = f"{file}, line {index + 1}"
     try:

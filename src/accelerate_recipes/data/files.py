@@ -1,4 +1,4 @@
-"""Rows of local files, and of datasets on this machine; an error in a file becomes one message that says where it is."""
+"""Rows of local files, and of datasets on this machine. An error in a file becomes one message that names its place."""
 
 import json
 import logging
@@ -18,26 +18,26 @@ from accelerate_recipes.disk import checksum, own_suffix
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.hub import cache
 
-VERSION = 1  # of the tables in the cache; raise it when files are read otherwise, so that no old table is found
+VERSION = 1  # of the tables in the cache; raise it when files are read differently, so that old tables are not used
 KINDS = cache.BUILDERS | {".arrow": "arrow", ".tsv": "tsv"}
 PACKED = [kind + how for kind in (".jsonl", ".json", ".csv", ".tsv") for how in (".gz", ".zst")]
-SUFFIXES = (*KINDS, *PACKED)  # ends of the names of files that are read
+SUFFIXES = (*KINDS, *PACKED)  # of the files that are read
 
 # These libraries also log the errors that they raise.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 
 
 def file_kind(file: str) -> str | None:
-    """Return how a file is read, by the end of its name; None if it is not."""
+    """Return the kind of a file by its suffix; None if such files are not read."""
     suffix = next((suffix for suffix in SUFFIXES if file.endswith(suffix)), "")
     return KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
 
 
 def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
-    """Read all rows of local files of one kind, each of which has an end of SUFFIXES.
+    """Read all rows of local files of one kind; each file has a suffix of SUFFIXES.
 
-    They are kept as an Arrow table in `cache_dir` (default: that of `datasets`), and found again by the files' content:
-    another content may have the same name, size and time.
+    The rows are kept as an Arrow table in `cache_dir` (default: that of `datasets`). The table is found again by the content
+    of the files, because other content may have the same name, size and time.
 
     Raises:
         DataError: for a file that is damaged, or has no rows.
@@ -64,7 +64,7 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
 
     Raises:
         ConfigError: if the dataset was not downloaded.
-        DataError: if it cannot be read, or has no such split.
+        DataError: if the dataset cannot be read, or has no such split.
     """
     root, options, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), {}, False
     saved = cache.saved_splits(need.name)
@@ -73,13 +73,13 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
         if saved:
             files = saved
         elif Path(need.name).is_dir():
-            # `datasets` takes what it finds in its cache by the times of files.
+            # `datasets` finds data in its cache by the times of the files; this folder depends on their content.
             root /= xxhash.xxh3_128_hexdigest(json.dumps(cache.version("dataset", need.name)).encode())
             builder = datasets.load_dataset_builder(**arguments, cache_dir=str(root))
             files = dict(builder.config.data_files or {})
             options, is_typed = cache.options_of(builder.config), bool(builder.info.features)
         else:
-            # A list of this class is not taken for patterns. What lies in the cache of the Hub never changes.
+            # `datasets` does not take a list of this class for patterns. Files in the cache of the Hub never change.
             found = arguments["data_files"].items()
             files = {name: DataFilesList(paths, [(path,) for path in paths]) for name, paths in found}
             arguments["data_files"] = files
@@ -101,11 +101,11 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
 
 
 def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
-    """Check that columns hold texts, or all of them lists of messages.
+    """Check that all columns hold texts, or that all hold lists of messages.
 
     Raises:
-        DataError: for a column that is missing or has another type than the others, and for the first row in which it is
-            null, or has no message.
+        DataError: for a column that is missing or has another type than the others, and for the first row in which a column
+            is null or has no message.
     """
     holds = {}
     for column in columns:
@@ -152,6 +152,6 @@ def check_messages(values: pa.ChunkedArray, where: str) -> None:
 
 
 def falls_under(source: str, share: float) -> bool:
-    """Tell whether a text's hash falls under a share. Case and white space do not count, since repeats differ in them."""
+    """Tell whether the hash of a text falls under a share. Case and white space do not count: repeats differ in them."""
     text = " ".join(unicodedata.normalize("NFKC", source).casefold().split())
     return xxhash.xxh64_intdigest(text.encode()) < int(share * 2**64)

@@ -1,7 +1,7 @@
-"""Forms in which people have conversations and pairs: recognised by their columns, and turned into what trl reads.
+"""Common forms of conversations and pairs: recognised by their columns, and converted to a form that trl reads.
 
-trl reads `messages`, `prompt` and `completion`, or a text; of pairs `prompt`, `chosen` and `rejected`. docs/rows.md shows a
-row of each form, and what becomes of it.
+For conversations, trl reads `messages`, `prompt` and `completion`, or a text; for pairs, `prompt`, `chosen` and `rejected`.
+docs/rows.md shows a row of each form, and the result of its conversion.
 """
 
 import json
@@ -26,28 +26,28 @@ from accelerate_recipes.ranks import is_first
 
 PAIR, SCORES, JUDGED = ("chosen", "rejected"), ("score_chosen", "score_rejected"), ("prompt", "completion", "score")
 ANSWERS = {"output", "completion", "response", "answer", *PAIR}
-BEFORE = ("system", "history")  # a text, and pairs of a question and its answer
+BEFORE = ("system", "history")  # a system prompt as text; earlier questions with their answers
 CALL = "function_call"
-# Names of roles beside `from`.
+# Roles in messages with the key `from`, and their usual names.
 ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant",
     "assistant": "assistant", "model": "assistant", "observation": "tool", "function": "tool", "function_response": "tool",
     "tool": "tool", CALL: "assistant",
 }  # fmt: skip
-FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation"}  # templates know none of them; other names may be their own
-HH = re.compile(r"\n\n(Human|Assistant):")  # what Anthropic's pairs have before each turn
+FOREIGN = {"human", "gpt", "chatgpt", "bot", "observation"}  # unknown to templates, which may have other names
+HH = re.compile(r"\n\n(Human|Assistant):")  # stands before each turn in Anthropic's pairs
 TEXTS = (TEXT, datasets.Value("large_string"))
 PLAIN = datasets.List({"role": TEXT, "content": TEXT})
 ANY = datasets.List(datasets.Json())
 
 
 class Form(NamedTuple):
-    """A form of rows: the columns that it needs, first what a row asks, and those that it may have."""
+    """A form of rows: the columns that it needs, the column with the question first, and the columns that it may have."""
 
     name: str
     needs: tuple[str, ...]
     takes: tuple[str, ...] = BEFORE
-    is_written: bool = False  # its columns keep their names, and its texts stay as they are
+    is_written: bool = False  # columns keep their names, texts stay unchanged
 
     @property
     def said(self) -> list[str]:
@@ -82,7 +82,7 @@ class FormatArgs(RowsArgs):
     """Arguments of a recipe that reads rows of several forms. Put it before TrainArgs in the bases of its arguments."""
 
     columns: list[str] = arg(
-        [], "Names of columns in a form, for those that are called otherwise: prompt=question completion=answer."
+        [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
     )
 
     @property
@@ -92,7 +92,7 @@ class FormatArgs(RowsArgs):
 
     @property
     def mapping(self) -> dict[str, str]:
-        """Columns of the rows, by their names in a form."""
+        """Columns of the rows by their names in a form."""
         return {name: column for name, _, column in (pair.partition("=") for pair in self.columns)}
 
     def problems(self, world_size: int) -> list[str]:
@@ -125,11 +125,11 @@ class PairFormatArgs(FormatArgs):
 def in_usual_form(
     rows: datasets.Dataset, forms: Sequence[Form], mapping: dict[str, str], source: str, *, has_template: bool
 ) -> datasets.Dataset:
-    """Turn rows of one of the forms into what trl reads, and print which form it is. What trl reads stays as it is.
+    """Convert rows of one of the forms to a form that trl reads, and print their form. Rows that trl reads stay unchanged.
 
     Raises:
-        ConfigError: for columns of no form, or of several, and for images.
-        DataError: naming the first row that has not the form.
+        ConfigError: for columns of no form or of several forms, and for images.
+        DataError: names the first row that does not have the form.
     """
     check_no_images(rows, source)
     form, rows = recognised(rows, forms, mapping, source)
@@ -170,10 +170,10 @@ def in_usual_form(
 def recognised(
     rows: datasets.Dataset, forms: Sequence[Form], mapping: dict[str, str], source: str
 ) -> tuple[Form, datasets.Dataset]:
-    """Find the form of rows by their columns, which get the names of the form.
+    """Find the form of rows by their columns; rename the columns to the names of the form.
 
     Raises:
-        ConfigError: if it is none of the forms, or may be several.
+        ConfigError: if the rows fit no form, or several.
     """
     names = rows.column_names
     if lost := [column for column in mapping.values() if column not in names]:
@@ -182,7 +182,7 @@ def recognised(
     rows = rows.rename_columns({column: name for name, column in mapping.items() if name != column})
     there = {name for name in rows.column_names if not pa.types.is_null(rows.data.column(name).type)}
     fitting = [form for form in forms if {*form.needs} <= there and {*mapping} <= {*form.needs, *form.takes, *SETTINGS}]
-    # Answers are whole conversations only if no column says what was asked.
+    # Answers are whole conversations only if there is no column with the question.
     fitting = [form for form in fitting if not any({*form.needs} < {*other.needs} for other in fitting)]
     if not fitting:
         known = "".join(f"\n- {form.name}: {', '.join(form.needs)}" for form in forms)
@@ -195,7 +195,7 @@ def recognised(
     is_prompt = form.takes and form.is_written and form.needs[0] == "prompt"
     are_texts = is_prompt and all(rows.features[name] in TEXTS for name in form.said)
     if are_texts and not mapping and any(any(rows[name]) for name in BEFORE if name in there):
-        # Texts that stay as they are have no system prompt.
+        # In this form, texts stay unchanged, and a system prompt or a history would be lost.
         other = next(other for other in forms if other.needs[0] == "question")
         ways.append((other.name, dict(zip(other.needs, form.needs, strict=True))))
     if len(ways) > 1:
@@ -206,7 +206,7 @@ def recognised(
 def ambiguity(
     rows: datasets.Dataset, ways: Sequence[tuple[str, dict[str, str]]], mapping: dict[str, str], source: str
 ) -> str:
-    """Say as what rows can be read, by which arguments, and show the first row."""
+    """Describe the ways to read the rows, with the arguments for each way, and show the first row."""
     told, shown = [f"{source} can be read in {len(ways)} ways; say which by one of"], {}
     for form, way in ways:
         full = reduce(pc.and_, (rows.data.column(column).is_valid() for column in way.values()))  # pyright: ignore
@@ -220,7 +220,7 @@ def is_usual_column(rows: datasets.Dataset, name: str) -> bool:
     """Tell whether a column need not be rewritten: messages of texts, with roles that templates know."""
     feature = rows.features[name]
     if not isinstance(feature, datasets.List):
-        return not isinstance(feature, dict)  # what holds no messages is refused later
+        return not isinstance(feature, dict)  # a column without messages is refused later
     message = feature.feature
     if not isinstance(message, dict) or "role" not in message or "from" in message:
         return not isinstance(message, dict | datasets.Json)
@@ -233,10 +233,10 @@ def is_usual_column(rows: datasets.Dataset, name: str) -> bool:
 
 
 def usual_row(row: dict, number: int, form: Form, as_messages: bool, is_hh: bool, source: str) -> dict:
-    """Turn a row into messages, or into texts.
+    """Convert a row to messages or to texts.
 
     Raises:
-        DataError: for one that has not the form.
+        DataError: for a row that does not have the form.
     """
     kept = {name: row[name] for name in (*SCORES, JUDGED[2], *SETTINGS) if name in row}
     if kept.get("tools") is not None:
@@ -251,7 +251,7 @@ def usual_row(row: dict, number: int, form: Form, as_messages: bool, is_hh: bool
 
 
 def texts(row: dict, form: Form) -> dict[str, str]:
-    """Return a prompt that ends with a blank line, and its answers."""
+    """Return a prompt that ends with a blank line, and the answers."""
     asked, *answers = form.needs
     prompt = "".join(f"{message['content']}\n\n" for message in [*said_before(row), *question(row, asked)])
     found = {name: text_in(row, name) for name in answers}
@@ -259,7 +259,7 @@ def texts(row: dict, form: Form) -> dict[str, str]:
 
 
 def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]:
-    """Return messages, or what was asked and its answers as messages."""
+    """Return the whole conversation as messages, or the question and its answers as messages."""
     answers = [name for name in form.said if name in ANSWERS]
     before = said_before(row)
     said = {name: turns(row, name) if is_hh else messages_of(row, name, "assistant") for name in answers}
@@ -272,7 +272,7 @@ def conversation(row: dict, form: Form, *, is_hh: bool) -> dict[str, list[dict]]
 
 
 def said_before(row: dict) -> list[dict]:
-    """Return the system prompt and the history, if a row has them."""
+    """Return the system prompt and the history of a row as messages, if there are any."""
     found = [{"role": "system", "content": text_in(row, "system")}] if row.get("system") else []
     for turn in row.get("history") or []:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -282,7 +282,7 @@ def said_before(row: dict) -> list[dict]:
 
 
 def joined(before: list[dict], messages: list[dict]) -> list[dict]:
-    """Put before messages what was said before them; there is one system prompt, at the beginning."""
+    """Put earlier messages before the others; there may be one system prompt, at the beginning."""
     own = messages[:1] if messages and messages[0].get("role") == "system" else []
     others = before[:1] if before and before[0]["role"] == "system" else []
     if own and others and own[0]["content"] != others[0]["content"]:
@@ -291,7 +291,7 @@ def joined(before: list[dict], messages: list[dict]) -> list[dict]:
 
 
 def question(row: dict, name: str) -> list[dict]:
-    """Return messages, or a text and its `input` as one of the user."""
+    """Return messages; a text with its `input` becomes one message of the user."""
     if isinstance(row[name], str) and row.get("input"):
         return [{"role": "user", "content": f"{row[name]}\n{text_in(row, 'input')}"}]
     return messages_of(row, name, "user")
@@ -304,7 +304,7 @@ def text_in(row: dict, name: str) -> str:
 
 
 def turns(row: dict, name: str) -> list[dict]:
-    """Divide a text of Anthropic's form into messages."""
+    """Split a text in Anthropic's form into messages."""
     start, *parts = HH.split(text_in(row, name))
     if start or not parts:
         raise ValueError(f"{name!r} does not begin with a line 'Human:', unlike the first row")
@@ -313,7 +313,7 @@ def turns(row: dict, name: str) -> list[dict]:
 
 
 def messages_of(row: dict, name: str, role: str) -> list[dict]:
-    """Return the messages in a column: a list, one alone, or a text of `role`."""
+    """Return the messages of a column that holds a list, a single message, or a text of `role`."""
     value = row[name]
     if isinstance(value, list | dict) and value:
         try:
@@ -326,9 +326,9 @@ def messages_of(row: dict, name: str, role: str) -> list[dict]:
 
 
 def message_of(message: Any) -> Any:
-    """Return a message with `role` and `content`, a text."""
+    """Return a message with `role` and `content`; the content is a text."""
     if not isinstance(message, dict):
-        return message  # refused later, like one without a role
+        return message  # refused later, like a message without a role
     message = {name: value for name, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
         role = message.pop("from")
@@ -356,7 +356,7 @@ def text_of_part(part: Any) -> str:
 
 
 def called(message: dict) -> dict:
-    """Turn the text of a call, or of several, into what templates read."""
+    """Convert the text of one or several tool calls to the form that templates read."""
     try:
         calls = json.loads(message.pop("content"))
     except (TypeError, json.JSONDecodeError) as error:

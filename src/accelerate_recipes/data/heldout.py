@@ -1,4 +1,4 @@
-"""Rows to train and to evaluate on: read from the Hub or files, and split by a hash of what a row asks.
+"""Rows to train and to evaluate on: read from the Hub or files, and split by a hash of the question in each row.
 
 So the same question never lies on both sides.
 """
@@ -26,7 +26,7 @@ class RowsArgs:
 
     # The rows of a resumed run are compared by content, so the files may have moved.
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.", fixed=False)
-    dataset_config: str = arg("", "Configuration of the dataset, where it has several.")
+    dataset_config: str = arg("", "Configuration of the dataset, if it has several.")
     train_split: str = arg("train", "Split to train on.")
     train_files: list[str] = arg(
         [],
@@ -38,7 +38,7 @@ class RowsArgs:
     )
     heldout_share: float = arg(
         0.05,
-        "Share of the rows to evaluate on, chosen by a hash of the prompt, of all before the first answer, or of the text.",
+        "Share of the rows to evaluate on, chosen by a hash of the prompt, all before the first answer, or the text.",
         above=0,
         below=1,
     )
@@ -78,7 +78,7 @@ class RowsArgs:
         return {"train": self.source, "test": ", ".join(self.eval_files)}
 
     def read_rows(self) -> dict[str, datasets.Dataset]:
-        """Read the rows: training rows as `train`, and the rows of --eval_files, if there are any, as `test`.
+        """Read the rows: training rows as `train`, and the rows of --eval_files, if given, as `test`.
 
         Raises:
             DataError: for rows that cannot be read.
@@ -94,7 +94,7 @@ class RowsArgs:
         return read_files(in_folders(files))
 
     def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
-        """Read the rows as they are rendered by a tokenizer."""
+        """Read the rows in the form that will be rendered with a tokenizer."""
         return self.read_rows()
 
     def is_heldout(self, row: dict, asked: str) -> bool:
@@ -102,7 +102,7 @@ class RowsArgs:
         return not self.eval_files and falls_under(beginning(row, asked), self.heldout_share)
 
     def sides(self, rows: dict[str, datasets.Dataset], asked: str) -> dict[str, datasets.Dataset]:
-        """Split rows into `train` and `test`, in their order, unless --eval_files gives the test rows.
+        """Split rows into `train` and `test`, and keep their order; with --eval_files, only check that no question repeats.
 
         `asked` is the column with the question to the model. Rows with the same question lie on the same side.
 
@@ -111,7 +111,8 @@ class RowsArgs:
         """
         whole = rows["train"]
         if "test" not in rows:
-            share = self.heldout_share  # `datasets` finds its result again by all that the function holds: not `self`
+            # `datasets` finds its result again by all values that the function holds: keep `self` out.
+            share = self.heldout_share
             heldout = whole.map(
                 lambda row: {"heldout": falls_under(beginning(row, asked), share)}, remove_columns=whole.column_names
             )
@@ -136,7 +137,7 @@ class RowsArgs:
 
 
 def in_folders(files: list[str]) -> list[str]:
-    """List files; a folder stands for those in it and its folders, in the order of their names.
+    """List files; replace a folder by the files in it and its subfolders, in the order of their names.
 
     Raises:
         ConfigError: for a folder without files that can be read, or with several kinds.
@@ -145,9 +146,9 @@ def in_folders(files: list[str]) -> list[str]:
 
 
 def beginning(row: dict, asked: str) -> str:
-    """Return the question of a row to the model: its messages up to the first answer, its prompt, or its whole text."""
+    """Return the question of a row: its messages up to the first answer, its prompt, or its whole text."""
     said = row[asked]
     if asked == "messages":
         said = list(itertools.takewhile(lambda message: message.get("role") != "assistant", said)) or said
-    # Arrow adds nulls to messages that differ in their fields. The hash of a row must not depend on other rows.
+    # Arrow adds nulls to messages with different fields. The hash of a row must not depend on other rows.
     return said if isinstance(said, str) else json.dumps(without_nulls(said), ensure_ascii=False)

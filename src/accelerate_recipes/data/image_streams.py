@@ -1,8 +1,8 @@
-"""Images of tar shards that are read as streams, from the network, and never stored on a disk.
+"""Images of tar shards that are read as streams from the network, and never stored on a disk.
 
-The order of the images, and the content of a checkpoint, are those of `streams`: an image is a document of one token,
-and a row of its own. So the images of step n, and their augmentation, follow from the seed and n. The partner of a mixed
-image is drawn from the images that its stream shuffles together: these are in memory, also after a resume.
+`streams` decides the order of the images and the content of a checkpoint. For it, an image is a document of one token and
+also a row. So the images of step n and their augmentation follow from the seed and n. The partner of a mixed image is drawn
+from the images that its stream shuffles together: these are in memory, also after a resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -73,13 +73,13 @@ class ImageShards(Preparation):
             index, _ = documents[place]
             found = self.trained((self.seed, epoch, shard, index), place, len(documents), image, label)
             row = np.empty(1, dtype=object)
-            # As arrays, because each tensor from a worker would need a file descriptor.
+            # Use arrays, because each tensor from a worker would need a file descriptor.
             row[0] = {name: value.numpy() for name, value in found.items()} | {"row": np.array([epoch, shard, index])}
             yield row
 
 
 class ImageStreams(StreamLoader):
-    """StreamLoader of images. A batch names its images by epoch, number of the shard, and place in the shard."""
+    """StreamLoader of images. A batch identifies its images by epoch, number of the shard, and place in the shard."""
 
     def __init__(
         self, source: ImageShards, args: TrainArgs, rank: int, world_size: int, num_streams: int, block: int = SHUFFLED

@@ -1,6 +1,6 @@
 """Images with labels: read from the Hub, folders, Parquet or tar shards, split, and decoded.
 
-Here are images with places of their own, from a disk; `image_streams` reads those of shards on the network.
+This module handles images that lie on a disk, each at its own place; `image_streams` reads shards from the network.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 
-THUMBNAIL = 16  # pixels of a side, by which images are compared
-ALIKE = 0.99  # correlation of two thumbnails above which they show the same
-NUM_READ = 10_000  # images, evenly spread, whose bytes tell the data of a resumed run from those of the checkpoint
-MOST_COMPARED = 50_000  # images; each is compared with all others
+THUMBNAIL = 16  # pixels of a side of the thumbnails by which images are compared
+ALIKE = 0.99  # two thumbnails with a higher correlation show the same image
+NUM_READ = 10_000  # images, evenly spread, whose bytes are compared when a run resumes, to detect other data
+MOST_COMPARED = 50_000  # images that can be compared; each is compared with all others
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
     heldout_share: float = arg(
         0.05,
-        "Share of the images to evaluate on, chosen by a hash; images that look alike lie on one side.",
+        "Share of the images to evaluate on, chosen by a hash; similar images lie on one side.",
         above=0,
         below=1,
     )
@@ -75,7 +75,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
         if self.rand_augment:
             try:
                 from torchvision.transforms import v2  # noqa: F401 # pyright: ignore[reportMissingImports]
-            except Exception as error:  # a build for another torch fails in its own ways
+            except Exception as error:  # a torchvision for another torch fails with various errors
                 found.append(
                     f"--rand_augment needs torchvision, but it cannot be imported: {first_line(error)}; install one "
                     "that was built for this torch, from the same index, or give --rand_augment 0"
@@ -116,7 +116,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
 
     @property
     def is_streamed(self) -> bool:
-        """Tell whether the images to train on come from shards that do not lie here."""
+        """Tell whether the images to train on come from shards on the network."""
         return any(map(is_named_elsewhere, self.train_files))
 
     def train_shards(self) -> list[str]:
@@ -149,7 +149,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
 
 
 class Labelled(NamedTuple):
-    """Images of one side, not decoded, with the numbers of their classes; `rows` are their places in `source`."""
+    """Undecoded images of one side (`train` or held out), with the numbers of their classes and their `rows` in `source`."""
 
     images: datasets.Dataset  # one column, `image`: {"bytes", "path"}
     labels: np.ndarray
@@ -158,7 +158,7 @@ class Labelled(NamedTuple):
 
     @property
     def content(self) -> str:
-        """Return a checksum of labels, of sizes or names of the images, and of the bytes of NUM_READ of them."""
+        """Return a checksum of the labels, of sizes or names of the images, and of the bytes of NUM_READ images."""
         column = self.images.data.column("image")
         digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
         digest.update(np.ascontiguousarray(self.rows))
@@ -168,7 +168,7 @@ class Labelled(NamedTuple):
             for size, name in zip(sizes, names, strict=True):
                 digest.update(repr(size or "/".join(Path(name or "").parts[-2:])).encode())
         for number in np.unique(np.linspace(0, len(self.images) - 1, NUM_READ, dtype=int)):
-            with contextlib.suppress(OSError):  # an image that is not there is an error, or left out, in its own step
+            with contextlib.suppress(OSError):  # a later step reports a missing image, or leaves it out
                 digest.update(read_bytes(self.images[int(number)]["image"]))
         return digest.hexdigest()
 
@@ -176,10 +176,10 @@ class Labelled(NamedTuple):
 def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     """Read the images to train and to evaluate on, and the names of the classes. Call it on all ranks.
 
-    If those to train on are streamed, they are None here, and the classes are those of the images to evaluate on.
+    If the training images are streamed, they are None here, and the images to evaluate on define the classes.
 
     Raises:
-        DataError: for rows that cannot be read, have no such columns, or have no label.
+        DataError: for rows that cannot be read, lack a column, or have no label.
         ConfigError: if a side is empty.
     """
     tables = on_first_of_machine_before_others(args.read_rows)
@@ -211,7 +211,7 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
 
 
 def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None:
-    """Raise DataError for a column that is missing, or holds nothing that can be an image or a label."""
+    """Raise DataError for a column that is missing, or whose type cannot hold images or labels."""
     for flag in ("image_column", "label_column"):
         if (column := getattr(args, flag)) not in table.column_names:
             raise DataError(
@@ -237,10 +237,10 @@ def class_names(feature: Any, labels: Any) -> list[str]:
 
 
 def numbered(table: datasets.Dataset, column: str, names: Sequence[str], source: str) -> np.ndarray:
-    """Return the number of each row's class. Raises DataError for other classes, and for a label that is none of them."""
+    """Return the number of each row's class. Raises DataError for other classes, and for a label of no class."""
     labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
     if isinstance(feature, datasets.ClassLabel):
-        if feature.names != names:  # not by name: two classes of ImageNet are called "crane"
+        if feature.names != names:  # do not map by name: two classes of ImageNet are called "crane"
             raise DataError(
                 f"{source} has the classes {some_names(feature.names)}, but those trained on are {some_names(names)}; give "
                 "both the same"
@@ -260,12 +260,12 @@ def some_names(names: Sequence[str]) -> str:
 
 
 def read_tars(files: Sequence[str]) -> datasets.Dataset:
-    """List the images in tar shards, which stay where they are; an image is read when it is needed.
+    """List the images in tar shards. The images stay in the shards; each is read when it is needed.
 
-    Of each image there is a member `NAME.jpg` (or .jpeg, .png, .webp), and its label in `NAME.cls`.
+    Each image is a member `NAME.jpg` (or .jpeg, .png, .webp) with its label in `NAME.cls`.
 
     Raises:
-        DataError: for a shard that cannot be read, and a member without its label.
+        DataError: for a shard that cannot be read, and for a member without its label.
     """
     columns = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("string")})
     with reading(", ".join(files)):
@@ -276,13 +276,13 @@ def read_tars(files: Sequence[str]) -> datasets.Dataset:
 
 
 def members(files: list[str], versions: list) -> Iterator[dict]:
-    """Yield where each image of the shards begins, and its label; `versions` only tells `datasets` when to list anew."""
+    """Yield the place and the label of each image of the shards; if `versions` change, `datasets` lists the shards again."""
     for file in files:
         images, labels = {}, {}
         with (
             reading(file),
             tarfile.open(file, "r:", tarinfo=Member) as shard,
-        ):  # not compressed: images are read from their places
+        ):  # only uncompressed tars: images are read at their offsets
             for stem, is_image, member in images_and_labels(shard, file):
                 if stem in (images if is_image else labels):
                     kind = "images" if is_image else "labels"
@@ -298,7 +298,7 @@ def members(files: list[str], versions: list) -> Iterator[dict]:
 
 
 def read_bytes(image: dict) -> bytes:
-    """Read the bytes of an image: from its row, a file of its own, or a tar shard."""
+    """Read the bytes of an image from its row, its file, or a tar shard."""
     if image["bytes"] is not None:
         return image["bytes"]
     path, *place = image["path"].rsplit(":", 2)
@@ -311,9 +311,9 @@ def read_bytes(image: dict) -> bytes:
 
 
 def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
-    """Tell which images to evaluate on. Images that look alike, directly or by way of others, lie on one side.
+    """Choose the images to evaluate on. Images that look alike, directly or through other images, lie on one side.
 
-    Each group follows the hash of its first file by content, so the order of the rows does not matter.
+    The smallest hash of the contents of a group decides for the group, so the order of the rows does not matter.
 
     Raises:
         DataError: for an image that cannot be decoded.
@@ -343,7 +343,7 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
     first = {}
     for number, root in enumerate(group):
         first[root] = min(first.get(root, math.inf), digests[number])
-    # A smallest hash is small: hash it again.
+    # The minimum of several hashes is not uniform: hash it again.
     sides = {root: xxhash.xxh64_intdigest(str(digest).encode()) < share * 2**64 for root, digest in first.items()}
     chosen = np.array([sides[root] for root in group], dtype=bool)
     if chosen.all() or not chosen.any():
@@ -356,15 +356,15 @@ def heldout(side: Labelled, share: float, skips_broken: bool) -> np.ndarray:
 
 
 def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
-    """Return for each thumbnail the number of the first one in its group; those that correlate above ALIKE are joined."""
+    """Return for each thumbnail the number of the first in its group; a correlation above ALIKE joins two into one group."""
     centred = thumbnails - thumbnails.mean(1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
-    centred /= np.where(norms, norms, 1)  # an image of one colour is like no other
+    centred /= np.where(norms, norms, 1)  # an image of one colour becomes zero: similar to no other
     root = np.arange(len(centred))
     for start in range(0, len(centred), 1024):
         for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:
             joined = root[start:][is_alike]
-            if len(joined) and (joined != joined[0]).any():  # groups are joined less often than there are images
+            if len(joined) and (joined != joined[0]).any():  # most images join no groups: skip the costly line
                 root[np.isin(root, joined)] = joined.min()
     return root.tolist()
 
@@ -372,7 +372,7 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
 class Images(Preparation, torch.utils.data.Dataset):
     """Images of one side as tensors.
 
-    Number n is row n % N of epoch n // N. Number -1 stands for places for which no row is left.
+    With N rows, number n is row n % N of epoch n // N. Number -1 fills a place in a batch for which no row is left.
     """
 
     def __init__(self, side: Labelled, *args: Any, **settings: Any):
@@ -383,9 +383,9 @@ class Images(Preparation, torch.utils.data.Dataset):
         return len(self.side.images)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return `row`, and what `trained` returns, or without augmentation `pixel_values` and `labels`.
+        """Return `row`, and the result of `trained`; without augmentation, `pixel_values` and `labels`.
 
-        An image that cannot be decoded gives `error`: an exception from a loader's worker would bring its whole traceback.
+        An image that cannot be decoded gives `error`: an exception in a loader's worker would print its whole traceback.
         """
         epoch, row = divmod(number, len(self)) if number >= 0 else (0, -1)
         try:
@@ -398,7 +398,7 @@ class Images(Preparation, torch.utils.data.Dataset):
         return found | {"row": torch.tensor(row)}
 
     def evaluated(self, row: int) -> dict[str, torch.Tensor]:
-        """Prepare the image of a row by the model's own processor. Raises DataError."""
+        """Prepare the image of a row with the model's own processor. Raises DataError."""
         image = self.decoded(self.image, row)
         label = IGNORE_INDEX if image is None else self.label(row)
         image = image or Image.new("RGB", (self.size, self.size))
@@ -409,7 +409,7 @@ class Images(Preparation, torch.utils.data.Dataset):
         return int(self.side.labels[row])
 
     def image(self, row: int) -> Image.Image | None:
-        """Decode the image of a row; None for -1. Raises DataError that names it."""
+        """Decode the image of a row; None for -1. Raises DataError that names the row."""
         if row < 0:
             return None
         image = self.side.images[row]["image"]
@@ -419,6 +419,6 @@ class Images(Preparation, torch.utils.data.Dataset):
 
 
 def collate_images(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put images into a batch; if one has an error, the batch is only that."""
+    """Put images into a batch; if an image has an error, the batch holds only the error."""
     broken = next((row for row in rows if "error" in row), None)
     return broken or default_collate(rows)

@@ -1,6 +1,6 @@
 """Rows of local files as one Arrow table on the disk. Its schema fits all rows, wherever in the files a field first appears.
 
-Texts stay as they are written, also in CSV. Values whose types differ from row to row are JSON, as `datasets` has it.
+Texts stay as they are written, also in CSV. Values whose types differ between rows are stored as JSON, a type of `datasets`.
 """
 
 import csv
@@ -21,16 +21,17 @@ from datasets.table import table_cast
 from accelerate_recipes.data.documents import BOM, LONGEST, TOO_LONG, check_characters, open_parquet, reading, record_of
 from accelerate_recipes.errors import DataError
 
-BLOCK = 10 << 20  # bytes that are parsed at once
+BLOCK = 10 << 20  # bytes that are parsed together
 BATCH = 1000  # rows
-DEEPEST = 16  # lists and objects in each other; what is deeper is JSON: the time of `datasets` doubles with each level
+# Levels of nested lists and objects; deeper levels are JSON. The time of `datasets` doubles with each level.
+DEEPEST = 16
 SPACE = re.compile(r"\s*")
 JSON = pa.json_()
 VOID = datasets.Value("null")
 
 
 class Block(NamedTuple):
-    """Rows of a part of a JSON file by number: that of their `unit`, a line (from 1) or a row (from 0)."""
+    """Rows of a part of a JSON file, by number. The `unit` of the numbers is a line (from 1) or a row (from 0)."""
 
     file: str
     unit: str
@@ -55,7 +56,7 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
             features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
         write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
-    # In most files every block has what the first one has.
+    # In most files, all blocks have the fields of the first one.
     schema = schema_of(next(blocks_of(files[0])))
     try:
         write_stream(path, datasets.Features.from_arrow_schema(schema), json_tables(files, schema))
@@ -65,7 +66,7 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
 
 
 def write_stream(path: str, features: datasets.Features, parts: Iterator[tuple[str, pa.Table]]) -> None:
-    """Write tables that come with their files' names, as `features` has them."""
+    """Write tables to an Arrow stream with the types of `features`. Each table comes with the name of its file."""
     schema, counts = features.arrow_schema, {}
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         for name, table in parts:
@@ -104,7 +105,7 @@ def tables_of(file: str, kind: str) -> Iterator[tuple[str, pa.Table]]:
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Replace the types of which Polars, pandas and Spark have other forms: a text is a text, a list a list."""
+    """Replace variants of types that Polars, pandas and Spark write: every text becomes a text, every list a list."""
     return pa.schema([(field.name, plain(field.type)) for field in schema], metadata=schema.metadata)
 
 
@@ -148,17 +149,17 @@ def arrow_schema(file: str) -> pa.Schema:
 
 
 def is_random_access(content: pa.NativeFile) -> bool:
-    """Tell whether Arrow data have the form that Polars writes; `datasets` writes a stream."""
+    """Tell whether Arrow data have the file format, which Polars writes; `datasets` writes the stream format."""
     return content.read_at(6, 0) == b"ARROW1" if content.size() >= 6 else False
 
 
 def decompressed(file: str) -> io.BufferedReader:
-    """Open a file of text, which is decompressed as it is read if its name ends with .gz or .zst."""
+    """Open a text file; a file whose name ends with .gz or .zst is decompressed while it is read."""
     return io.BufferedReader(pa.input_stream(os.path.abspath(file)))  # pyright: ignore[reportArgumentType]
 
 
 def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
-    """Read the names of the columns, all of which hold texts: a number may begin with zeros that belong to it."""
+    """Read the names of the columns. All columns hold texts, because leading zeros of a number may carry meaning."""
     with io.TextIOWrapper(decompressed(file), encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=delimiter)), [])
     if twice := {name for name in names if names.count(name) > 1}:
@@ -167,7 +168,7 @@ def csv_schema(file: str, delimiter: str = ",") -> pa.Schema:
 
 
 def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
-    # Threads would leave the number of a wrong row out of the message.
+    # With threads, the message about a wrong row would lack the number of the row.
     blocks = pa.csv.ReadOptions(block_size=LONGEST, use_threads=False)
     cells = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     schema = csv_schema(file, delimiter)
@@ -217,10 +218,10 @@ def json_tables(files: Sequence[str], schema: pa.Schema) -> Iterator[tuple[str, 
 
 
 def blocks_of(file: str) -> Iterator[Block]:
-    """Divide a file into blocks of lines with an object each. A file may also hold JSON on many lines.
+    """Split a file with an object on each line into blocks of lines. A file may also hold JSON on many lines.
 
     Raises:
-        DataError: naming the first line that is no JSON object, or longer than LONGEST.
+        DataError: names the first line that is not a JSON object, or is longer than LONGEST.
     """
     with reading(file):
         if (rows := rows_on_many_lines(file)) is not None:
@@ -244,7 +245,7 @@ def blocks_of(file: str) -> Iterator[Block]:
 
 
 def rows_on_many_lines(file: str) -> list[dict] | None:
-    """Return the rows of a file that is a list of objects or texts, or objects on many lines; None for one object a line.
+    """Return the rows of a file with a list of objects or texts, or with objects over many lines; None for an object a line.
 
     Raises:
         ValueError: for a file without rows.
@@ -292,7 +293,7 @@ def schema_of(block: Block) -> pa.Schema:
 
 
 def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
-    """Return the type of some values of JSON, which is JSON if they differ in type, or as objects in their fields."""
+    """Return the common type of JSON values. It is JSON if the values have different types, or objects different fields."""
     values = [value for value in values if value is not None]
     kinds = {*map(type, values)}
     if not kinds:
@@ -314,7 +315,7 @@ def kind_of(values: list, levels: int = DEEPEST) -> pa.DataType:
 
 
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return the type of values of both types."""
+    """Return a type that can hold the values of both types."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -334,7 +335,7 @@ def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
 
 
 def table_of(block: Block, schema: pa.Schema) -> pa.Table:
-    """Make a table of the rows of a block, in which JSON is written as text."""
+    """Make a table of the rows of a block; JSON values are written as texts."""
     try:
         columns = ([row.get(field.name) for row in block.rows.values()] for field in schema)
         arrays = [array_of(values, field.type) for values, field in zip(columns, schema, strict=True)]
@@ -346,12 +347,12 @@ def table_of(block: Block, schema: pa.Schema) -> pa.Table:
 
 
 def array_of(values: list, kind: pa.DataType) -> pa.Array:
-    """Make an array of values, as what it is stored as."""
+    """Make an array of values in the form in which they are stored."""
     return pa.array([stored(value, kind) for value in values] if is_converted(kind) else values, storage(kind))
 
 
 def is_converted(kind: pa.DataType) -> bool:
-    """Tell whether values of a type are stored as others: JSON as text, whole numbers among others as these."""
+    """Tell whether values of a type are converted: JSON to texts, whole numbers among fractions to fractions."""
     is_other = kind == JSON or pa.types.is_floating(kind)
     return is_other or any(is_converted(kind.field(i).type) for i in range(kind.num_fields))
 

@@ -1,6 +1,6 @@
 """Tar shards of images as in WebDataset: an image is a member `NAME.jpg`, and its label the member `NAME.cls`.
 
-tarfile takes a damaged header for the end of a tar, and silently leaves out the rest. Here a damaged tar is an error.
+For tarfile, a damaged header is the end of a tar; it silently leaves out the rest. Here, a damaged tar is an error.
 """
 
 import tarfile
@@ -17,7 +17,7 @@ GZIP = b"\x1f\x8b"
 
 
 class TarImage(NamedTuple):
-    """Image of a shard, not decoded, with its label."""
+    """Undecoded image of a shard, with its label."""
 
     name: str  # of its member
     content: bytes
@@ -41,7 +41,7 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
     """Yield the members that are an image or a label, as (NAME, whether it is an image, member), to the end of a tar.
 
     Raises:
-        DataError: for a link in place of an image or a label.
+        DataError: for an image or a label that is a link.
         tarfile.TarError: for a tar that is cut off or damaged.
     """
     while member := tar.next():
@@ -61,12 +61,12 @@ def images_and_labels(tar: tarfile.TarFile, shard: str) -> Iterator[tuple[str, b
 
 
 def stream_images(chunks: Iterable[bytes], first: int, *, shard: str, stride: int) -> Iterator[TarImage]:
-    """Yield images `first`, `first + stride`, ... of a shard that is read once; of other images, only the names are read.
+    """Yield images `first`, `first + stride`, ... of a shard in one pass; of other images, read only the names.
 
     The two members of an image must follow each other. Members of other kinds are ignored.
 
     Raises:
-        DataError: for an image without a label or a label without an image, for two of one name, and for a compressed tar.
+        DataError: for an image without a label, a label without an image, two members of one name, and a compressed tar.
         tarfile.ReadError: for a shard that is cut off or damaged.
     """
     chunks = iter(chunks)

@@ -1,4 +1,4 @@
-"""Pairs of source and target texts for an encoder-decoder, from files or the Hub to padded batches."""
+"""Pairs of source and target texts for an encoder-decoder: read from files or the Hub, prepared, and padded to batches."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.sequence import IGNORE_INDEX
 
 VERSION = 2  # of the data in the cache
-PAD_MULTIPLE = 8  # good for tensor cores, and fewer shapes are compiled
+PAD_MULTIPLE = 8  # suits tensor cores, and gives fewer shapes to compile
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """Source of pairs: a local file, or a split of a dataset on the Hub, from all its files or from those that match.
+    """Source of pairs: a local file, or a split of a dataset on the Hub, from all its files or from the matching files.
 
-    A column is named by its path, such as `translation.en`.
+    The name of a column may be a path, such as `translation.en`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class PairArgs:
     dataset_name: str = arg(
         "Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.", fixed=False
     )
-    dataset_config: str = arg("en-fr", "Configuration of the dataset, where it has several.")
+    dataset_config: str = arg("en-fr", "Configuration of the dataset, if it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
     dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
     train_split: str = arg("train", "Split to train on.")
@@ -63,13 +63,13 @@ class PairArgs:
     eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.", fixed=False)
     train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.", fixed=False)
     eval_files: list[str] = arg([], "Local files to evaluate on.", fixed=False)
-    source_column: str = arg("translation.en", "Column of the texts to read; an inner column is `translation.en`.")
-    target_column: str = arg("translation.fr", "Column of the texts to write, or of lists of correct texts.")
+    source_column: str = arg("translation.en", "Column of the source texts; an inner column is `translation.en`.")
+    target_column: str = arg("translation.fr", "Column of the target texts, or of lists of correct texts.")
     eval_source_column: str = arg(
-        "", "Column of the texts to read in evaluation; default: --source_column.", fixed=False
+        "", "Column of the source texts in evaluation; default: --source_column.", fixed=False
     )
     eval_target_column: str = arg(
-        "", "Column of the texts to write in evaluation; default: --target_column.", fixed=False
+        "", "Column of the target texts in evaluation; default: --target_column.", fixed=False
     )
     task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
     heldout_share: float = arg(
@@ -118,19 +118,19 @@ class PairArgs:
 
 
 def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
-    """Build or find the folder with the prepared pairs. It holds
-
+    """Build or find the folder with the prepared pairs.
     `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
                               `source`, without the prefix, and `references`, a list
-    `facts.json`              for `train` and `heldout`: `pairs`, and how many `truncated_sources` and
+    `facts.json`              for each of `train` and `heldout`: the number of `pairs`, and how many `truncated_sources` and
                               `truncated_targets` were cut at the given lengths; for both together: `skipped`, and
                               `content`, a checksum of the training pairs
 
-    Pairs of `args.eval_sources` are held out, if there are any. Otherwise a pair is held out if its source, without case and
-    white space, has a hash under `heldout_share`: a source that comes several times lies on one side, in any order of files.
+    If there are `args.eval_sources`, their pairs are held out. Otherwise a pair is held out if the hash of its source falls
+    under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side, whatever the
+    order of the files.
 
-    A target may be a list of texts, all of them correct. In training each makes a pair of its own; for a held-out pair the
-    loss uses the first and metrics use all.
+    A target may be a list of texts, all of them correct. For training, each text makes a pair. For a held-out pair, the loss
+    uses the first text and metrics use all.
 
     Raises:
         DataError: for a file that cannot be read, or has no rows.
@@ -186,7 +186,7 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
 
 
 def source_version(source: PairSource) -> list:
-    """Return what changes when a local file or a downloaded dataset changes."""
+    """Return a value that changes when a local file or a downloaded dataset changes."""
     if source.split:
         return cache.version("dataset", source.name, source.files or "**/*")
     return [file_kind(source.name), cache.file_version(source.name)]
@@ -205,7 +205,7 @@ def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
 
 
 def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
-    """Yield every text of both columns, to train a tokenizer on."""
+    """Yield every text of both columns, for the training of a tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         for i, source in enumerate(sources):
             rows = load_rows(source, Path(folder) / str(i))
@@ -282,9 +282,9 @@ def tokenize_pairs(
     is_train: bool,
     cache_file: Path,
 ) -> datasets.Dataset:
-    """Make `source_ids` and `target_ids`, cut at `max_lengths`, and say whether they were: `source_is_cut`, `target_is_cut`.
+    """Make `source_ids` and `target_ids`, cut at `max_lengths`; `source_is_cut` and `target_is_cut` say whether it cut them.
 
-    For training there is one pair for each reference; otherwise one pair with the first reference, and the texts.
+    For training, each reference makes a pair. Otherwise there is one pair with the first reference, and with the texts.
     """
 
     def tokenize(batch: dict[str, list]) -> dict[str, list]:
@@ -315,15 +315,15 @@ def tokenize_pairs(
 
 
 def cut(ids: list[int], max_length: int) -> list[int]:
-    """Cut a text to `max_length` tokens, but keep its last token, the end token."""
+    """Cut a text to `max_length` tokens; keep its last token, the end token."""
     return ids if len(ids) <= max_length else [*ids[: max_length - 1], ids[-1]]
 
 
 class Pairs(torch.utils.data.Dataset):
     """Dataset of tokenised pairs: `source_ids`, `target_ids` and the number `row`.
 
-    Number -1 is a pair without targets, for places for which no row is left. `collate` pads pairs; `lengths` are for
-    grouping them (see `data.rows.LengthOrder`).
+    Number -1 is a pair without targets. It fills a place in a batch for which no row is left. `collate` pads pairs;
+    `lengths` group pairs of similar length (see `data.rows.LengthOrder`).
     """
 
     def __init__(self, rows: datasets.Dataset, pad_token_id: int):
@@ -335,7 +335,7 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray | int]:
         if index < 0:
-            # Keep one token to attend to: some kernels give values that are not finite for none.
+            # Keep one token to attend to: without any, some kernels give values that are not finite.
             return {"source_ids": np.array([self.pad_token_id]), "target_ids": np.array([], int), "row": -1}
         return self.rows[index] | {"row": index}
 
@@ -355,9 +355,9 @@ class Pairs(torch.utils.data.Dataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return a number for each pair that sorts pairs by the padded length of the source, then of the target.
+        """Return a sort key for each pair: first by the padded length of the source, then of the target.
 
-        The sum of the lengths would put long sources beside short ones.
+        A key of the sum of the lengths would put long sources beside short ones.
         """
         source, target = (self.num_tokens(side).astype(np.int64) for side in ("source", "target"))
         return -(-source // PAD_MULTIPLE) * (target.max() + 1) + target

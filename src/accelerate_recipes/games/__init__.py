@@ -1,1 +1,1 @@
-"""Chess: rules, games, next moves, preferences and rewards. The folder is not named `chess`: a package and a recipe are."""
+"""Chess: rules, games, next moves, preferences and rewards. A package and a recipe have the name `chess` already."""

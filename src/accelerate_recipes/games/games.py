@@ -1,4 +1,4 @@
-"""Preparation of games from files or the Hub as packed rows or positions: checked, split by hash, tokenised, cached."""
+"""Preparation of games from files or the Hub: check, split by hash, tokenise, and cache as packed rows or as positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from accelerate_recipes.hub import cache
 
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
 GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
-VERSION = 4  # of the prepared data; raise it when their form changes, so that no old form is found
+VERSION = 4  # of the prepared data; raise it when their form changes, so that cached data of the old form are not used
 
 
 @dataclass
@@ -74,7 +74,7 @@ class GamesArgs:
 
     @property
     def game_key(self) -> list:
-        """Key by which the cache knows whether it has read these files."""
+        """Key under which the cache finds the data from these files."""
         if self.train_files:
             return [[Path(file).suffix, cache.file_version(file)] for file in self.train_files]
         return [self.dataset_files, cache.version("dataset", self.dataset_name, self.dataset_files)]
@@ -82,7 +82,7 @@ class GamesArgs:
 
 @dataclass
 class PositionsArgs(GamesArgs):
-    """Arguments of a recipe that begins with the export of chess.py, and trains it by moves of its own in positions."""
+    """Arguments of a recipe that begins with an export of chess.py, and trains the model on its own moves in positions."""
 
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(
@@ -91,15 +91,15 @@ class PositionsArgs(GamesArgs):
 
 
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
-    """Build or find the folder with the prepared games. It holds
+    """Build or find the folder with the prepared games.
 
     `train/` and `heldout/`   packed rows (see `data.packing.PackedRows`)
     `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and `content`, a checksum
                               of the training rows
 
-    A game is one document: begin token, moves separated by spaces, end token (see `begin_token`). `is_seen` of a
-    position says whether a training game begins with the same moves. A game is held out when the hash of
-    its moves falls under `args.heldout_share`, so the same game never lies on both sides, in any order of the files.
+    A game is one document: begin token, moves separated by spaces, end token (see `begin_token`). `is_seen` of a position
+    says whether a training game begins with the same moves. A game is held out if the hash of its moves falls under
+    `args.heldout_share`. So the same game never lies on both sides, whatever the order of the files.
 
     Raises:
         ConfigError: for files without games, and for illegal moves unless `args.skip_bad_games`.
@@ -143,7 +143,7 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
 
 
 def prepare_positions(args: PositionsArgs, seed: int) -> Path:
-    """Build or find the folder with positions of games, divided as in `prepare_games`. It holds
+    """Build or find the folder with positions of games, split as in `prepare_games`.
 
     `train/`       positions to train in: columns `prefix` (moves so far), `move` (the played move), `phase`
     `facts.json`   `positions` to test in, the `baseline`'s table
@@ -182,7 +182,7 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
                     f"none of {len(games)} games is left for {name}; change --heldout_share {args.heldout_share}"
                 )
             found[name] = legal
-        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # else they come phase by phase
+        np.random.Generator(np.random.Philox(seed)).shuffle(found["train"])  # otherwise they are sorted by phase
         datasets.Dataset.from_list(found["train"]).save_to_disk(folder / "train")
         train_games = np.flatnonzero(good & ~heldout)
         baseline = rules.most_frequent_followers(games[i] for i in train_games)
@@ -193,7 +193,7 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that a game begins with, so that its first move can be learnt and predicted too.
+    """Return the token that begins a game. With it, the first move can also be learnt and predicted.
 
     If a tokenizer has no begin token, like Qwen's, this is the end token, which separates two texts anyway. GPT-2's begin
     token is its end token.
@@ -204,11 +204,11 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
 def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> datasets.Dataset:
     """Load the games of one file: `Moves`, a list of texts, and `defect`: why a row is not a normal game of chess, or "".
 
-    `letters` are those of the pieces in a .pgn file.
+    `letters` are the letters of the pieces in a .pgn file.
 
     Raises:
         DataError: for a file that cannot be read, or has no games.
-        ConfigError: for one without a column `Moves`.
+        ConfigError: for a file without a column `Moves`.
     """
     if file.endswith(".pgn"):
         with reading(file):
@@ -237,10 +237,10 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> data
 
 
 def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray:
-    """Return which games of all files have no defect, (number of games,) bool.
+    """Return for each game of all files whether it has no defect, (number of games,) bool.
 
     Raises:
-        ConfigError: naming the defective games, unless `args.skip_bad_games`.
+        ConfigError: names the defective games, unless `args.skip_bad_games`.
     """
     defects = [part["defect"][:] for part in parts]
     bad = [
@@ -261,7 +261,7 @@ def tokenize_games(
     source: str,
     cache_file: Path,
 ) -> datasets.Dataset:
-    """Add `input_ids` and `heldout` (bool); write to `defect` why a game cannot be played."""
+    """Add `input_ids` and `heldout` (bool); write the reason into `defect` if a game has an illegal move."""
 
     def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:
         texts = [" ".join(moves) for moves in batch]

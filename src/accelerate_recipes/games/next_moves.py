@@ -1,4 +1,4 @@
-"""Evaluation of next moves in positions of held-out games: the share that is legal, and the share that was played."""
+"""Evaluation of predicted moves in positions of held-out games: the share of legal moves, and of moves that were played."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list
 
 
 def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the tokens of the longest move, at the start of a game or, with the space before it, later."""
+    """Count the tokens of the longest move, at the start of a game, or later with a space before the move."""
 
     def num_tokens(texts: list[str]) -> np.ndarray:
         return np.array([len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]])
@@ -35,8 +35,8 @@ def longest_move(tokenizer: PreTrainedTokenizerBase) -> int:
 class NextMoves:
     """Evaluator that uses the same positions for every evaluation and for the baseline.
 
-    `facts` are those that `games.prepare_games` writes; `metric_file` is the `evaluate` module that counts. Results
-    have the keys `legal_move_rate` and `next_move_accuracy`, also with `_<phase>`, and with `_unseen` for the positions
+    `games.prepare_games` writes the `facts`; `metric_file` is the `evaluate` module that counts. Results have the keys
+    `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with `_unseen` for positions
     that occur in no training game.
     """
 
@@ -60,7 +60,7 @@ class NextMoves:
         return self._count([(text.split() or [""])[0] for text in texts])
 
     def baseline(self) -> dict[str, float]:
-        """Evaluate the baseline, the most frequent next move given the previous one."""
+        """Evaluate the baseline: the most frequent next move after the previous move."""
         return self._count([self.followers.get((p["prefix"] or [""])[-1], "") for p in self.positions])
 
     def _count(self, moves: list[str]) -> dict[str, float]:
@@ -73,7 +73,7 @@ class NextMoves:
         )
 
     def summary(self, results: dict[str, dict]) -> str:
-        """Summarise named evaluation records, which hold their values as `eval_...`, in lines of text."""
+        """Summarise named evaluation records in lines of text; the keys of the values begin with `eval_`."""
         unseen = sum(not position["is_seen"] for position in self.positions)
         parts = {"": f"Held-out positions ({len(self.positions):,})"}
         if unseen:

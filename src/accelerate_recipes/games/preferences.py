@@ -1,7 +1,7 @@
 """Preference pairs of moves: the move that was played in a position, and a worse move of the model.
 
-A rule says what is worse: with `illegal`, the model's move if it is illegal; with `not_played`, also a legal move that the
-master did not play.
+A rule decides which moves of the model are worse: with `illegal`, illegal moves; with `not_played`, also legal moves that
+the master did not play.
 """
 
 import json
@@ -25,7 +25,7 @@ RULES = ["illegal", "not_played"]
 
 
 def is_worse(position: dict, move: str, rule: str) -> bool:
-    """Tell whether to reject a model's `move`, compared with the played one. An empty move ended the game."""
+    """Tell whether to reject a model's `move`, compared with the played move. An empty move means that the game ended."""
     return move != position["move"] and (rule == "not_played" or not is_legal(position["prefix"], move))
 
 
@@ -78,7 +78,7 @@ def make_pairs(
 
 
 def go_on(partial: Path) -> int:
-    """Return the number of the position after the last pair in the file; removes a line that is not complete."""
+    """Return the number of the position after the last pair in the file; remove an incomplete last line."""
     if not partial.exists():
         return 0
     pairs = read_json_lines(partial)

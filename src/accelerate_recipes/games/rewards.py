@@ -1,4 +1,4 @@
-"""Verifiable rewards for a move in a chess position, as trl's GRPOTrainer calls them.
+"""Verifiable rewards for a move in a chess position, with the signature that trl's GRPOTrainer expects.
 
 Each function takes the moves so far (`prompts`) and the model's texts (`completions`), whose first word is
 the answer, and returns a reward from 0 to 1 for each. Columns of the data are passed by name: `move` is the played move.
@@ -13,7 +13,7 @@ from accelerate_recipes.args import arg
 from accelerate_recipes.games.rules import all_uci_moves, chess, is_legal
 
 UCI_MOVES = frozenset(all_uci_moves())
-MAX_LOSS = 300  # centipawns, about a piece; a larger loss is not punished more
+MAX_LOSS = 300  # centipawns, about the value of a piece; a larger loss is not punished more
 
 
 def answer(completion: str) -> str:
@@ -21,7 +21,7 @@ def answer(completion: str) -> str:
 
 
 def is_a_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Reward an answer that is a move: some piece could make it on some board."""
+    """Reward an answer that is a move which some piece could make on some board."""
     return [float(answer(completion) in UCI_MOVES) for completion in completions]
 
 
@@ -43,7 +43,7 @@ class StockfishArgs:
     """Arguments of the reward that a chess engine gives."""
 
     stockfish: str = arg(
-        "", "Program of a UCI chess engine that judges how good a legal answer is; empty: none.", fixed=False
+        "", "Program of a UCI chess engine that judges how good legal answers are; empty: none.", fixed=False
     )
     stockfish_nodes: int = arg(
         10_000, "Nodes that --stockfish searches for a judgement; ten thousand take about 0.03 s.", fixed=False, min=1
@@ -61,11 +61,11 @@ class StockfishArgs:
 
 @contextlib.contextmanager
 def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[float]]]:
-    """Make the engine's reward: 1 for the move that it finds best, down to 0 for a loss of MAX_LOSS centipawns.
+    """Make the engine's reward: 1 for the engine's best move, down to 0 for a loss of MAX_LOSS centipawns.
 
-    The loss is the difference between two searches of `nodes` nodes from the same position: over all moves, and over the
-    answer alone. A search starts with empty tables, on one thread, so its result depends on nothing else. An illegal
-    answer earns 0.
+    The loss is the difference between the scores of two searches of `nodes` nodes from the same position: one over all
+    moves, one over the answer alone. A search starts with empty tables, on one thread, so its result depends on nothing
+    else. An illegal answer earns 0.
     """
 
     def score(board: chess.Board, moves: list[chess.Move] | None = None) -> int:
@@ -74,7 +74,7 @@ def stockfish_reward(program: str, nodes: int) -> Iterator[Callable[..., list[fl
         return found["score"].relative.score(mate_score=10_000)
 
     def is_good_move(prompts: list[str], completions: list[str], **columns) -> list[float]:
-        best: dict[str, int] = {}  # a position comes as often as it has answers
+        best: dict[str, int] = {}  # a position occurs once for each of its answers
         rewards = []
         for prompt, completion in zip(prompts, completions, strict=True):
             prefix, move = prompt.split(), answer(completion)

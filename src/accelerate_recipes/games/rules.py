@@ -39,13 +39,13 @@ LETTERS = "KQRBN"
 FIGURINES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", 2 * LETTERS, "♙♟\ufe0e\ufe0f")  # a pawn has no letter
 WORDS = re.compile(r"[{}();]|[^\s{}();]+")
 RESULTS = ("1-0", "0-1", "1/2-1/2", "*")
-# What stands between comments and variations: a move with its number, a result, a glyph.
+# A word outside of comments and variations: a move with its number, a result, a glyph.
 WORD = re.compile(
     r"(\d+\.*)?([KQRBN]?[a-h]?[1-8]?[-x]?[a-h][1-8](=?[nbrqNBRQ])?([+#]|\+\+)?|(O-O(-O)?|0-0(-0)?)[+#]?|--|Z0)?(e\.p\.)?[!?]{0,2}"
     r"|1-0|0-1|1/2-1/2|\*|\$\d+|…|\.+"
 )
 
-# Phases for which results are reported, with their upper limits in plies.
+# Phases of a game, for which results are reported, with their upper limits in plies.
 PHASES = {"opening": 20, "middlegame": 60, "endgame": 10**9}
 
 
@@ -88,7 +88,7 @@ def defect_of_game(moves: list[str]) -> str:
 
 
 def is_legal(prefix: list[str], move: str) -> bool:
-    """Tell whether `move` may follow the legal moves `prefix`."""
+    """Tell whether `move` is legal after the legal moves `prefix`."""
     return len(legal_part([*prefix, move])) > len(prefix)
 
 
@@ -97,7 +97,7 @@ def legal_part(moves: list[str]) -> list[str]:
     board = chess.Board()
     for ply, uci in enumerate(moves):
         try:
-            legal = bool(board.push_uci(uci))  # the null move `0000` can be parsed, but is false
+            legal = bool(board.push_uci(uci))  # python-chess parses the null move `0000`, which is false
         except ValueError:
             legal = False
         if not legal:
@@ -106,13 +106,13 @@ def legal_part(moves: list[str]) -> list[str]:
 
 
 class GameBuilder(chess.pgn.GameBuilder):
-    """Builder of the played game, which does not log what is wrong with it.
+    """Builder of the played game, which does not log errors in the game.
 
-    Variations are left out: after one with an illegal move, python-chess 1.11 continues from the variation's position.
+    It skips variations: after a variation with an illegal move, python-chess 1.11 continues from the variation's position.
     """
 
     def visit_header(self, name: str, value: str) -> None:
-        if value:  # an empty one says nothing
+        if value:  # an empty value carries no information
             super().visit_header(name, value)
 
     def begin_variation(self) -> chess.pgn.SkipType:
@@ -126,15 +126,15 @@ class GameBuilder(chess.pgn.GameBuilder):
 
 
 class Movetext:
-    """Lines of a PGN file for python-chess, which skips what it does not know: `♘f3` and `Sf3` would be a pawn's f3.
+    """Lines of a PGN file for python-chess, which skips letters that it does not know: it would read `♘f3` and `Sf3` as f3.
 
-    Figurines, and `letters` of king, queen, rook, bishop and knight, become the letters of PGN. `junk` is the first word of
-    a game that is none of PGN's, `is_ended` tells whether a result was read.
+    Figurines, and the `letters` of king, queen, rook, bishop and knight, become the letters of PGN. `junk` is the first word
+    of a game that is not PGN. `is_ended` tells whether a result was read.
     """
 
     def __init__(self, file: TextIO, letters: str = LETTERS):
         self.file = file
-        foreign = {ord(letter): "\0" for letter in LETTERS}  # of another piece, or of none
+        foreign = {ord(letter): "\0" for letter in LETTERS}  # a letter of PGN that is no letter of this file
         self.letters = FIGURINES | foreign | {ord(letter): own for letter, own in zip(letters, LETTERS, strict=True)}
         self.in_moves = self.in_comment = False
         self.begin_game()
@@ -147,7 +147,7 @@ class Movetext:
         if self.in_comment or line.strip("\ufeff \t\r\n"):
             starts_outside = not self.in_comment
             self.in_moves |= not line.lstrip("\ufeff").startswith(("[", "%", ";"))
-            self.in_rest = False  # of a line, behind a semicolon
+            self.in_rest = False  # in the rest of a line after a semicolon
             if self.in_moves and not (starts_outside and line.startswith(("%", ";"))):
                 return WORDS.sub(self.word, line.partition("\n")[0]) + "\n" * line.endswith("\n")
         else:
@@ -155,7 +155,7 @@ class Movetext:
         return line
 
     def word(self, found: re.Match) -> str:
-        """Return a word, or a bracket, as python-chess shall read it."""
+        """Return a word or a bracket in the form that python-chess reads."""
         word = found[0]
         if self.in_comment:
             self.in_comment = word != "}"
@@ -177,7 +177,7 @@ class Movetext:
 def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
     """Read the games of a PGN file as rows with `Moves` and `defect`: why a game cannot be used, or an empty string.
 
-    `letters` are those of king, queen, rook, bishop and knight in the moves.
+    `letters` are the letters of king, queen, rook, bishop and knight in the moves.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = Movetext(file, letters)
@@ -193,14 +193,14 @@ def read_pgn(path: str, letters: str = LETTERS) -> Iterator[dict]:
 
 
 def read_game(lines: Movetext) -> tuple["chess.pgn.Game | None", str, bool]:
-    """Read the next game; return also what stands in it that is no PGN, and whether it has a result."""
+    """Read the next game; also return its first word that is not PGN, and whether it has a result."""
     lines.begin_game()
     game = chess.pgn.read_game(lines, Visitor=GameBuilder)  # pyright: ignore[reportArgumentType]
     return game, lines.junk, lines.is_ended
 
 
 def defect_of_pgn(game: chess.pgn.Game, num_moves: int, junk: str) -> str:
-    """Say why a game with `num_moves` moves read is not whole or not normal chess, or return an empty string."""
+    """Say why a game, of which `num_moves` moves were read, is not whole or not normal chess, or return an empty string."""
     variant = game.headers.get("Variant", "Standard")
     if variant.lower() not in ("standard", "from position", "chess", "normal"):
         return f"it is {variant}, not normal chess"
@@ -216,7 +216,7 @@ def defect_of_pgn(game: chess.pgn.Game, num_moves: int, junk: str) -> str:
 def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) -> list[dict]:
     """Draw positions spread evenly over the phases, at most one from each game and phase; fewer if there are not enough.
 
-    Each is {"prefix": moves so far, "move": the played move, "phase"}.
+    Each position is {"prefix": moves so far, "move": the played move, "phase"}.
     """
     generator = random.Random(seed)
     candidates: dict[str, list[dict]] = {phase: [] for phase in PHASES}
@@ -233,7 +233,7 @@ def sample_positions(games: Iterable[list[str]], num_positions: int, seed: int) 
 
 def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
     """Set `is_seen` of each position: whether one of the games begins with the same moves."""
-    tree: dict = {}  # of the prefixes, move by move; "" holds the positions after these moves
+    tree: dict = {}  # the prefixes, one level for each move; "" holds the positions after these moves
     for position in positions:
         position["is_seen"] = False
         node = tree
@@ -252,7 +252,7 @@ def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
 def most_frequent_followers(games: Iterable[list[str]]) -> dict[str, str]:
     """Map each move to the most frequent next move, in any position; "" stands for the start of a game.
 
-    This is the baseline: what one can know about the next move without knowing the board.
+    This is the baseline: the best prediction from the previous move alone, without the board.
     """
     counts: dict[str, Counter] = {}
     for moves in games:

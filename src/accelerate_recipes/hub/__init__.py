@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: what this machine has of it, and downloads."""
+"""The Hugging Face Hub: its files on this machine, downloads, and pushes."""

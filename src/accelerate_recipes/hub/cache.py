@@ -1,4 +1,4 @@
-"""Models and datasets of the Hub on this machine: at which commit, and whether whole. This module uses no network.
+"""Models and datasets of the Hub on this machine: their commits, and missing files. This module uses no network.
 
 `download.py` downloads. In the cache folder of each repository it writes a manifest, `accelerate_recipes.json`:
 
@@ -30,7 +30,7 @@ MANIFEST = "accelerate_recipes.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# Builders with which `datasets` reads files, by the ends of their names.
+# Builders with which `datasets` reads files, by the suffixes of the files.
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 POINTER = b"version https://git-lfs.github.com/spec/"
 POINTED_AT = (".jpg", ".jpeg", ".png", ".webp", ".tar")
@@ -99,7 +99,7 @@ ALL = "all of it"
 
 
 def names_in(split: str) -> list[str]:
-    """List the splits that `train[:10%]+test` is made of."""
+    """List the names of the splits in a text such as `train[:10%]+test`."""
     return [part.split("[")[0].strip() for part in split.split("+")]
 
 
@@ -154,7 +154,7 @@ def parsed_manifest(file: Path) -> dict:
 
 
 def revision(repo_type: str, name: str) -> str | None:
-    """Return the commit that is read here: the downloaded one, else the newest one in the cache, else None."""
+    """Return the commit to read on this machine: the downloaded one, else the newest one in the cache, else None."""
     if manifest := read_manifest(repo_type, name):
         return manifest["revision"]
     try:
@@ -164,7 +164,7 @@ def revision(repo_type: str, name: str) -> str | None:
 
 
 def folder(repo_type: str, name: str) -> Path | None:
-    """Find the folder of the files: `name` itself, or one in the cache; None if it is neither."""
+    """Find the folder of the files: `name` itself, or its folder in the cache; None if there is neither."""
     if os.path.isdir(name):
         return Path(name)
     commit = revision(repo_type, name)
@@ -172,7 +172,7 @@ def folder(repo_type: str, name: str) -> Path | None:
 
 
 def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
-    """Return what changes when matching files change: the commit, or for a folder name and version of each file."""
+    """Return a value that changes when matching files change: the commit, or for a folder each file's name and version."""
     if not os.path.isdir(name):
         return [revision(repo_type, name)]
     files = sorted(path for path in Path(name).glob(pattern) if path.is_file())
@@ -180,24 +180,24 @@ def version(repo_type: str, name: str, pattern: str = "**/*") -> list:
 
 
 def file_version(file: str | Path) -> str | list[int]:
-    """Return a checksum of a file's content, wherever it lies: another content may have the same size and time.
+    """Return a checksum of a file's content, independent of its place: other content may have the same size and time.
 
-    Of images and tars, which are many and large, and read where they lie, it is their size and times.
+    For images and tars, return size and times instead: these files are many and large, and read in their place.
     """
     return size_and_times(file) if str(file).endswith(POINTED_AT) else checksum(Path(file))
 
 
 def pinned(name: str) -> dict:
-    """Return the settings with which `from_pretrained(name, ...)` reads only what is here."""
+    """Return the settings with which `from_pretrained(name, ...)` reads only files on this machine."""
     here = {"local_files_only": True}
     return here if os.path.isdir(name) else here | {"revision": revision("model", name)}
 
 
 def files_of(manifest: dict, need: Need) -> list[str]:
-    """List the files of a manifest that a run with this need reads; `split NAME` stands for a missing split."""
+    """List the files of a manifest that a run with this need reads; for a missing split, list `split NAME`."""
     if need.key in manifest["asked"]:
         return manifest["asked"][need.key]["files"]
-    # The files may also be a part of what others asked for.
+    # Other requests may have asked for the same files.
     if isinstance(need, HubModel):
         return [file for file in manifest["files"] if need.weights or not file.endswith((".safetensors", ".bin"))]
     if need.files:
@@ -221,7 +221,7 @@ def size_of(file: Path) -> int | None:
 
 
 def lacking(need: Need) -> list[str]:
-    """List the missing files of a need, by name or in other words. Reads only names and sizes."""
+    """List the missing files of a need, by name or by a description. Reads only names and sizes."""
     place = folder(need.repo_type, need.name)
     if place is None:
         return [ALL]
@@ -231,7 +231,7 @@ def lacking(need: Need) -> list[str]:
         files = files_of(manifest, need)
         if (found := absent(manifest, files)) or (files and isinstance(need, HubDataset)):
             return found
-    # Files that `download` did not put there: nobody can say which files should be there.
+    # `download` did not fetch these files, so no manifest says which files should be there.
     if isinstance(need, HubModel):
         return lacking_of_model(place, need.weights)
     if (need.files and any(place.glob(need.files))) or (os.path.isdir(need.name) and not need.files):
@@ -240,7 +240,7 @@ def lacking(need: Need) -> list[str]:
 
 
 def lacking_of_model(place: Path, weights: bool) -> list[str]:
-    """List the files that every model or tokenizer must have and that this one lacks.
+    """List the missing files among those that every model or tokenizer must have.
 
     Raises:
         ConfigError: for an index of weights that cannot be read.
@@ -256,7 +256,7 @@ def lacking_of_model(place: Path, weights: bool) -> list[str]:
 
 
 def is_pointer(path: Path) -> bool:
-    """Tell whether git has put a pointer to a large file in its place, as a clone without git-LFS does."""
+    """Tell whether a file is only git's pointer to a large file, as in a clone without git-LFS."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(POINTER)) == POINTER
@@ -265,16 +265,16 @@ def is_pointer(path: Path) -> bool:
 
 
 def weight_files(place: Path) -> list[str]:
-    """Return the files of a folder that hold the weights, by the first index or file that `from_pretrained` would take."""
+    """Return the files of a folder that hold the weights: those of the first index or file that `from_pretrained` takes."""
     found = next((name for name in WEIGHTS if (place / name).is_file()), WEIGHTS[0])
     return shards_of(place / found) if found.endswith(".index.json") else [found]
 
 
 def shards_of(index: Path) -> list[str]:
-    """Return the files that hold the weights of an index.
+    """Return the files that an index of weights names.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if the file is not such an index.
     """
     try:
         return sorted(set(read_json(index)["weight_map"].values()))
@@ -283,7 +283,7 @@ def shards_of(index: Path) -> list[str]:
 
 
 def paths_of(need: HubDataset) -> list[str]:
-    """List the paths of a dataset's files on this machine, in the order of their names; none if it is not here."""
+    """List the paths of a dataset's files on this machine, in the order of their names; empty if it is not here."""
     place = folder("dataset", need.name)
     if place is None:
         return []
@@ -312,8 +312,8 @@ def dataset_files(name: str, pattern: str) -> list[str]:
 def load_arguments(need: HubDataset) -> dict:
     """Return arguments (besides the split) with which `datasets.load_dataset` reads a downloaded dataset from its files.
 
-    If asked for a dataset by name, datasets 5.2 finds offline only what it has converted before with the same
-    arguments, and with `data_files` not even that (datasets#6837): its cache key contains the files' state on the Hub.
+    Offline, datasets 5.2 finds a dataset by name only if it has converted it before with the same arguments. With
+    `data_files` it does not find even this (datasets#6837), because its cache key contains the files' state on the Hub.
 
     Raises:
         ConfigError: if the dataset was not downloaded.
@@ -335,14 +335,14 @@ def load_arguments(need: HubDataset) -> dict:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Return the options of one of the configurations of `datasets` by which its files are not read as usual."""
+    """Return the options of a configuration of `datasets` that change how its files are read."""
     others = ("name", "version", "data_dir", "data_files", "description", "features")
     own = [option for option in fields(config) if option.name not in others]
     return {option.name: value for option in own if (value := getattr(config, option.name)) != option.default}
 
 
 def saved_splits(name: str) -> dict[str, list[str]]:
-    """List the Arrow files of each split of a folder that `save_to_disk` wrote; nothing for others."""
+    """List the Arrow files of each split of a folder that `save_to_disk` wrote; empty for other folders."""
     if (index := Path(name) / "dataset_dict.json").is_file():
         folders = {split: Path(name) / split for split in read_json(index)["splits"]}
     else:
@@ -355,7 +355,7 @@ def saved_splits(name: str) -> dict[str, list[str]]:
 
 
 def folder_problems(flag: str, name: str) -> list[str]:
-    """Say why `datasets` cannot find the files of a folder that is named by a flag."""
+    """Say why `datasets` cannot find the files of a folder that a flag names."""
     here = str(Path(name).resolve())
     if not os.path.isdir(name) or glob.escape(here) == here or saved_splits(name):
         return []

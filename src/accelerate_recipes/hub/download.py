@@ -1,11 +1,11 @@
-"""Commands that download what a run will read, where there is internet, and that check and list what was downloaded.
+"""Commands that download the models and datasets of a run, where there is internet, and that check and list downloads.
 
     python -m accelerate_recipes download RECIPE ARGS...
     python -m accelerate_recipes verify
     python -m accelerate_recipes list
 
-huggingface_hub transfers several files at a time; a file gets its name only when it is complete. So the same command
-continues after a kill; files in transfer begin anew. huggingface_hub reads HF_HOME, HF_ENDPOINT and the token itself.
+huggingface_hub transfers several files at a time. A file gets its name only when it is complete. So the same command
+continues after a kill; unfinished files start again. huggingface_hub reads HF_HOME, HF_ENDPOINT and the token itself.
 """
 
 import glob
@@ -38,7 +38,7 @@ MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "additiona
 
 
 class Unavailable(Exception):
-    """A repository cannot be downloaded; the text says why, and the remedy."""
+    """A repository cannot be downloaded; the text gives the reason and the remedy."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Wanted:
     name: str
     branch: str
     revision: str
-    full_name: str  # `wmt14` has become `wmt/wmt14`; datasets does not know the old name, the Hub's client does
+    full_name: str  # `wmt14` has become `wmt/wmt14`; only the Hub's client knows the old name, datasets does not
     files: dict[str, dict] = field(default_factory=dict)
     asked: dict[str, list[str]] = field(default_factory=dict)
     configs: dict[str, dict] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def download(
     `update` is given.
 
     Raises:
-        ConfigError: with everything that is not available; for too little space; for a failed transfer.
+        ConfigError: with all needs that are not available, for too little space, and for a failed transfer.
     """
     if constants.HF_HUB_OFFLINE:
         raise ConfigError("HF_HUB_OFFLINE is set: unset it, or download on a machine that has internet")
@@ -109,7 +109,7 @@ def download(
 
 
 def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | None, update: bool) -> None:
-    """Add what a need asks for to the plan of its repository. Raises Unavailable."""
+    """Add the files of a need to the plan of its repository. Raises Unavailable."""
     api, key = HfApi(), (need.repo_type, need.name)
     try:
         plan = plans.get(key)
@@ -143,7 +143,7 @@ def add_to(plans: dict[tuple[str, str], Wanted], need: Need, max_shards: int | N
         ) from None
     except Unavailable:
         raise
-    # The errors of the Hub's client and of datasets for a failing network or server have no common class.
+    # For a failing network or server, the Hub's client and datasets raise errors without a common class.
     except Exception as error:
         raise Unavailable(f"{need} cannot be downloaded from {constants.ENDPOINT}: {first_line(error)}") from None
     plan.files |= chosen
@@ -180,7 +180,7 @@ def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict
 
 
 def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dict]:
-    """List the files of a configuration as `datasets` finds them; records in the plan how it would read them."""
+    """List the files of a configuration as `datasets` finds them; record in the plan how `datasets` would read them."""
     try:
         builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
     except ValueError as error:  # it names the existing configurations
@@ -211,9 +211,9 @@ def check_download_fits(plans: Sequence[Wanted]) -> None:
 
 
 def write_manifest(plan: Wanted, recipe: str) -> None:
-    """Write the manifest before the files, so that it shows what a killed download lacks. Earlier downloads stay in it.
+    """Write the manifest before the files, so that it shows the missing files of a killed download.
 
-    A repeated request, such as a pattern with another `max_shards`, replaces the earlier one.
+    Earlier downloads stay in it. A repeated request, such as a pattern with another `max_shards`, replaces the earlier one.
     """
     manifest: dict[str, Any] | None = cache.read_manifest(plan.repo_type, plan.name)
     if manifest is None or (manifest["branch"], manifest["revision"]) != (plan.branch, plan.revision):
@@ -242,23 +242,23 @@ def transfer(plan: Wanted) -> None:
             revision=plan.revision,
             allow_patterns=[glob.escape(file) for file in plan.files],
         )
-    except Exception as error:  # of the network or the disk, of many classes
+    except Exception as error:  # network and disk raise errors of many classes
         raise ConfigError(
             f"{plan.repo_type} {plan.name}: {first_line(error)}. What was fetched is kept: the same command goes on"
         ) from error
     if lost := cache.absent(cache.read_manifest(plan.repo_type, plan.name), list(plan.files)):
         raise ConfigError(f"{plan.repo_type} {plan.name}: {', '.join(lost)} did not arrive; run the same command again")
-    # A killed download leaves files that huggingface_hub 2.4 does not continue. Files of a running download are not idle.
+    # huggingface_hub 2.4 does not continue the files of a killed download. A running download writes to its files often.
     for rest in (cache.repository(plan.repo_type, plan.name) / "blobs").glob("*.incomplete"):
         if time.time() - rest.stat().st_mtime > 3600:
             rest.unlink(missing_ok=True)
 
 
 def verify() -> str:
-    """Read every downloaded file, and compare it with the Hub's checksum; returns what was verified.
+    """Read every downloaded file, and compare it with the Hub's checksum; return a text that says what was verified.
 
     Raises:
-        ConfigError: naming the missing and changed files, and what to do.
+        ConfigError: names the missing and changed files, and the remedy.
     """
     files = [
         (manifest, name, entry) for manifest in cache.manifests() for name, entry in sorted(manifest["files"].items())
@@ -293,7 +293,7 @@ def hub_checksum(file: Path, expected: str) -> str:
 
 
 def listing() -> str:
-    """Return a paragraph for each downloaded repository: size, commit, missing files, and for which recipes."""
+    """Return a paragraph for each downloaded repository: size, commit, missing files, and the recipes that need it."""
     paragraphs = []
     for manifest in cache.manifests():
         lacking = cache.absent(manifest, list(manifest["files"]))

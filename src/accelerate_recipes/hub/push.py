@@ -1,10 +1,9 @@
-"""Push of an export to a model repository on the Hub, in one commit: the repository holds all of it, or nothing.
+"""Push of an export to a model repository on the Hub, in one commit: the repository gets the whole export, or nothing.
 
     python -m accelerate_recipes push EXPORT ORG/NAME
 
-Bytes that have arrived are not sent again when the same command is repeated: huggingface_hub asks the Hub for them before it
-sends a file (with hf_xet, a part of a file). It reads HF_ENDPOINT and the token itself. A repository that is
-made here is private.
+If the same command is repeated, bytes that have arrived are not sent again: huggingface_hub asks the Hub before it sends a
+file (with hf_xet, a part of a file). It reads HF_ENDPOINT and the token itself. A new repository is private.
 """
 
 import shlex
@@ -22,7 +21,7 @@ from accelerate_recipes.errors import ConfigError, first_line, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.hub.download import hub_checksum, readable, tree
 
-# Files that `from_pretrained` reads where they lie, though no other file names them.
+# Files that `from_pretrained` reads if they are present, although no other file names them.
 READ_BESIDE = {
     "adapter_config.json", "added_tokens.json", "chat_template.json", "config.json", "generation_config.json", "merges.txt",
     "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
@@ -47,7 +46,7 @@ def name_problems(repo: str) -> list[str]:
 
 
 def push_problems(repo: str) -> list[str]:
-    """List what prevents a push from this machine, one sentence each, without asking the Hub."""
+    """List the reasons that prevent a push from this machine, one sentence each, without asking the Hub."""
     found = name_problems(repo)
     if constants.HF_HUB_OFFLINE:
         found.append(
@@ -60,7 +59,7 @@ def push_problems(repo: str) -> list[str]:
         return [*found, f"a push needs a token, and the login fails: {type(error).__name__}"]
     if not token:
         found.append("a push needs a token that may write: run `hf auth login`, or set HF_TOKEN")
-    elif not token.isascii() or not token.isprintable() or " " in token:  # an HTTP library would print it in its error
+    elif not token.isascii() or not token.isprintable() or " " in token:  # the error of an HTTP library would print it
         found.append("the token holds characters that no token has; run `hf auth login` again, or set HF_TOKEN anew")
     return found
 
@@ -68,12 +67,12 @@ def push_problems(repo: str) -> list[str]:
 def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False) -> None:
     """Push `files`, the paths of a whole export below its folder, to the repository `repo` (ORG/NAME).
 
-    A repository that does not exist is created, private unless `public`. In an existing one, files of an earlier push are
-    replaced, or deleted if this export lacks them. All other files stay; if one would be overwritten, or mistaken for
-    a part of this model, nothing is pushed.
+    A repository that does not exist is created, private unless `public`. In an existing repository, files of an earlier push
+    are replaced, or deleted if this export lacks them. All other files stay. If one of these would be overwritten, or taken
+    for a part of this model, nothing is pushed. The export is only read.
 
     Raises:
-        ConfigError: for whatever prevents the push, with the command that repeats it. The export is only read.
+        ConfigError: for any problem that prevents the push, with the command that repeats it.
     """
     raise_problems(f"{export} cannot be pushed", push_problems(repo))
     token = str(get_token())
@@ -88,7 +87,7 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
         disable_progress_bars()
     try:
         said = commit(HfApi(token=token), export, files, repo, public)
-    # The errors of the Hub's client for a failing network or server, or a lack of permission, have no common class.
+    # For a failing network or server, or a lack of permission, the Hub's client raises errors without a common class.
     except Exception as error:
         reason = str(error) if isinstance(error, ConfigError) else said_by(error).replace(token, "<token>")
         raise ConfigError(
@@ -98,13 +97,13 @@ def push(export: Path, files: Sequence[str], repo: str, *, public: bool = False)
 
 
 def said_by(error: Exception) -> str:
-    """Return what an error says, with the words of the Hub."""
+    """Return the text of an error, with the message of the Hub."""
     message = error.server_message if isinstance(error, HfHubHTTPError) else None
     return f"{first_line(error)}: {message}" if message else first_line(error)
 
 
 def commit(api: HfApi, export: Path, files: Sequence[str], repo: str, public: bool) -> str:
-    """Make the commit; return what was done. See `push`."""
+    """Make the commit; return a text that says what was done. See `push`."""
     try:
         info = api.model_info(repo)
     except RepositoryNotFoundError:
@@ -156,7 +155,7 @@ def pushed_files(api: HfApi, repo: str, revision: str | None) -> set[str]:
 
 
 def is_of_a_model(name: str) -> bool:
-    """Tell whether `from_pretrained` could take a file for a part of the model beside it, or of its tokenizer."""
+    """Tell whether `from_pretrained` could take a file for a part of the pushed model or its tokenizer."""
     if "/" in name:
         return name.startswith("additional_chat_templates/")
     return name.endswith((".safetensors", ".bin", ".index.json", ".jinja", ".model")) or name in READ_BESIDE

@@ -22,7 +22,7 @@ IMAGE = re.compile(
     r"[a-z0-9][\w.-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:(?P<tag>\w[\w.-]*))?(@(?P<digest>sha256:[0-9a-f]{64}))?", re.ASCII
 )
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-NAMES = {  # flags that hold names, with the longest that is allowed; the queue becomes the value of a label
+NAMES = {  # flags that hold names, with the largest allowed length; the queue becomes the value of a label
     "namespace": (NAMESPACE, 63), "checkpoints_pvc": (SUBDOMAIN, 253), "cache_pvc": (SUBDOMAIN, 253),
     "token_secret": (SUBDOMAIN, 253), "storage_class": (SUBDOMAIN, 253), "queue": (SUBDOMAIN, 63),
 }  # fmt: skip
@@ -31,33 +31,33 @@ NEEDED = {"image": "REGISTRY/NAME:TAG", "nodes": "4", "gpus_per_node": "8", "che
 
 @dataclass
 class JobArgs:
-    """Arguments of the job; those of the run follow them, from CONFIG on."""
+    """Arguments of the job; the arguments of the run follow, from CONFIG on."""
 
     name: str = arg("", "Name of the job; default: the recipe's name.")
     namespace: str = arg("", "Namespace; default: kubectl's.")
     image: str = arg("", "Container image, with a tag other than latest, or a digest.")
     nodes: int | None = arg(None, "Number of nodes, with a pod on each.", min=1)
     gpus_per_node: int | None = arg(
-        None, "GPUs of a node, with a process for each; 0: as many processes as --cpus-per-node.", min=0
+        None, "GPUs of a node, one process for each; 0: as many processes as --cpus-per-node.", min=0
     )
     cpus_per_node: int | None = arg(None, "CPUs that a pod asks for.", min=1)
-    memory: str = arg("", "Memory that a pod asks for, and may use, shared memory included, such as 1000Gi.")
+    memory: str = arg("", "Memory, such as 1000Gi, that a pod asks for and may use; it includes shared memory.")
     shm_size: str = arg("16Gi", "Limit of /dev/shm, where NCCL and data workers exchange data.")
     instance_type: str = arg(
-        "", "Type of AWS machines; selects such nodes and sets up EFA. On HyperPod it begins with `ml.`"
+        "", "Type of AWS machines; selects nodes of this type and sets up EFA. On HyperPod it begins with `ml.`"
     )
     efa_per_node: int | None = arg(None, "EFA interfaces of each pod; default: all of --instance-type.", min=0)
     checkpoints_pvc: str = arg("", f"Claim of a volume that all pods can write to, at {CHECKPOINTS}.")
-    checkpoints_size: str = arg("", "Size, such as 1200Gi, of the claim --checkpoints-pvc, which is then made too.")
+    checkpoints_size: str = arg("", "Size, such as 1200Gi, of the claim --checkpoints-pvc; the claim is then made too.")
     storage_class: str = arg("", "Storage class of the claim that --checkpoints-size makes.")
-    cache_pvc: str = arg("", f"Claim of a volume with what was downloaded beforehand, at {CACHE}; pods ask no network.")
+    cache_pvc: str = arg("", f"Claim of a volume with downloaded models and data, at {CACHE}; pods use no network.")
     token_secret: str = arg("", "Secret that holds the Hub's token, under the key `token`.")
     grace_seconds: int | None = arg(
         None,
         "Seconds from SIGTERM to SIGKILL; default: time for two saves as long as the longest so far, else 300.",
         min=30,
     )
-    max_restarts: int = arg(20, "Restarts of the whole run, after which the job has failed.", min=0)
+    max_restarts: int = arg(20, "Number of restarts of the whole run after which the job fails.", min=0)
     node_selector: list[str] = arg([], "Labels of the nodes to run on, as KEY=VALUE.")
     toleration: list[str] = arg([], "Taints of nodes to tolerate, as KEY[=VALUE][:EFFECT].")
     queue: str = arg("", "Name of a local queue of Kueue.")
@@ -68,7 +68,7 @@ class JobArgs:
 
     @property
     def instance(self) -> str:
-        """Type of the machines in EC2's terms."""
+        """Type of the machines, as EC2 names it."""
         return self.instance_type.removeprefix("ml.")
 
     @property

@@ -32,7 +32,7 @@ from accelerate_recipes.launch.preflight import Launch, check
 
 FILES = "/etc/accelerate-recipes"
 TEMPLATES = yaml.safe_load((Path(__file__).parent / "jobs.yaml").read_text(encoding="utf-8"))
-# Name of the container that an operator looks for, and address and port of the first node, which Kubernetes fills in.
+# Name of the container that an operator looks for; then address and port of the first node, which Kubernetes fills in.
 KINDS = {
     "pytorchjob": ("pytorch", "$(MASTER_ADDR)", "$(MASTER_PORT)"),
     "trainjob": ("node", "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)"),
@@ -40,7 +40,7 @@ KINDS = {
 
 
 def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
-    """Return the manifest, and the messages about it.
+    """Return the manifest and the messages about it.
 
     Raises:
         ConfigError: with all problems of the job and of the run.
@@ -54,7 +54,7 @@ def render_manifest(kind: str, argv: Sequence[str]) -> tuple[str, str]:
 
 
 def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
-    """Check the flags of a job, and the run in it; returns the flags, the accelerate YAML, and what will run.
+    """Check the flags of a job and the run in it; return the flags, the accelerate YAML, and the launch.
 
     Raises:
         ConfigError: with all problems.
@@ -86,7 +86,7 @@ def check_job(kind: str, argv: Sequence[str]) -> tuple[JobArgs, Path, Launch]:
                 f"--push_to_hub {launch.args.push_to_hub} needs a token that may write; give --token-secret"
             )
     if job.name:
-        # The name must still be a label when the operator appends to it.
+        # The operator appends to the name; the result must be a valid label.
         last = (job.nodes or 1) - 1
         suffix = f"-worker-{max(0, last - 1)}" if kind == "pytorchjob" else f"-node-0-{last}-abcde"
         problems += label_problems("name", job.name, LABEL, 63 - len(suffix))
@@ -122,7 +122,7 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
         "processes_in_words": str(processes),
         "rdma": job.efa and job.instance == "p4d.24xlarge",
         "recipe": recipe,
-        "restart_policy": "Never" if kind == "trainjob" else "",  # a PyTorchJob has it beside its pods
+        "restart_policy": "Never" if kind == "trainjob" else "",  # a PyTorchJob has this field beside its pods
         # The operator sums the restarts of all running pods, and fails the job when the sum reaches the limit.
         "restarts_of_pods": job.max_restarts * nodes + 1,
         "shutdown_timeout": str(grace - 15),
@@ -136,7 +136,7 @@ def manifest(kind: str, job: JobArgs, config: str, launch: Launch) -> str:
 
 
 def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
-    """Fill the holes of a template, as `jobs.yaml` describes them; None, an empty text, list or section are no values."""
+    """Fill the holes of a template, as `jobs.yaml` describes them; None and an empty text, list or section are left out."""
     if isinstance(part, str) and part.startswith("$"):
         return None if (value := holes[part[1:]]) in ("", [], {}) else value
     if isinstance(part, list):
@@ -150,7 +150,7 @@ def fill_holes(part: Any, holes: Mapping[str, Any]) -> Any:
 
 
 def image_problems(config: str, launch: Launch) -> list[str]:
-    """List why a run that starts here would not start in a pod."""
+    """List reasons why a run that starts here would not start in a pod."""
     found, script = [], Path(launch.command[0])
     if script.is_absolute() or ".." in script.parts:
         found.append(
@@ -165,7 +165,7 @@ def image_problems(config: str, launch: Launch) -> list[str]:
 
 
 class Plain(yaml.SafeDumper):
-    """YAML dumper that writes no aliases, and keeps texts of several lines readable."""
+    """YAML dumper that writes no aliases and keeps texts of several lines readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -178,7 +178,7 @@ Plain.add_representer(
 
 
 def command(launch: Launch, address: str, port: str) -> list[str]:
-    """Build the pod's command, without a shell, which would have to pass on signals and to quote.
+    """Build the pod's command. It has no shell: a shell would have to pass on signals, and needs quoting.
 
     The recipe has the same path in the image as here.
     """

@@ -1,8 +1,8 @@
 """Plan of a run before it is queued: `python -m accelerate_recipes plan CONFIG [FLAGS] RECIPE ARGS...`
 
-It simulates one optimizer step, without a GPU and without data (`plan/`), and says what a GPU needs, whether the run fits,
-and if not the smallest changes with which it does. Flags are those of preflight, and --gpu NAME, --json FILE, --plot FILE
-and --no-search.
+It simulates one optimizer step, without a GPU and without data (`plan/`). It reports the needs of a GPU and whether the run
+fits. If the run does not fit, it proposes the smallest changes that make it fit. Flags: those of preflight, and --gpu NAME,
+--json FILE, --plot FILE and --no-search.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHOWN = 6  # proposals of each sort
 
 @dataclass(frozen=True)
 class Plan:
-    """Needs of a run, and what would be better; `text` is for a person, `facts` for --json."""
+    """Needs of a run, and better settings; `text` is for a person, `facts` for --json."""
 
     prediction: Prediction
     text: str
@@ -38,7 +38,7 @@ class Plan:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split a command line into flags of `plan`, and those that preflight takes too."""
+    """Split a command line into the flags of `plan` alone, and the words that preflight also takes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -47,10 +47,10 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan(argv: Sequence[str]) -> Plan:
-    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; writes the files that are asked for.
+    """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the files that the flags name.
 
     Raises:
-        ConfigError: for a command line that is wrong, a run that cannot start, and one that cannot be simulated.
+        ConfigError: for a wrong command line, and for a run that cannot start or cannot be simulated.
     """
     asked, argv = split_flags(argv)
     request = read_request(argv)
@@ -74,7 +74,7 @@ def plan(argv: Sequence[str]) -> Plan:
 
 
 def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
-    """Make the simulation of a request under changes.
+    """Make the job that simulates a request with changes.
 
     Raises:
         ConfigError: if the launcher would start nothing.
@@ -106,9 +106,10 @@ def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
 
 
 def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> tuple[str, list[str], list[str]]:
-    """Simulate a step, and check that the run fits on its GPU; returns what it needs, problems and warnings.
+    """Simulate a step, and check that the run fits on its GPU; return a line with its needs, problems and warnings.
 
-    A file that the simulation reads may be only where the run is: unless `is_here`, it is then not a problem.
+    A file that the simulation reads may exist only on the machine of the run. So unless `is_here`, a simulation that is
+    refused is a warning, not a problem.
     """
     job = Job(env, request.command, request.gpu)
     with Simulator() as simulator:
@@ -134,20 +135,20 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
 
 
 def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: bool) -> Plan:
-    """Predict a run, and search for changes."""
+    """Predict a run, and search for better settings."""
     prediction = simulated(simulator, job)
     lines, proposals = searched(simulator, prediction, job, request) if searches else ([], {})
     return Plan(prediction, "\n".join([prediction.report(), *lines]), prediction.facts() | proposals)
 
 
 def simulated(simulator: Simulator, job: Job) -> Prediction:
-    """Predict a run; raises ConfigError if it is refused, or cannot be simulated."""
+    """Predict a run; raise ConfigError if the run is refused or cannot be simulated."""
     (outcome,) = predict_outcomes(simulator, [job])
     return prediction_of(job, known(outcome), GPUS[job.gpu])
 
 
 def known(outcome: Outcome | Refusal) -> Outcome:
-    """Return the outcome of a simulation; raises ConfigError if there is none."""
+    """Return the outcome of a simulation; raise ConfigError if there is none."""
     if isinstance(outcome, NotSimulatedError):
         raise ConfigError(f"plan does not simulate {outcome}")
     if isinstance(outcome, SimulationError):
@@ -160,7 +161,7 @@ def known(outcome: Outcome | Refusal) -> Outcome:
 def searched(
     simulator: Simulator, prediction: Prediction, job: Job, request: Request
 ) -> tuple[list[str], dict[str, Any]]:
-    """Search for changes; returns lines of text, and the same for --json."""
+    """Search for better settings; return them as lines of text, and for --json."""
 
     def make_job(changes: Sequence[Change]) -> Job:
         return job_of(request, job.gpu, changes)
@@ -191,7 +192,7 @@ def listed(proposals: Sequence[Proposal]) -> list[str]:
 
 
 def failures(search: Search) -> list[str]:
-    """Say which changes gave no prediction, and why."""
+    """Describe the changes that gave no prediction, with the reasons."""
     lines = [f"  {changes}: {reason}" for changes, reason in failed(search).items()]
     more = [f"  and {len(lines) - SHOWN} more; --json has all"] if len(lines) > SHOWN else []
     return ["These could not be tried:", *lines[:SHOWN], *more] if lines else []

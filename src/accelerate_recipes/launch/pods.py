@@ -1,4 +1,4 @@
-"""Places of a pod: what a run there writes must lie on a volume, what it reads on one or in the image."""
+"""Paths of a run in a pod: it must write to a volume, and read from a volume or from the image."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ IMAGE = ("accelerate_configs", "data", "recipes", "src")  # folders of this repo
 
 
 def move_to_volumes(args: TrainArgs, volumes: Sequence[str]) -> list[str]:
-    """Move what a run in a pod writes to the volume of its checkpoints; list what would lie elsewhere."""
+    """Move the paths that a run writes to the volume of its checkpoints; list the paths that stay outside of the volumes."""
     found = []
     for name in recipe.WRITTEN:
         if getattr(args, name, ""):
@@ -27,7 +27,7 @@ def is_below(path: str, folders: Sequence[str]) -> bool:
 
 
 def read_in_pod(args: TrainArgs, needed: recipe.Requirements, volumes: Sequence[str]) -> tuple[list[str], list[str]]:
-    """List what a run in a pod reads although only this machine has it, and, as warnings, what the image must hold."""
+    """List paths that a run reads but that only this machine has; and, as warnings, paths that the image must hold."""
     names, problems, warnings = {need.name for need in needed.needs}, [], []
     for name, value in args.values().items():
         for text in value if isinstance(value, list) else [value]:
@@ -47,11 +47,11 @@ def read_in_pod(args: TrainArgs, needed: recipe.Requirements, volumes: Sequence[
 
 
 def is_in_image(path: str) -> bool:
-    """Tell whether the image, which is built from this repository, holds a path; see .dockerignore."""
+    """Tell whether the image holds a path. The image is built from this repository; see .dockerignore."""
     parts = Path(path).parts
     if Path(path).is_absolute() or parts[0] not in IMAGE or any(part.startswith(".") for part in parts):
         return False
     return Path(parts[0]).resolve() in (
         Path(path).resolve(),
         *Path(path).resolve().parents,
-    )  # a link may lead out of it
+    )  # a link may lead out of the repository

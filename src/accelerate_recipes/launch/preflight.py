@@ -2,12 +2,12 @@
 
 It checks the keys and values of the accelerate YAML (Accelerate itself silently drops unknown nested keys), the
 recipe's arguments, the batch arithmetic, the wrap class, whether model and data are here, the checkpoint to resume,
-the output directory and its space, and versions; it reports all problems at once. Between CONFIG and RECIPE it takes the
-flags of `accelerate launch`, such as --num_processes; or what the job will have, --nodes and --gpus-per-node (without
-GPUs, --cpus-per-node), from which those flags follow. With --gpu NAME a step is simulated (`plan/`), and a run that does not
-fit on that GPU is a problem; --no_plan leaves that out.
+the output directory and its space, and versions. It reports all problems at once. The flags of `accelerate launch`, such as
+--num_processes, stand between CONFIG and RECIPE. Instead of them, --nodes and --gpus-per-node (without GPUs,
+--cpus-per-node) may describe the job; the flags follow from these. With --gpu NAME, preflight simulates a step (`plan/`),
+and a run that does not fit on that GPU is a problem. --no_plan leaves this check out.
 
-Here is only the list: each check lies beside what would fail, and a run calls the same.
+This module only lists the checks. Each check stands beside the code that would fail, and a run calls the same function.
 """
 
 import math
@@ -69,7 +69,7 @@ class Launch:
 
     @property
     def signal_seconds(self) -> int:
-        """Return how many seconds before its end a run must be told, so that it saves in time; 300 if it never saved."""
+        """Return how many seconds before its end a run needs the signal to save in time; 300 if it has never saved."""
         longest_save = read_status(Path(self.args.output_dir)).get("longest_save_seconds")
         # Reserve time for two saves: one in flight, and the last. Slurm may signal a minute early, a step may take one.
         return 300 if longest_save is None else 120 + 2 * math.ceil(longest_save)
@@ -88,7 +88,7 @@ class Launch:
 
 
 def preflight(argv: Sequence[str]) -> tuple[str, str]:
-    """Return what will run, with warnings, and the same as assignments for bash. See `check`.
+    """Describe what will run, with warnings; also return it as assignments for bash. See `check`.
 
     Raises:
         ConfigError: with all problems.
@@ -99,11 +99,11 @@ def preflight(argv: Sequence[str]) -> tuple[str, str]:
 
 
 def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[str]:
-    """Put the adapters of --use_peft into models on the meta device, whose parameters are counted; list why that fails."""
+    """Put the adapters of --use_peft into models on the meta device, to count parameters; list the reasons if that fails."""
     problems = []
     with noting(problems):
         for model in models:
-            # The numbers of the new tokens' rows, which the tokenizer decides, do not matter here.
+            # The tokenizer decides the numbers of the new tokens' rows; here any numbers will do.
             add_adapters(model, args, range(len(getattr(args, "new_tokens", ()))))
     return problems
 
@@ -111,12 +111,12 @@ def with_adapters(models: Sequence[PreTrainedModel], args: TrainArgs) -> list[st
 def check(argv: Sequence[str], volumes: Sequence[str] = ()) -> tuple[Launch | None, list[str]]:
     """Check CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...
 
-    `volumes` are the mount paths of a pod that will run it; the first is for its checkpoints. Only the cluster knows what
-    lies there: the checkpoint to resume, space, the Hub's cache, files of data. The processes of the run check all this
-    before they train.
+    `volumes` are the mount paths of the pod that will run this; the first is for its checkpoints. Only the cluster knows the
+    content of the volumes: the checkpoint to resume, space, the Hub's cache, files of data. The processes of the run check
+    these before they train.
 
     Returns:
-        What will run, or else all problems.
+        The launch, or None and all problems.
 
     Raises:
         ConfigError: if there is nothing to check.

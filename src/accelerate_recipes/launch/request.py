@@ -1,4 +1,4 @@
-"""Command line of preflight and plan: a launch with its recipe, or what a job will have."""
+"""Command line of preflight and plan: a launch with its recipe, or the resources of a job."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Request(NamedTuple):
     plans: bool  # whether to simulate a step, to check the memory
 
     def environment(self) -> tuple[dict[str, str], list[str]]:
-        """Return the environment of the first process, empty if the launcher would start none, and what is wrong with it."""
+        """Return the environment of the first process, empty if the launcher would start none, and the problems with it."""
         if self.config_problems:
             return {}, self.config_problems
         try:
@@ -68,7 +68,7 @@ def read_request(argv: Sequence[str]) -> Request:
     if not problems and is_counted:
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
         parser = launch_command_parser()
-        # 1 by default, which would hide those of the YAML
+        # These are 1 by default, and would hide the sizes in the YAML.
         parser.set_defaults(parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
         given = parser.parse_args(launch)
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
@@ -94,5 +94,5 @@ def read_request(argv: Sequence[str]) -> Request:
 
 
 def gpu_here() -> str:
-    """Return the name in GPUS of this machine's first GPU; empty if it has none, or one that is not known."""
+    """Return the name in GPUS of this machine's first GPU; empty without a GPU, and for an unknown one."""
     return known_as(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""

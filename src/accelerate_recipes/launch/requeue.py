@@ -1,4 +1,4 @@
-"""Decision whether a Slurm job whose processes have ended goes back into the queue; slurm/submit.sh calls it."""
+"""Decision whether a Slurm job goes back into the queue after its processes have ended; slurm/submit.sh calls it."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
 
 
 def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple[int, str]:
-    """Judge by status.json how this attempt ended, and note it in attempts.jsonl.
+    """Read from status.json how this attempt ended, and record it in attempts.jsonl.
 
     `signalled` says that Slurm told the job script that it wants the node back.
 
@@ -24,7 +24,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     if not status and (output_dir / "status.json").exists():
         status = {"state": "crashed", "reason": "status.json is damaged"}
     elif any(status.get(key) != value for key, value in this.items()):
-        # An earlier attempt wrote it; this attempt ended before that.
+        # An earlier attempt wrote this file; the current attempt ended before it could write.
         status = {"state": "crashed", "reason": "before training", "step": status.get("step", 0)}
     state, reason = status.get("state", "crashed"), status.get("reason", "")
     # The status is out of date if a run is killed just after a checkpoint got its name.
@@ -54,7 +54,7 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
 
 
 def read_attempts(file: Path) -> list[dict]:
-    """Read attempts.jsonl, without lines that were damaged, as by a write that a full disk has cut."""
+    """Read attempts.jsonl without damaged lines. A full disk, for example, may have cut a line."""
     found = []
     for line in file.read_bytes().split(b"\n") if file.exists() else []:
         with contextlib.suppress(ValueError, RecursionError):

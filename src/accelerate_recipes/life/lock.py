@@ -1,4 +1,4 @@
-"""Lock of an output directory, which has one owner: `<output_dir>/lock.json` says which run it is, and that it lives."""
+"""Lock of an output directory: `<output_dir>/lock.json` names the one run that owns it, and shows that the run is alive."""
 
 import contextlib
 import json
@@ -16,14 +16,14 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.life.status import attempt
 
 HEARTBEAT = 5.0  # seconds between two touches of the file
-SILENCE = 3 * HEARTBEAT  # seconds without a touch after which its owner is dead
+SILENCE = 3 * HEARTBEAT  # seconds without a touch after which the owner counts as dead
 
 # The lock of this process, which has one output directory. None until `take`.
 _mine: tuple[Path, dict] | None = None
 
 
 def take(output_dir: Path) -> None:
-    """Make this process the owner until `release`, or until it is dead. Taking the lock twice changes nothing.
+    """Make this process the owner until `release` or its end. Taking the lock twice changes nothing.
 
     Raises:
         ConfigError: if the owner is another run, and alive.
@@ -52,9 +52,9 @@ def take(output_dir: Path) -> None:
 def acquire(file: Path, owner: dict) -> dict | None:
     """Create `file` with `owner` in it, replacing the file of a dead owner.
 
-    Several processes may find the same owner dead. Only one of them may remove its file, and none may remove the file that
-    another has created meanwhile. So each first acquires a second file, in the same way, and looks again. (flock would not
-    do: some cluster filesystems lack it, or limit it to one machine.)
+    Several processes may find the same owner dead. Only one of them may remove the owner's file, and none may remove a file
+    that another process has created since. So each process first acquires a second file in the same way, and checks again.
+    (flock is no alternative: some cluster filesystems lack it, or limit it to one machine.)
 
     Returns:
         The living owner, if it is another process.
@@ -66,7 +66,7 @@ def acquire(file: Path, owner: dict) -> dict | None:
             return None
         except FileExistsError:
             found = read(file), touched(file)
-            if found[1] is None:  # released meanwhile
+            if found[1] is None:  # released since
                 continue
             if other := living_owner(file, owner):
                 return other
@@ -83,19 +83,19 @@ def is_taken() -> bool:
 
 
 def is_lost() -> bool:
-    """Tell whether another run, which thought this one dead, has taken the lock of this process."""
-    mine = _mine  # another thread may release it
+    """Tell whether another run has taken the lock of this process because it considered this run dead."""
+    mine = _mine  # another thread may release the lock
     return mine is not None and read(mine[0]) not in (mine[1], None)
 
 
 def living_owner(file: Path, me: dict) -> dict | None:
-    """Return who holds the lock, if that run still lives. Takes up to SILENCE seconds to know."""
+    """Return the owner of the lock if its run is still alive. This takes up to SILENCE seconds."""
     other = read(file)
     if other is not None and other["host"] == me["host"] and not process_lives(other["process"]):
         return None
     if other is not None and me["job"] and other["job"] == me["job"] and other["restarts"] < me["restarts"]:
-        return None  # this job before it was requeued
-    # The owner's clock may differ from ours: it only counts that the time changes, not what it is.
+        return None  # this job, before it was requeued
+    # The owner's clock may differ from ours, so only a change of the time counts.
     first = touched(file)
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
@@ -113,7 +113,7 @@ def process_lives(process: int) -> bool:
 
 
 def read(file: Path) -> dict | None:
-    """Read the owner; None if there is none, or if it has not yet written who it is."""
+    """Read the owner; None if there is no file, or if the owner has not yet written it."""
     try:
         owner = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -122,7 +122,10 @@ def read(file: Path) -> dict | None:
 
 
 def touched(file: Path) -> int | None:
-    """Return when a file was last touched, in nanoseconds. Opens it, so that a network filesystem asks its server."""
+    """Return the time at which a file was last touched, in nanoseconds.
+
+    It opens the file, so that a network filesystem asks its server.
+    """
     try:
         with file.open(encoding="utf-8") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
@@ -131,7 +134,7 @@ def touched(file: Path) -> int | None:
 
 
 def _keep(file: Path, owner: dict) -> None:
-    """Touch the lock while it is ours. If another run has taken it because it thought us dead, end this one."""
+    """Touch the lock while this process owns it. If another run has taken the lock, ask this run to stop."""
     while _mine == (file, owner):
         if is_lost():
             stop.ask(f"another run that took over {file.parent}")

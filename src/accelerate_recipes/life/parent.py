@@ -1,8 +1,8 @@
-"""Signals from the kernel, so that no process outlives the one that it works for: a launcher, or a data worker's process.
+"""Signals from the kernel, so that no process outlives its parent: a run its launcher, a data worker its run.
 
-A process that is killed by SIGKILL (out of memory, an impatient scheduler) can tell nobody, but the kernel can: on Linux a
-process gets a signal of its choice when its parent is gone (prctl(2), PR_SET_PDEATHSIG). More exactly, the signal comes
-when the thread that started it ends; launchers and loaders start their processes from the main thread.
+A process that is killed by SIGKILL (out of memory, an impatient scheduler) cannot tell its children, but the kernel can: on
+Linux, a process can ask for a signal at the end of its parent (prctl(2), PR_SET_PDEATHSIG). More exactly, the signal comes
+when the thread that started the process ends. Launchers and loaders start their processes from the main thread.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1
 
-# The launcher's process id, or None if there is no launcher that this process can know; and this process's own id.
+# The launcher's process id, or None if this process cannot identify a launcher; and the id of this process.
 _launcher: int | None = None
 _process: int | None = None
 
@@ -22,18 +22,18 @@ _process: int | None = None
 def follow_launcher() -> None:
     """End this process when the launcher ends: at once, until `stop.listen` asks for a signal that leaves time to save.
 
-    If the launcher ended while this process was importing, the process ends here. Workers that this process forks, which
-    prepare or load data, end with it.
+    If the launcher ended while this process was importing, this function ends the process. Workers that this process forks
+    to prepare or load data end with the process.
     """
     global _launcher, _process
     _process = os.getpid()
     os.register_at_fork(after_in_child=follow_parent)
-    # torch's launcher sets the first variable; Accelerate's, which starts a single process itself, sets the second. Do not
-    # use ACCELERATE_MIXED_PRECISION: a person who starts a run without a launcher may export it.
+    # torch's launcher sets the first variable. Accelerate's launcher, which starts a single process itself, sets the second.
+    # Do not use ACCELERATE_MIXED_PRECISION: a person who starts a run without a launcher may export it.
     if not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"} & os.environ.keys():
         return
     parent = os.getppid()
-    # Do not use sys.argv, in which a module's path replaces its name.
+    # Do not use sys.argv: in it, a module's path replaces the module's name.
     command = sys.orig_argv[-len(sys.argv) :]
     started_by = command_of(parent)
     if started_by[-len(command) :] == command:
@@ -45,7 +45,7 @@ def follow_launcher() -> None:
 
 
 def follow(number: int) -> None:
-    """Get this signal when the launcher is gone, or at once if it is gone already."""
+    """Ask for this signal at the end of the launcher; if the launcher is gone already, end this process."""
     if _launcher is not None:
         ask_kernel(number)
         if os.getppid() != _launcher:

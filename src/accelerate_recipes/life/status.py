@@ -1,8 +1,8 @@
 """State of a run: `<output_dir>/status.json`, which job scripts read.
 
-Its keys: `state` (running, finished, stopped, failed: the user must put something right, crashed: any other error), `step`
+Its keys: `state` (running, finished, stopped, failed: the user must correct something, crashed: any other error), `step`
 (of the newest checkpoint), `checkpoint` (its path), `reason` (of a stop, failure or crash), `longest_save_seconds`, `job`
-(which wrote it), `restarts` (of this job), and `run` (by which a tracker knows it).
+(the job that wrote the file), `restarts` (of this job), and `run` (the id of the run in a tracker).
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate_recipes.disk import is_full, write_atomically
 
-# Types of the keys that are read again.
+# Types of the values that are read again.
 KINDS = {"state": str, "step": int, "reason": str, "longest_save_seconds": int | float, "job": str, "restarts": int}
 
 _writing = threading.Lock()
@@ -27,12 +27,12 @@ def attempt() -> dict[str, Any]:
 
 
 def is_wish_of_a_person(reason: str) -> bool:
-    """Tell whether the file `stop` stopped a run, not only a signal or the job's end."""
+    """Tell whether the file `stop` stopped a run, rather than a signal or the end of the job alone."""
     return reason.startswith("file ")
 
 
 def read_status(output_dir: Path) -> dict:
-    """Read status.json; empty if there is none. A damaged one counts as none, which a warning says."""
+    """Read status.json; empty if there is no such file. A damaged file counts as missing, with a warning."""
     file = output_dir / "status.json"
     try:
         status = json.loads(file.read_bytes())
@@ -47,15 +47,15 @@ def read_status(output_dir: Path) -> dict:
 
 
 def update_status(output_dir: Path, **changes: object) -> None:
-    """Merge `changes` into status.json, which is whole at any moment. For rank 0."""
+    """Merge `changes` into status.json. The file is whole at any moment. For rank 0."""
     file = output_dir / "status.json"
-    with _writing:  # a save in the background writes it too
+    with _writing:  # a save in the background also writes the file
         text = json.dumps(read_status(output_dir) | changes | attempt(), indent=1) + "\n"
         try:
             write_atomically(file, text)
         except OSError as error:
             if not is_full(error) or not file.exists():
                 raise
-            with file.open("r+", encoding="utf-8") as opened:  # a full disk still has the room of the file itself
+            with file.open("r+", encoding="utf-8") as opened:  # on a full disk, the file's own space is still there
                 opened.write(text)
                 opened.truncate()

@@ -1,9 +1,9 @@
 """Orderly stop of a run: by signals, by the file `stop`, and at the end of a job.
 
-A scheduler that wants the node back sends SIGUSR1 or SIGTERM; a person may write a file `stop` into the output
-directory; and a job that is about to end (JOB_END_TIME, in seconds since 1970) leaves just enough time to save. Any rank may
-notice this; all ranks agree at the next step, or the next batch of an evaluation, save, and exit with 0 (with
-STOPPED_EXIT_CODE unless the file stopped the run).
+Three events stop a run. A scheduler that wants the node back sends SIGUSR1 or SIGTERM. A person writes a file `stop` into
+the output directory. The job is about to end (JOB_END_TIME, in seconds since 1970), with just enough time left to save. Any
+rank may notice the event. All ranks agree at the next step, or at the next batch of an evaluation. They save, and exit with
+0, or with STOPPED_EXIT_CODE if that is set and the file did not stop the run.
 """
 
 import os
@@ -19,18 +19,18 @@ from accelerate_recipes.life.status import read_status
 from accelerate_recipes.ranks import on_all_ranks, sum_over_ranks
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-LEAVE_SECONDS = 15.0  # for the processes to end, and the job script to requeue
+LEAVE_SECONDS = 15.0  # time for the processes to end, and for the job script to requeue
 
-# State of this process, global because signals are. `_file` is None until `listen` is called.
+# State of this process; it is global, because signals are global. `_file` is None until `listen` is called.
 _file: Path | None = None
 _asked_by: str | None = None
 _job_ends = float("inf")
-_batches = 0  # of evaluations
+_batches = 0  # number of evaluation batches
 _last_step = _longest_save = 0.0  # seconds
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and all ranks know it. The text says by what."""
+    """The run was asked to stop, and all ranks know it. The text names the cause."""
 
 
 def listen(output_dir: Path) -> None:
@@ -58,10 +58,10 @@ def ask(reason: str) -> None:
 
 
 def requested() -> str | None:
-    """Return what asked this rank to stop, or None."""
+    """Return the cause for which this rank was asked to stop, or None."""
     if _asked_by is None and _file is not None and _file.exists():
         return f"file {_file}"
-    # Reserve time for two steps and two saves: a save may be in flight when the last begins.
+    # Reserve time for two steps and two saves: a save may still be running when the last save begins.
     if _asked_by is None and time.time() > _job_ends - 2 * (_last_step + _longest_save) - LEAVE_SECONDS:
         ask("the job's end")
     return _asked_by
@@ -73,7 +73,7 @@ def step_took(seconds: float) -> None:
 
 
 def save_took(seconds: float) -> float:
-    """Note how long a save took; returns the longest time, also from earlier parts of the run."""
+    """Record the duration of a save; return the longest duration, including earlier parts of the run."""
     global _longest_save
     _longest_save = max(_longest_save, seconds)
     return _longest_save
@@ -85,10 +85,10 @@ def evaluated_batches() -> int:
 
 
 def raise_if_requested(accelerator: Accelerator) -> None:
-    """Stop if any rank was asked to; call it on all ranks at once, before each batch of an evaluation.
+    """Stop if any rank was asked to stop; call it on all ranks together, before each batch of an evaluation.
 
     Raises:
-        Stopped: on all, if any was asked.
+        Stopped: on all ranks, if any rank was asked to stop.
     """
     global _batches
     _batches += 1
@@ -97,7 +97,7 @@ def raise_if_requested(accelerator: Accelerator) -> None:
 
 
 def reason(accelerator: Accelerator) -> str:
-    """Return what asked some rank to stop, on all ranks; the file is removed, so that the next run may start."""
+    """Return on all ranks the causes of the stop; remove the file `stop`, so that the next run may start."""
     found = on_all_ranks(requested())
     if accelerator.is_main_process and _file is not None:
         _file.unlink(missing_ok=True)

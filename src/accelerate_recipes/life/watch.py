@@ -1,9 +1,9 @@
 """Watch over the ranks: ends a run that hangs, names the ranks that it waits for, and tells rank 0 why a rank fails.
 
-A rank that dies or hangs leaves the others in a collective. gloo notices a lost connection, NCCL waits for a timeout;
-neither says which rank caused it. So a thread of each rank writes once a second, into the launcher's store, that the
-process lives and where it is, and checks whether a rank has reported a failure. A process without others only looks at its
-own time.
+If a rank dies or hangs, the others wait in a collective. gloo notices a lost connection, NCCL waits for a timeout; neither
+says which rank caused it. So a thread of each rank writes a sign of life and the current place of the process into the
+launcher's store, once a second. It also checks whether a rank has reported a failure. In a run of one process, the thread
+only checks the time limit.
 """
 
 import faulthandler
@@ -23,16 +23,16 @@ import torch.distributed as dist
 from accelerate_recipes import ranks
 from accelerate_recipes.life.status import update_status
 
-SECONDS_TO_MISS = 4  # without a sign of life; one is due each second
+SECONDS_TO_MISS = 4  # seconds without a sign of life after which a rank is missing; one is due each second
 NO_STORE = "the first node (the launcher's store does not answer)"
 
 
 class Watch:
-    """Watch over the other ranks, on every rank, from when the process group is up to the end of the process.
+    """Watch over the other ranks. It runs on every rank, from the start of the process group to the end of the process.
 
-    If something takes longer than its seconds, the process ends, with one message for all ranks: which ranks are gone, and
-    where the others are. When another rank fails with an error that the user must put right, `on_failure(reason)` is called
-    on rank 0, in a thread; it ends the process.
+    If an activity takes longer than its time limit, the process ends. All ranks print the same message: it names the ranks
+    that are gone, and the places of the others. If another rank fails with an error that the user must correct, rank 0 calls
+    `on_failure(reason)` in a thread; this call ends the process.
     """
 
     def __init__(self, output_dir: Path, on_failure: Callable[[str], None]):
@@ -47,10 +47,10 @@ class Watch:
         threading.Thread(target=self._run, daemon=True, name="watch").start()
 
     def lost(self, error: BaseException) -> str:
-        """Return the ranks that are gone, if a collective failed here because of that; else none. Takes a moment."""
+        """Describe the ranks that are gone if a collective failed because of that; else return "". Takes a few seconds."""
         if self.gave_up.is_set():
-            time.sleep(10 * SECONDS_TO_MISS)  # the thread has said why, and is about to end the process
-        self.seconds_left = float("inf")  # the process ends already
+            time.sleep(10 * SECONDS_TO_MISS)  # the thread has printed the reason, and is about to end the process
+        self.seconds_left = float("inf")  # the process is already ending
         gone = []
         if self._connect() and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
             try:
@@ -62,7 +62,7 @@ class Watch:
         return f"{', '.join(gone)}: gone during {self.doing} ({error})" if gone else ""
 
     def tell_first_rank(self, reason: str) -> bool:
-        """Tell rank 0 why this rank fails. False if it cannot hear it: this is rank 0, or there is no process group yet."""
+        """Tell rank 0 why this rank fails. Return False on rank 0, and if the store cannot be reached."""
         if self.rank == 0 or not self._connect():
             return False
         self.seconds_left = float("inf")
@@ -73,9 +73,9 @@ class Watch:
         return True
 
     def expect(self, doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
-        """Say that from now on this rank is `doing` something, for `seconds` at most.
+        """Declare that from now on this rank is `doing` something, for `seconds` at most.
 
-        With `progress`, the seconds begin anew whenever it returns another value, and other ranks must be patient too.
+        With `progress`, the time starts again whenever `progress()` returns another value. The other ranks wait as well.
         """
         self.doing, self.seconds, self.seconds_left = doing, seconds, seconds
         self.progress, self.reached = progress, None
@@ -94,7 +94,7 @@ class Watch:
         while self.world_size > 1 and not self._connect():
             time.sleep(0.2)
         before, beat = None, 0
-        # Count seconds here, do not compare clock times: a job that was suspended must not wake up to an error.
+        # Count seconds here, do not compare clock times: a suspended job must not fail when it continues.
         while True:
             time.sleep(1)
             beat += 1
@@ -107,11 +107,11 @@ class Watch:
                 continue
             try:
                 self._give_sign(beat)
-                # The first rank to give up speaks for all: to a later one, that rank would seem gone.
+                # The verdict of the first rank that gives up counts for all: to a later rank, the first would seem gone.
                 if self.store.check(["verdict"]):
                     self._end(self.store.get("verdict").decode())
                 if self.rank == 0 and self.store.check(["failure"]):
-                    time.sleep(SECONDS_TO_MISS)  # this rank may find the same error, and then reports it itself
+                    time.sleep(SECONDS_TO_MISS)  # this rank may meet the same error, and then reports it itself
                     self.on_failure(self.store.get("failure").decode())
                 if self.seconds_left > 0:
                     before = None
@@ -120,7 +120,7 @@ class Watch:
                 elif self.seconds_left <= -SECONDS_TO_MISS:
                     now = self._signs()
                     if any(now[rank]["gets_on"] and now[rank]["beat"] > before[rank]["beat"] for rank in before):
-                        before, self.seconds_left = None, 0  # looks again
+                        before, self.seconds_left = None, 0  # check again
                         continue
                     verdict = self._verdict(before, now)
                     self._end(self.store.compare_set("verdict", "", verdict).decode())
@@ -160,7 +160,7 @@ class Watch:
         return f"{self.doing} has not ended within {self.seconds:.0f} s (--step_timeout, --ddp_timeout)"
 
     def _verdict(self, before: dict[int, dict], now: dict[int, dict]) -> str:
-        """Say which ranks are gone, else where every rank is."""
+        """Name the ranks that are gone; if there are none, say where every rank is."""
         if gone := self._gone(before, now):
             return f"{self._lateness()}; gone: {', '.join(gone)}"
         ranks_at = defaultdict(list)
@@ -175,7 +175,7 @@ class Watch:
         faulthandler.dump_traceback(file=sys.stderr)
         if self.rank == 0:
             update_status(self.output_dir, state="crashed", reason=message)
-        time.sleep(SECONDS_TO_MISS)  # the others still read from the store, which this process may keep
+        time.sleep(SECONDS_TO_MISS)  # this process may hold the store, from which the others still read
         os._exit(1)
 
 
@@ -184,13 +184,13 @@ _watch: Watch | None = None
 
 
 def start_watch(output_dir: Path, on_failure: Callable[[str], None]) -> Watch:
-    """Start this process's watch, which works once the process group is up."""
+    """Start the watch of this process; it works once the process group is up."""
     global _watch
     _watch = Watch(output_dir, on_failure)
     return _watch
 
 
 def expect(doing: str, seconds: float, progress: Callable[[], Any] | None = None) -> None:
-    """Tell this process's watch what comes next; see `Watch.expect`."""
+    """Tell the watch of this process what comes next; see `Watch.expect`."""
     if _watch is not None:
         _watch.expect(doing, seconds, progress)

@@ -1,7 +1,7 @@
-"""Fork server of the data's workers: they are forked from a process with one thread, whatever threads the run has by then.
+"""Fork server for data workers: it forks them from a process with one thread, whatever threads the run has by then.
 
-A fork copies every lock, but only the thread that forks: a lock that another thread held (of a save in the background, of
-the watch) is never released in the copy. Such a worker would never start, and its rank would wait for it, without a word.
+A fork copies every lock, but only the thread that forks. A lock that another thread holds (a save in the background, the
+watch) is never released in the copy. Such a worker would never start, and its rank would wait for it without a message.
 """
 
 import gc
@@ -21,14 +21,14 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # Linux has 107 
 
 
 def start_fork_server() -> None:
-    """Let multiprocessing, and so every DataLoader of this process, fork its workers from a process that is forked here.
+    """Fork a process from which multiprocessing, and so every DataLoader of this process, forks its workers.
 
-    Call it before the first thread, and with all modules imported, which the workers share. No worker ever gets a signal
-    that stops a run: a scheduler that wants the node back sends it to all processes, but the last steps and the save need
-    the workers. They end when the loader tells them to, or with their process (see `parent`).
+    Call it before the first thread starts, after all modules are imported; the workers share the modules. Workers block the
+    signals that stop a run. A scheduler that wants the node back sends such a signal to all processes, but the last steps
+    and the save need the workers. A worker ends when its loader ends it, or with its parent process (see `parent`).
 
     Raises:
-        ConfigError: for a TMPDIR in which no socket can have its name.
+        ConfigError: for a TMPDIR that is too long for the name of a socket.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
@@ -37,16 +37,16 @@ def start_fork_server() -> None:
             f"{LONGEST_FOLDER} bytes; set TMPDIR to a shorter one, such as /tmp"
         )
     multiprocessing.set_start_method("forkserver", force=True)
-    # The resource tracker, the server and the workers inherit what is blocked.
+    # The resource tracker, the server and the workers inherit the blocked signals.
     blocked = {*SIGNALS, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    sys.warnoptions.append("ignore:resource_tracker")  # it would warn of each loader that is open when the process ends
+    sys.warnoptions.append("ignore:resource_tracker")  # it would warn of each loader that is open at the end
     resource_tracker.ensure_running()
     sys.warnoptions.pop()
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # starting the tracker has unblocked some
     start = util.spawnv_passfds
-    # Python 3.11 starts its server as a new program, which would import everything again, for seconds and a second time in
-    # memory. A fork is as safe as long as there is no other thread.
+    # Python 3.11 starts its server as a new program. This would import everything again: it takes seconds, and memory for a
+    # second copy. A fork is equally safe as long as there is no other thread.
     util.spawnv_passfds = fork_server
     try:
         forkserver.set_forkserver_preload([])
@@ -57,18 +57,18 @@ def start_fork_server() -> None:
 
 
 def fork_server(program: str, command: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Fork a process that runs `command`, a Python program with its code as last argument; return its id."""
+    """Fork a process that runs `command`, a Python program with its code as the last argument; return its process id."""
     if process := os.fork():
         return process
     try:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already share the cores among themselves
-        gc.freeze()  # else garbage collection in a worker would look at, and so copy, all that it shares
+        gc.freeze()  # otherwise garbage collection in a worker would touch, and so copy, all shared memory
         exec(command[-1])
     finally:
         os._exit(1)
 
 
 def remove_socket() -> None:
-    """Remove the folder of the server's socket: this process ends without the interpreter's teardown, which would do it."""
+    """Remove the folder of the server's socket. The interpreter's teardown would do it, but this process ends without it."""
     if multiprocessing.get_start_method(allow_none=True) == "forkserver":
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)

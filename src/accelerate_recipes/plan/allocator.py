@@ -1,8 +1,8 @@
-"""CUDA's caching allocator with expandable segments, replayed: what it reserves for the storages of a simulated step.
+"""Replay of CUDA's caching allocator with expandable segments: the bytes it reserves for the storages of a simulated step.
 
-Its rules: sizes are rounded up to 512 bytes; blocks of up to 1 MiB lie in a pool of their own; each stream has its pools;
-the smallest free block that is large enough is taken, and split; free neighbours are joined; a segment grows by 2 MiB.
-This was not compared with a GPU.
+The rules of the allocator: it rounds sizes up to 512 bytes. Blocks of up to 1 MiB have a separate pool, and each stream has
+its own pools. An allocation takes the smallest free block that is large enough, and splits it. Free neighbours are joined.
+A segment grows in steps of 2 MiB. The replay was not compared with a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ SMALL, PAGE, ROUND = 2**20, 2 * 2**20, 512
 
 
 class Segment:
-    """Blocks of a pool in order of their addresses, each [size, is used]."""
+    """Blocks of a pool in order of their addresses; each block is [size, is used]."""
 
     def __init__(self):
         self.blocks: list[list] = []
 
     def take(self, size: int) -> tuple[list, int]:
-        """Use the best free block; returns it with the bytes that the segment grew by."""
+        """Use the best free block; return it, and the bytes by which the segment grew."""
         fitting = [(block[0], i) for i, block in enumerate(self.blocks) if not block[1] and block[0] >= size]
         grown = 0
         if fitting:

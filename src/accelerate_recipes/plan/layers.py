@@ -1,10 +1,10 @@
-"""Extrapolation by layers: what a deep model needs, from simulations of a few layers, where that is exact.
+"""Extrapolation by layers: the needs of a deep model, computed from simulations with a few layers, where that is exact.
 
 Layers that are alike add the same to everything. So the bytes held in a given place of a step grow by the same number
-with each layer. Places are segments between two collectives, counted from the beginning or from the end of a
-phase, or from its middle, where an encoder's layers meet a decoder's. Within a stack memory rises or falls by the same
-number from layer to layer, so that it is largest near one of its ends. Three simulations show whether all this holds
-for a run; where it does not, the model is simulated whole.
+with each layer. A place is a segment between two collectives. It is counted from the beginning, the end or the middle of a
+phase; in the middle, an encoder's layers meet a decoder's. Within a stack, memory rises or falls by the same number from
+layer to layer, so it is largest near one end of the stack. Three simulations show whether all this holds for a run. If it
+does not hold, the whole model is simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.plan.simulate import Job, Outcome, Refusal, Simulator, layers_of, load_trial
 from accelerate_recipes.trial import NotSimulatedError, is_staged
 
-# The fewest layers of which those in the middle have neighbours that are treated alike: from 3 an extrapolation was too low.
+# From this many layers on, the neighbours of the middle layers are treated alike. With 3, an extrapolation was too low.
 STEADY = 4
 
 
 def small_sizes(num_layers: int, period: int, ahead: int) -> list[int]:
-    """Choose three small numbers of layers, `period` apart, which leave the same rest as `num_layers`; [] if it is small.
+    """Choose three small numbers of layers with the same remainder as `num_layers`; [] if `num_layers` is small.
 
-    `period` is the number of layers after which the next is treated like the first; `ahead` layers are gathered early.
+    The numbers are `period` apart. The treatment of layers repeats after `period` layers. `ahead` layers are gathered early.
     """
     first = STEADY + ahead
     first += (num_layers - first) % period
@@ -39,7 +39,10 @@ def on_line(values: Sequence[int], steps: int) -> int | None:
 
 
 def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]] | None:
-    """Extrapolate the largest segment of three outcomes, with its kinds; None where a place on no line could be larger."""
+    """Extrapolate the largest segment of three outcomes, and its kinds.
+
+    Return None if a place whose three values do not lie on a line could be larger.
+    """
     names = [[name for name, _ in outcome] for outcome in phases]
     if names[0] != names[1] or names[1] != names[2]:
         return None
@@ -49,7 +52,7 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
         for places in places_of(segments):
             totals = [on_line([total for total, _ in place], steps) for place in places]
             known = [(total, place) for total, place in zip(totals, places, strict=True) if total is not None]
-            if not known:  # no layer need be as high as the ends say
+            if not known:  # on no line: estimate how large this place could be
                 first, _, third = (total for total, _ in places[0])
                 unsure = max(unsure, third + round((third - first) / 2 * (steps - 2)))
             for total, place in known:
@@ -63,10 +66,11 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
 
 
 def places_of(segments: Sequence[Sequence]) -> Iterator[list[list]]:
-    """Find each segment of the first of three outcomes in the other two, which are deeper; yields all ways to count to it.
+    """Find each segment of the first of three outcomes in the two deeper ones; yield the result of each way to count to it.
 
-    From the beginning, from the end, and from the middle, where an encoder's layers meet a decoder's. Few layers may all lie
-    nearer to one end than to the other: a loss that sums many numbers over the ranks has more segments than they.
+    Segments are counted from the beginning, from the end, and from the middle, where an encoder's layers meet a decoder's.
+    All ways are tried, because all of a few layers may lie nearer to one end: a loss that sums many numbers over the ranks
+    has more segments than the layers.
     """
     number, added = len(segments[0]), len(segments[1]) - len(segments[0])
     shifts = {0, added} | ({added // 2} if added % 2 == 0 else set())  # from one outcome to the next
@@ -75,14 +79,14 @@ def places_of(segments: Sequence[Sequence]) -> Iterator[list[list]]:
 
 
 def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
-    """Return what a model of `num_layers` needs, from three with fewer; None where they do not lie on a line."""
+    """Compute the needs of a model of `num_layers` from three smaller models; None if their values do not lie on a line."""
     first, second, third = outcomes
     steps = (num_layers - first.num_layers) // (second.num_layers - first.num_layers)
     peak = peak_of([outcome.phases for outcome in outcomes], steps)
     found: dict[str, Any] = {"num_layers": num_layers}
     for name in ("host_peak", "flops", "recomputed", "trained", "parameters"):
         found[name] = on_line([getattr(outcome, name) for outcome in outcomes], steps)
-    # Where links and computation overlap, nearly.
+    # Times are only nearly linear where communication and computation overlap.
     for name in ("seconds", "compute", "memory", "communication", "before"):
         found[name] = getattr(third, name) + (getattr(third, name) - getattr(second, name)) * (steps - 2)
     found["collectives"] = {}
@@ -95,13 +99,13 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
         found["collectives"][key] = {"calls": calls, "bytes": size, "sent": size * counts["sent"] // counts["bytes"]}
     if peak is None or None in found.values() or first.collectives.keys() != third.collectives.keys():
         return None
-    # What the allocator cannot reuse hardly depends on the number of layers.
+    # The memory that the allocator cannot reuse hardly depends on the number of layers.
     found["reserved"] = peak[0] + max(outcome.reserved - outcome.peak for outcome in outcomes)
     return replace(third, peak=peak[0], at_peak=peak[1], phases=[], events=[], **found)
 
 
 def predict_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
-    """Simulate each job whole, or from three models with fewer layers where that is exact."""
+    """Simulate each job; where it is exact, extrapolate from three models with fewer layers."""
     found: list[Any] = []
     for job in jobs:
         try:
@@ -123,7 +127,7 @@ def predict_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome 
 
 
 def sizes_of(job: Job) -> list[int]:
-    """Choose numbers of layers to simulate for a job; [0] is all of them."""
+    """Choose the numbers of layers to simulate for a job; [0] means all layers."""
     depth, period, ahead = depth_of(job)
     # Without FSDP nothing divides a phase into segments.
     small = small_sizes(depth, period, ahead) if depth and job.env.get("ACCELERATE_USE_FSDP") == "true" else []
@@ -131,9 +135,9 @@ def sizes_of(job: Job) -> list[int]:
 
 
 def depth_of(job: Job) -> tuple[int, int, int]:
-    """Return the layers of a job's model, the period in which they repeat, and how many are gathered ahead.
+    """Return the number of layers of a job's model, the period in which they repeat, and how many are gathered ahead.
 
-    Of a model in stages of different widths there are 0 that could stand for others.
+    For a model in stages of different widths, the number is 0: none of its layers could stand for others.
     """
     args, trial = load_trial(job)
     recomputes = job.env.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"

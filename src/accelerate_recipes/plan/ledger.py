@@ -1,6 +1,6 @@
-"""Ledger of what operators take while they run under it: memory by kind, collectives, FLOPs, and time at least.
+"""Ledger of the resources that operators use: memory by kind, collectives, FLOPs, and a lower bound of the time.
 
-It works for fake and for real tensors, on a GPU and on a CPU, so that a simulation can be compared with a run:
+It works for fake and for real tensors, on a GPU and on a CPU. So a simulation can be compared with a run:
 
     with Ledger("cpu", vocab_size) as ledger:
         ledger.watch(model, optimizer)
@@ -8,8 +8,8 @@ It works for fake and for real tensors, on a GPU and on a CPU, so that a simulat
         ledger.begin_step()
         ...                                     the step that counts
 
-Memory is that of storages, from the first operator that returns them to their end. What an operator takes and gives back
-before it returns is counted for the few operators whose share is large.
+The ledger counts the memory of a storage from the first operator that returns it until the storage is freed. Memory that an
+operator allocates and frees before it returns is counted only for the few operators that use much of it.
 """
 
 import weakref
@@ -32,7 +32,7 @@ from accelerate_recipes.gpus import EFFICIENCY, Gpu
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS = "parameters", "gradients", "optimizer", "buffers"
-GATHERED, WHOLE_GRADIENTS = "gathered parameters", "whole gradients"  # of the units that FSDP has at hand
+GATHERED, WHOLE_GRADIENTS = "gathered parameters", "whole gradients"  # of the units that FSDP has gathered
 ACTIVATIONS, LOGITS, TEMPORARY, INSIDE = "activations", "logits", "temporary", "inside an operator"
 BUCKETS = "DDP's buckets"
 HOST = "host"  # tensors on the CPU of a run on GPUs; they do not count in the peak
@@ -42,7 +42,7 @@ COLLECTIVES = {
 }  # fmt: skip
 # On a CPU gloo (torch 2.13) exchanges a copy of the whole tensor; benchmarks/plan_shapes.py measures it.
 COPIED_BY_GLOO = {"allgather_base", "reduce_scatter_base"}
-# Operators that read as much of their first argument as they return; and the argument that others do not read.
+# LOOKUPS read only as much of their first argument as they return. UNREAD names an argument that an operator does not read.
 LOOKUPS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
 UNREAD = {
     "bernoulli_": 0, "copy_": 0, "fill_": 0, "full_like": 0, "new_ones": 0, "new_zeros": 0, "ones_like": 0, "zero_": 0,
@@ -51,7 +51,7 @@ UNREAD = {
 
 
 class Event(NamedTuple):
-    """Change of a storage: its size and kind from now on; size 0 once it is freed. `at` counts operators."""
+    """Change of a storage: its new size and kind; the size is 0 once it is freed. `at` counts operators."""
 
     at: int
     key: int
@@ -64,7 +64,7 @@ class Phase(NamedTuple):
     """Part of a step: a pass before the micro-batches, a forward pass and what follows it, a backward pass, or the
     optimizer's step.
 
-    Between two collectives lies a segment, of which the peak is known with the bytes of each kind then.
+    A segment lies between two collectives. It records its peak, and the bytes of each kind at the peak.
     """
 
     name: str
@@ -72,23 +72,23 @@ class Phase(NamedTuple):
 
 
 class Clock:
-    """Lower bound of the time on one GPU: computation, and links that work beside it, each at 80 % of its peak."""
+    """Lower bound of the time on one GPU. Computation and links work in parallel, each at 80 % of its peak."""
 
     def __init__(self, gpu: Gpu, gpus_per_node: int):
         self.gpu, self.gpus_per_node = gpu, gpus_per_node
         self.reset()
 
     def reset(self) -> None:
-        self.now = self.link = self.copied = 0.0  # when computation, the link, and the last copy out of a gather end
-        self.compute = self.memory = self.communication = 0.0  # seconds of work, of which parts lie side by side
-        self.gathers: dict[int, float] = {}  # of a gathered storage: when it is there
+        self.now = self.link = self.copied = 0.0  # end of computation, the link, the last copy out of a gather
+        self.compute = self.memory = self.communication = 0.0  # seconds of work; parts run in parallel
+        self.gathers: dict[int, float] = {}  # time at which each gathered storage is ready
 
     @property
     def seconds(self) -> float:
         return max(self.now, self.link)
 
     def work(self, flops: int, moved: int, dtype: torch.dtype) -> None:
-        """Add an operator, which is bound by its FLOPs or by the bytes that it reads and writes."""
+        """Add an operator. Its time is bound by its FLOPs or by the bytes that it reads and writes."""
         rate = self.gpu.fp32 if dtype == torch.float32 else self.gpu.bf16
         by_flops, by_bytes = flops / rate / EFFICIENCY, moved / self.gpu.bandwidth / EFFICIENCY
         self.now += max(by_flops, by_bytes)
@@ -98,22 +98,22 @@ class Clock:
             self.memory += by_bytes
 
     def of_node(self, ranks: list[int]) -> int:
-        """Count the ranks of a group on the node of its first."""
+        """Count the ranks of a group that are on the node of its first rank."""
         return sum(rank // self.gpus_per_node == ranks[0] // self.gpus_per_node for rank in ranks)
 
     def is_inside(self, ranks: list[int]) -> bool:
         return self.of_node(ranks) == len(ranks)
 
     def transfer(self, sent: float, ranks: list[int]) -> float:
-        """Compute the seconds in which each rank sends so many bytes."""
+        """Compute the seconds in which each rank sends `sent` bytes."""
         speed = self.gpu.nvlink
         if not self.is_inside(ranks):
             speed = min(speed, self.gpu.network * self.of_node(ranks))
         return sent / speed / EFFICIENCY
 
     def send(self, name: str, sent: float, ranks: list[int], is_awaited: bool) -> None:
-        """Add a collective over a ring: its GPUs share the network cards of their node where it leaves the node."""
-        # A gather starts when the one before was copied out, anything else when its input was computed.
+        """Add a collective over a ring. If the ring leaves the node, GPUs of a node share the node's network cards."""
+        # A gather starts when the previous gather was copied out. Other collectives start when their input is computed.
         begin = self.copied if "gather" in name else self.now
         seconds = self.transfer(sent, ranks)
         self.link = max(self.link, begin) + seconds
@@ -123,12 +123,12 @@ class Clock:
 
 
 class Ledger(TorchDispatchMode):
-    """Live storages by kind with their peak, collectives and FLOPs of the step since `begin_step`.
+    """Record of live storages by kind and their peak, and of collectives and FLOPs, since `begin_step`.
 
     Args:
         device: type of the device whose memory counts.
-        vocab_size: by which logits are recognised.
-        clock: counts time too.
+        vocab_size: size by which logits are recognised.
+        clock: also counts time.
     """
 
     def __init__(self, device: str, vocab_size: int, clock: Clock | None = None):
@@ -141,7 +141,7 @@ class Ledger(TorchDispatchMode):
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what has happened, but not what lives."""
+        """Reset the counters, but keep the live storages."""
         self.peak, self.host_peak = self.total, self.held[HOST]
         self.at_peak = {kind: held for kind, held in self.held.items() if held and kind != HOST}
         self.flops: Counter[str] = Counter()
@@ -161,12 +161,12 @@ class Ledger(TorchDispatchMode):
             self.clock.reset()
 
     def begin_pass(self, name: str, times: int) -> None:
-        """Begin a pass before the micro-batches, of which the step has so many; without a name, end the last one."""
+        """Begin a pass before the micro-batches. The step has it `times` times. An empty name ends the last pass."""
         self.passes.append((name, times, self.sums()))
         self.in_pass = name
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say which tensors are parameters, buffers and the optimizer's; call it after a first step, and before one."""
+        """Tag parameters, buffers and the optimizer's tensors; call it before the first step and again after it."""
         self.tag(model.parameters(), PARAMETERS)
         self.tag(model.buffers(), BUFFERS)
         self.tag(tree_leaves([list(state.values()) for state in optimizer.state.values()]), OPTIMIZER)
@@ -175,7 +175,7 @@ class Ledger(TorchDispatchMode):
             optimizer.register_step_post_hook(lambda *_: setattr(self, "in_optimizer", False))
 
     def sums(self) -> dict[str, Any]:
-        """Copy what grows with the number of micro-batches, as the fields of an `Outcome`."""
+        """Copy the sums that grow with the number of micro-batches, as the fields of an `Outcome`."""
         clock = self.clock
         return {
             "flops": sum(self.flops.values()),
@@ -237,7 +237,7 @@ class Ledger(TorchDispatchMode):
                 self.peak, self.at_peak = total, kinds
 
     def enter_phase(self, begins_segment: bool) -> None:
-        """Begin a phase if this operator belongs to another than the last one, and a segment at a collective."""
+        """Begin a phase if this operator belongs to another phase than the last one; begin a segment at a collective."""
         is_backward = torch._C._current_graph_task_id() != -1
         name = self.in_pass or ("optimizer" if self.in_optimizer else "backward" if is_backward else "forward")
         if not self.phases or self.phases[-1].name != name:
@@ -253,7 +253,7 @@ class Ledger(TorchDispatchMode):
         self.outer_mode, self.is_waiting = active_fake_mode(), False
         resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
 
-        def resize_(storage, size):  # so FSDP2 frees and allocates gathered parameters; no dispatch sees it
+        def resize_(storage, size):  # FSDP2 frees and allocates gathered parameters with it; no dispatch sees it
             resize(storage, size)
             if storage._cdata in self.live:
                 self.change(storage._cdata, storage.nbytes(), self.live[storage._cdata][1])
@@ -282,7 +282,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # let it become operations on what this rank holds
+            return NotImplemented  # let DTensor turn it into operations on this rank's shard
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # half of all dispatches
             return func(*args, **kwargs)
@@ -304,7 +304,7 @@ class Ledger(TorchDispatchMode):
         if func.namespace == "c10d" and name in COLLECTIVES:
             group, which = COLLECTIVES[name]
             self.communicate(name.strip("_"), dist.ProcessGroup.unbox(args[group]), tree_leaves(args[which]), args[0])
-        elif func.namespace == "_c10d_functional" and name == "all_reduce":  # DTensor's, of the gradient norm
+        elif func.namespace == "_c10d_functional" and name == "all_reduce":  # by DTensor, for the gradient norm
             self.communicate(name, dist.distributed_c10d._resolve_process_group(args[2]), [args[0]], args[0])
         elif func is fsdp.split_with_sizes_copy.default:
             self.tag(kwargs["out"], GATHERED)
@@ -335,7 +335,7 @@ class Ledger(TorchDispatchMode):
                 self.put(t, LOGITS if is_logits else ACTIVATIONS if is_saved else TEMPORARY)
 
     def communicate(self, name: str, group: dist.ProcessGroup, tensors: list, out: Any) -> None:
-        """Enter a collective; `tensors` are the whole ones."""
+        """Enter a collective; `tensors` are the whole (unsharded) tensors."""
         ranks, size = dist.get_process_group_ranks(group), sum(t.numel() * t.itemsize for t in tensors)
         if len(ranks) == 1:
             return
@@ -357,20 +357,20 @@ class Ledger(TorchDispatchMode):
 
 
 def bytes_moved(func, args, kwargs, out) -> int:
-    """Count the bytes that an operator reads and writes, at least."""
+    """Count the bytes that an operator reads and writes; a lower bound."""
     name = func._schema.name.partition("::")[2]
     if func.is_view or name == "_unsafe_view" or name.startswith("empty") or "c10d" in func.namespace:
         return 0
-    if name == "all_gather_copy_in":  # the shards go into their place in the buffer, of which it returns views
+    if name == "all_gather_copy_in":  # copies the shards into the buffer, and returns views of it
         return 2 * tensor_bytes(args[0])
     moved = tensor_bytes((args, kwargs, None if kwargs.get("out") is out else out))
     if name in LOOKUPS:
         moved -= max(0, tensor_bytes(args[0]) - tensor_bytes(out))
     elif name in UNREAD:
         moved -= tensor_bytes(args[UNREAD[name]])
-    elif name in ("index_add_", "scatter_"):  # which read and write what they change
+    elif name in ("index_add_", "scatter_"):  # they read and write only the part that they change
         moved -= 2 * max(0, tensor_bytes(args[0]) - tensor_bytes(args[3]))
-    elif name == "_fused_adamw_":  # what it changes, it does not return
+    elif name == "_fused_adamw_":  # it does not return the tensors that it changes
         moved += tensor_bytes((args[0], args[2], args[3]))
     elif name == "add_compensated_":
         moved *= 2
@@ -380,18 +380,20 @@ def bytes_moved(func, args, kwargs, out) -> int:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Sum the bytes of tensors; an expanded one has those of its storage."""
+    """Sum the bytes of tensors; an expanded tensor has only the bytes of its storage."""
     tensors = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
 def builds_graph(func) -> bool:
-    """Tell whether an operator belongs to a forward pass, perhaps a repeated one; custom operators run without gradients."""
+    """Tell whether an operator belongs to a forward pass or its recomputation; custom operators run without gradients."""
     return torch.is_grad_enabled() or func in CUSTOM_FORWARD
 
 
 def inside_flash_backward(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Count what FlashAttention's backward takes: queries' gradient in fp32, and with fewer keys theirs by query head."""
+    """Count the bytes inside FlashAttention's backward: the gradient of the queries in fp32, and with fewer key heads than
+    query heads, the gradients of keys and values for each query head.
+    """
     is_grouped = query.shape[1] != key.shape[1]  # (T, H, D), or (B, H, T, D)
     return query.numel() * (4 + 2 * query.itemsize * is_grouped)
 
@@ -408,12 +410,12 @@ def packed_attention_backward_flops(
 
 
 def addmm_flops(summand, a, b, *args, out_val=None, **kwargs) -> int:
-    """Count the FLOPs of `addmm` in all its forms, also with a dtype of its own for the result."""
+    """Count the FLOPs of `addmm` in all its forms, including a separate dtype for the result."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 CUSTOM_FORWARD = (torch.ops.torch_attn._varlen_attn.default,)
-# torch 2.13 forgets `addmm_` and `addmm` with a dtype, and takes each boundary for a document of the greatest length.
+# torch 2.13 does not count `addmm_` and `addmm` with a dtype, and counts each boundary as a document of the greatest length.
 FLOPS = flop_registry | {
     **dict.fromkeys((aten.addmm, aten.addmm_), addmm_flops),
     torch.ops.torch_attn._varlen_attn: packed_attention_flops,

@@ -1,4 +1,4 @@
-"""Prediction for a run on a GPU: memory, communication, FLOPs, and a lower bound of the time; as a report and as JSON."""
+"""Prediction for a run on a GPU: memory, communication, FLOPs and a lower bound of the time, as a report and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PROCESS = 2 * GIB  # host memory of a process with Python, torch and a CUDA cont
 
 @dataclass(frozen=True)
 class Prediction:
-    """Needs of a run on one GPU, and at least how long a step takes."""
+    """Needs of a run on one GPU, and a lower bound of the time of a step."""
 
     outcome: Outcome
     args: TrainArgs
@@ -33,7 +33,7 @@ class Prediction:
 
     @property
     def allocator(self) -> int:
-        """Bytes that the allocator holds beside what is in use; an estimate."""
+        """Bytes that the allocator holds in addition to the memory in use; an estimate."""
         return max(0, self.outcome.reserved - self.outcome.peak)
 
     @property
@@ -46,35 +46,35 @@ class Prediction:
 
     @property
     def is_near(self) -> bool:
-        """True if it fits, but only just."""
+        """True if the run fits only just."""
         return self.fits and self.needed > NEAR * self.gpu.memory
 
     @property
     def mean_seconds(self) -> float:
-        """Seconds of a step on average, at least: of --num_iterations steps only one draws answers."""
+        """Mean seconds of a step, a lower bound: only one of --num_iterations steps draws answers."""
         without = 1 - 1 / getattr(self.args, "num_iterations", 1)
         return self.outcome.seconds - without * self.outcome.before
 
     @property
     def targets_per_second(self) -> float:
-        """Upper bound over all GPUs."""
+        """Upper bound of the targets per second of all GPUs together."""
         outcome = self.outcome
         return outcome.tokens * outcome.micro_batches * self.world_size / self.mean_seconds
 
     @property
     def mfu(self) -> float:
-        """Upper bound of model FLOPs utilisation: without what is computed again, of the GPU's bf16 peak."""
+        """Upper bound of model FLOPs utilisation: a share of the GPU's bf16 peak, without recomputation."""
         return (self.outcome.flops - self.outcome.recomputed) / self.outcome.seconds / self.gpu.bf16
 
     @property
     def hours(self) -> float | None:
-        """Hours of the run, at least; None where the data say how many steps it has."""
+        """Hours of the run, a lower bound; None if the number of steps depends on the data."""
         steps = self.args.max_steps
         return steps * self.mean_seconds / 3600 if steps > 0 else None
 
     @property
     def hours_of_a_million_rows(self) -> float:
-        """Hours to train once on a million of what --total_batch_size counts, at least."""
+        """Hours to train once on a million rows (the unit of --total_batch_size), a lower bound."""
         return 1e6 / self.args.total_batch_size * self.mean_seconds / 3600
 
     @property
@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory of a node, by what they are for."""
+        """Bytes of host memory of a node, by purpose."""
         nodes = -(-self.world_size // self.gpus_per_node)
         found = {
             "processes": self.gpus_per_node * PROCESS,
@@ -98,7 +98,7 @@ class Prediction:
 
     @property
     def host_peak(self) -> int:
-        """Bytes of host memory of a node at most: what is loaded is gone when a checkpoint is copied."""
+        """Largest use of host memory of a node, in bytes: loaded weights are freed before a checkpoint is copied."""
         host = self.host
         return sum(host.values()) - min(host.get(LOADING, 0), host.get(COPY, 0))
 
@@ -147,7 +147,7 @@ class Prediction:
         }
 
     def memory_line(self) -> str:
-        """Say what a GPU needs, as the three numbers of which it is the sum, and whether that fits."""
+        """Say what a GPU needs, as a sum of three numbers, and whether that fits."""
         verdict = "does not fit" if not self.fits else "fits, but only just" if self.is_near else "fits"
         return (
             f"{in_gib(self.needed)} of {in_gib(self.gpu.memory)} GiB on {self.gpu.name} ({in_gib(self.outcome.peak)} in "
@@ -155,7 +155,7 @@ class Prediction:
         )
 
     def report(self) -> str:
-        """Write what a person wants to read."""
+        """Write the report for a person."""
         outcome = self.outcome
         kinds = sorted(outcome.at_peak.items(), key=lambda item: -item[1])
         parts = [f"{in_gib(size)} {kind}" for kind, size in kinds if size >= GIB / 100]

@@ -1,7 +1,7 @@
-"""Pretence of GPUs and of other ranks: our own code runs on fake tensors that say that they lie on a GPU.
+"""Pretence of GPUs and of other ranks: our own code runs on fake tensors that report a GPU as their device.
 
-Everything here leans on private parts of torch 2.13, transformers 5.23 and Accelerate 1.15, and belongs to a process that
-does nothing else. tests/test_simulate.py compares the result with real runs, and fails once a part no longer fits.
+Everything here depends on private parts of torch 2.13, transformers 5.23 and Accelerate 1.15. It must run in a process that
+does nothing else. tests/test_simulate.py compares the result with real runs, and fails if a private part has changed.
 """
 
 import contextlib
@@ -33,28 +33,30 @@ from accelerate_recipes.losses import LinearCrossEntropy
 
 aten = torch.ops.aten
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# Operators of a GPU that torch composes of several on other devices: the library only has to know the names.
+# On a GPU these are single operators; on other devices torch composes them of several. The library needs only their names.
 COMPOSED = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _kernels = torch.library.Library("aten", "IMPL")
-_truth: list[None] = []  # not empty: who asks for a fake tensor's device learns it
+_truth: list[None] = []  # if not empty, every caller gets the real device of a fake tensor
 
 
 class Answers(TorchDispatchMode):
-    """Dispatch mode that answers what fake tensors cannot: their values, and their device.
+    """Dispatch mode that answers two questions that fake tensors cannot answer: their values, and their device.
 
-    Two ask for a device, and do not say who they are. Autograd looks for a stream, and must not find a GPU. Autocast asks
-    what it may cast, and must: it asks while it is off itself, and autograd then is whoever asks first for a result.
+    Autograd and autocast both ask for the device, and the question does not show which of the two asks. Autograd looks for a
+    stream, and must not see a GPU. Autocast decides what to cast, and must see the GPU. Autocast may ask while it is
+    switched off. In that case, the first question about a result comes from autograd.
 
     Args:
-        on_gpu: whether tensors say that they lie on a GPU.
-        targets: number of positions of a micro-batch that are targets: so many are selected.
-        cast: parameters of a model under autocast, else none.
+        on_gpu: whether tensors report a GPU as their device.
+        targets: number of targets of a micro-batch; a mask selects this many positions.
+        cast: parameters of a model under autocast; empty without autocast.
     """
 
     def __init__(self, on_gpu: bool, targets: int, cast: Sequence[nn.Parameter] = ()):
         super().__init__()
         self.on_gpu, self.targets, self.cast = on_gpu, targets, cast
-        self.is_asked = WeakIdKeyDictionary()  # of tensors with a gradient
+        # For each tensor with a gradient: whether autograd has asked for its device.
+        self.is_asked = WeakIdKeyDictionary()
         self.leaves: list[Any] = []
         self.compute = LinearCrossEntropy.forward
         self.patched = mock.patch.object(LinearCrossEntropy, "forward", self.forward)
@@ -62,7 +64,7 @@ class Answers(TorchDispatchMode):
     def __enter__(self):
         super().__enter__()
         for parameter in self.cast:
-            if parameter.requires_grad:  # autograd asks for it at its first use only, which is this one
+            if parameter.requires_grad:  # autograd asks only at the first use, which is this one
                 self.is_asked[parameter] = False
                 self.leaves.append(parameter.view_as(parameter).grad_fn)
         self.patched.start()
@@ -73,20 +75,20 @@ class Answers(TorchDispatchMode):
         return super().__exit__(*error)
 
     def forward(self, *args):
-        """Compute the loss without logits, which autograd is first to ask for its device: no operator gave it a gradient."""
+        """Compute the loss without logits. Autograd is the first to ask for its device: no operator gave it a gradient."""
         loss = self.compute(*args)
         self.is_asked[loss] = False
         return loss
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Tell a tensor's device to autocast and everybody else, but not to autograd."""
+        """Return the device of a tensor, but hide a GPU from autograd."""
         in_backward = torch._C._current_graph_task_id() != -1
         asks = not _truth and (torch.is_grad_enabled() or in_backward)
         if asks and self.cast and not in_backward:
             is_asked = self.is_asked.get(tensor)
             if is_asked is not None:
                 self.is_asked[tensor] = True
-            # Until autograd has asked, a result that is no view does not know that it has a gradient.
+            # A result that is not a view has `requires_grad` only after autograd has asked for its device.
             known = is_asked is None or (is_asked and tensor.requires_grad)
             asks = torch.is_autocast_enabled("cuda") or not known
         return META if asks and tensor.device.type == "cuda" else tensor.device
@@ -106,14 +108,14 @@ class Answers(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return True  # is it finite?
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
-            values, mask = args[0], args[1][0]  # which has no values: of (rows, positions) the targets, else all
+            values, mask = args[0], args[1][0]  # a fake mask selects: of (rows, positions) the targets, else everything
             number = min(mask.numel(), self.targets) if mask.ndim == 2 else mask.numel()
             return values.new_empty(number, *values.shape[mask.ndim :])
         if not self.on_gpu:
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return self.device_of(args[0])
-        if kwargs.get("device") == META:  # made by C++ beside a tensor that it was told to be meta
+        if kwargs.get("device") == META:  # C++ copies the device that `device_of` gave for another tensor
             kwargs = kwargs | {"device": CUDA}
         return func(*args, **kwargs)
 
@@ -126,15 +128,15 @@ class Stream(torch.cpu.Stream):
 
 
 def fake_sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Stand in for torch's: flash attention, or with a mask the memory-efficient kernel, which keeps the mask as a bias."""
+    """Replace torch's function: flash attention, or with a mask the memory-efficient kernel, which keeps it as a bias."""
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (t.to(torch.get_autocast_dtype("cuda")) for t in (query, key, value))
     if attn_mask is None:
-        if query.dtype == torch.float32 and enable_gqa:  # which no other kernel takes
+        if query.dtype == torch.float32 and enable_gqa:  # no other kernel supports this
             return aten._scaled_dot_product_attention_math(
                 query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=True
             )[0]
-        if query.dtype == torch.float32:  # which flash attention does not take
+        if query.dtype == torch.float32:  # flash attention does not support fp32
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, None, True, dropout_p, is_causal, scale=scale
             )[0]
@@ -155,7 +157,7 @@ class Kernel:
 
 
 def of_trl() -> list[Any]:
-    """List patches with which trl's loss takes its path of GPUs, if it is loaded."""
+    """List patches that make trl's loss take its GPU path, if trl's loss is loaded."""
     module = sys.modules.get("trl.kernels.chunked_logprob")
     if module is None:
         return []
@@ -167,7 +169,7 @@ def of_trl() -> list[Any]:
 
 
 def packed_sequence_indices(is_packed: bool) -> Any:
-    """Make a stand-in for transformers' function, which takes all fakes for packed: positions have no values here."""
+    """Make a stand-in for transformers' function, which would take all fake rows for packed: positions have no values."""
 
     def find(position_ids: torch.Tensor) -> torch.Tensor | None:
         before = position_ids[:, :1] - 1
@@ -179,7 +181,7 @@ def packed_sequence_indices(is_packed: bool) -> Any:
 
 
 def documents_of_trial(is_packed: bool) -> Any:
-    """Make a stand-in for `mixers.documents_of`: of each row of a trial the long document, and the short one."""
+    """Make a stand-in for `mixers.documents_of`: each row of a trial has one long document and one of a single token."""
 
     def find(position_ids: torch.Tensor) -> mixers.Unpacking | None:
         rows, length = position_ids.shape
@@ -192,7 +194,7 @@ def documents_of_trial(is_packed: bool) -> Any:
 
 
 def truthful(owner: Any, name: str) -> Any:
-    """Patch a function that makes DTensors, so that it learns a fake's real device, not the one that autograd is told."""
+    """Patch a function that makes DTensors, so that it gets the GPU of a fake tensor; autograd gets another device."""
 
     original = getattr(owner, name)
 
@@ -207,14 +209,14 @@ def truthful(owner: Any, name: str) -> Any:
 
 
 def guard_nothing() -> None:
-    """Give C++, which knows no device guard for CUDA where torch is built without it, the CPU's, which does nothing."""
+    """Register the CPU's device guard, which does nothing, for CUDA: torch built without CUDA has no guard for it."""
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib/libc10.so"))
     registry = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     registry[1] = registry[0]
 
 
 def of_gpu() -> list[Any]:
-    """List patches with which fake tensors on `cuda` pass through FSDP2 and a backward pass where there is no CUDA."""
+    """List patches that let fake tensors on `cuda` pass through FSDP2 and a backward pass without CUDA."""
     if torch.version.cuda is None:
         guard_nothing()
         for name in COMPOSED:
@@ -245,9 +247,9 @@ def of_gpu() -> list[Any]:
 
 @contextlib.contextmanager
 def in_one_place(model: nn.Module) -> Iterator[None]:
-    """Take modules that stand in several places, as an encoder-decoder's embedding, out of all but the first, for a while.
+    """Keep a module that has several places, such as an encoder-decoder's embedding, only in the first, in this context.
 
-    torch 2.13 would convert them several times, which a fake weight does not always allow ("Couldn't swap").
+    torch 2.13 would convert such a module several times. A fake weight does not always allow that ("Couldn't swap").
     """
     seen, places = set(), []
     for parent in list(model.modules()):
@@ -266,10 +268,10 @@ def in_one_place(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> Iterator[FakeTensorMode]:
-    """Make this process rank 0 of `world_size`, whose tensors lie on `device` (cuda or cpu); yields the mode of fakes.
+    """Make this process rank 0 of `world_size`, with tensors on `device` (cuda or cpu); yield the mode for fake tensors.
 
-    The environment must be that of the first process. Without FSDP there is no other rank. `is_packed` is that of the trial.
-    Enter the mode for what makes tensors.
+    The environment must be that of the first process. Without FSDP there is no other rank. `is_packed` is a field of the
+    trial. Code that makes tensors must run inside the yielded mode.
     """
     warnings.filterwarnings("ignore")
     if use_fsdp:
@@ -294,7 +296,7 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
     PartialState._shared_state["device"] = on
     if use_fsdp:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        if device == "cuda":  # Accelerate gathers otherwise by gloo, which takes lists
+        if device == "cuda":  # with gloo, Accelerate gathers in another way, into lists
             PartialState._shared_state["backend"] = "nccl"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(distributed, "initialize", initialize))
@@ -302,14 +304,14 @@ def pretend(world_size: int, device: str, use_fsdp: bool, is_packed: bool) -> It
             mock.patch.object(masking_utils, "find_packed_sequence_indices", packed_sequence_indices(is_packed))
         )
         stack.enter_context(mock.patch.object(mixers, "documents_of", documents_of_trial(is_packed)))
-        # FSDP2 makes its mesh of it.
+        # FSDP2 makes its mesh for this device.
         stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(device)))
-        if not use_fsdp:  # Accelerate moves the model; its weights are there already, and fakes cannot be moved
+        if not use_fsdp:  # Accelerate would move the model; its weights are on the device, and fakes cannot be moved
             stack.enter_context(mock.patch.object(nn.Module, "to", lambda self, *args, **kwargs: self))
         if device == "cuda":
             if use_fsdp:
                 with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
-                    mesh = dist.init_device_mesh("cuda", (world_size,))  # not under fakes: it looks at values
+                    mesh = dist.init_device_mesh("cuda", (world_size,))  # outside the mode: it reads values
                 stack.enter_context(mock.patch.object(fully_shard, "_init_default_mesh", lambda *_: mesh))
             for patch in of_gpu():
                 stack.enter_context(patch)

@@ -1,6 +1,6 @@
-"""Search for the smallest changes with which a run fits on its GPUs, and for what would be faster where it fits.
+"""Search for the smallest changes that make a run fit on its GPUs; for a run that fits, search for faster settings.
 
-Each proposal is simulated. First come those that leave the loss trajectory as it is, then those that change it.
+Each proposal is simulated. Proposals that leave the loss trajectory as it is come first, then those that change it.
 """
 
 import itertools
@@ -24,8 +24,8 @@ OFFLOAD = ("--fsdp_offload_params", "true")
 class Change:
     """Flags that change a run: of `accelerate launch`, of the recipe, and the number of nodes.
 
-    `config` is the name of an accelerate YAML that takes the place of the run's, from the same folder. Of two changes with
-    the same `kind` only one can be made.
+    `config` is the name of another accelerate YAML in the same folder; it replaces the YAML of the run. Only one of two
+    changes of the same `kind` can be made.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Changes, and what the run needs with them."""
+    """Changes, and the needs of the run with them."""
 
     changes: tuple[Change, ...]
     prediction: Prediction
@@ -62,7 +62,7 @@ def in_words(changes: Iterable[Change]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error, or of the list under it; say so of what `plan` does not simulate."""
+    """Return the first line of an error, or of the list in it; name an unsupported setting as not simulated."""
     title, _, listed = str(error).strip().partition(":\n")
     said = first_line(error) if "\n" in title or not listed else listed.splitlines()[0].strip(" -")
     return f"plan does not simulate {said}" if isinstance(error, NotSimulatedError) else said
@@ -72,7 +72,7 @@ MakeJob = Callable[[Sequence[Change]], Job]
 
 
 def in_config(name: str, env: Mapping[str, str], *flags: str) -> Change:
-    """Make a change of the accelerate YAML; processes and precision stay."""
+    """Make a change to another accelerate YAML; the number of processes and the precision stay."""
     nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
     kept = ("--num_machines", str(nodes), "--num_processes", env["WORLD_SIZE"])
     kept += ("--mixed_precision", env.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -80,20 +80,20 @@ def in_config(name: str, env: Mapping[str, str], *flags: str) -> Change:
 
 
 def sharing_changes(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
-    """List changes that divide among more ranks: parameters of DDP and of replicas, and rows."""
+    """List changes that divide more among the ranks: the parameters (under DDP and replicas), and the rows."""
     world, row = int(env["WORLD_SIZE"]), ranks_a_row(env)
     replicas = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     found = []
     if env.get("ACCELERATE_USE_FSDP") != "true":
         if world > 1:
             found.append(in_config("fsdp_full.yaml", env))
-        # Of one GPU too FSDP recomputes layers, and keeps parameters on the CPU.
+        # On one GPU, too, FSDP can recompute layers and keep parameters on the CPU.
         found.append(in_config("fsdp_full.yaml", env, *RECOMPUTE))
         return [*found, in_config("fsdp_full.yaml", env, *RECOMPUTE, *OFFLOAD)]
 
     def sizes(replicas: int, row: int) -> tuple[str, ...]:
         shards = world // (replicas * row)
-        if shards == 1:  # Accelerate 1.15 refuses replicas of weights that only the ranks of a row share
+        if shards == 1:  # Accelerate 1.15 refuses replicas if only the ranks that share a row divide the weights
             replicas, shards = 1, replicas
         found = {"dp_replicate": replicas, "dp_shard": shards, "cp": row}
         return tuple(word for name, size in found.items() for word in (f"--parallelism_config_{name}_size", str(size)))
@@ -165,7 +165,7 @@ def speedups(args: TrainArgs, env: Mapping[str, str]) -> list[Change]:
 
 
 def larger_batches(args: TrainArgs) -> list[Change]:
-    """List larger batches per device that divide the total, each twice the one before."""
+    """List larger batches per device that divide the total batch; each is twice the previous one."""
     rows, share = args.per_device_train_batch_size, args.total_batch_size // args.num_launched
     doubled = (rows * 2**i for i in range(1, 8))
     return [
@@ -180,7 +180,7 @@ def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
 
 @dataclass
 class Search:
-    """Search around a run that was predicted; `failed` says of changes that gave no prediction why."""
+    """Search around a predicted run; `failed` gives the reason for each change without a prediction."""
 
     simulator: Simulator
     before: Prediction
@@ -207,7 +207,7 @@ class Search:
         return found
 
     def fitting(self) -> list[Proposal]:
-        """Find single changes with which the run fits, else pairs of those that save memory; the best first."""
+        """Find single changes that make the run fit, else pairs of changes that save memory; the best first."""
         candidates = savings(self.before.args, self.job.env)
         singles = self.simulate([(change,) for change in candidates])
         fitting = [proposal for proposal in singles if proposal.prediction.fits]
@@ -220,7 +220,7 @@ class Search:
         return sorted(fitting, key=lambda p: (not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds))
 
     def first_fitting(self) -> Proposal | None:
-        """Find a change that keeps the loss trajectory and with which the run fits, trying one after the other."""
+        """Find a change that makes the run fit and keeps the loss trajectory; try one change after the other."""
         for change in savings(self.before.args, self.job.env):
             if change.keeps_trajectory:
                 for proposal in self.simulate([(change,)]):
@@ -229,14 +229,14 @@ class Search:
         return None
 
     def faster(self) -> list[Proposal]:
-        """Find changes with which a run that fits is faster and still fits; the best first."""
+        """Find changes that make a run that fits faster, while it still fits; the best first."""
         singles = self.simulate([(change,) for change in speedups(self.before.args, self.job.env)])
         seconds = self.before.outcome.seconds
         faster = [p for p in singles if p.prediction.fits and p.prediction.outcome.seconds < seconds]
         return sorted(faster, key=lambda p: p.prediction.outcome.seconds)
 
     def largest_batch(self) -> int:
-        """Find the largest batch per device, of doublings, with which a run that fits still fits."""
+        """Double the batch per device while the run still fits; return the largest batch."""
         largest = self.before.args.per_device_train_batch_size
         for change in larger_batches(self.before.args):
             found = self.simulate([(change,)])

@@ -1,7 +1,7 @@
 """Simulation of one optimizer step of rank 0: our own `prepare` and `train_step` on fake tensors, in a process of its own.
 
-`simulate` hands jobs to a child that has imported the libraries, and forks a process for each job: the pretence
-(`pretence.py`) belongs to a process. A process takes seconds for a few layers, and as much memory as the libraries.
+`Simulator` hands jobs to a child that has imported the libraries and forks a process for each job, because the pretence
+(`pretence.py`) changes a whole process. A process takes seconds for a few layers, and as much memory as the libraries.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ NUM_LAYERS = (
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation: what `accelerate launch` gives the first process, and the recipe with its arguments."""
+    """One simulation: the environment that `accelerate launch` gives the first process, the recipe and its arguments."""
 
     env: dict[str, str]
     command: list[str]
@@ -69,7 +69,7 @@ class Outcome:
     recomputed: int
     collectives: dict[str, dict[str, int]]  # "allgather_base 32": calls, bytes, sent
     inside_node: dict[str, bool]  # whether a collective stays inside a node
-    seconds: float  # at least, with compute, memory and communication
+    seconds: float  # lower bound, like those of compute, memory and communication
     compute: float
     memory: float
     communication: float
@@ -90,14 +90,14 @@ class Outcome:
 
 
 class SimulationError(Exception):
-    """A simulation has failed where a run might not, or for a fault that a run would meet too."""
+    """A simulation has failed. A run might succeed, or fail in the same way."""
 
 
 Refusal = NotSimulatedError | SimulationError | ConfigError
 
 
 def unsupported(args: TrainArgs, trial: Trial, env: dict[str, str]) -> list[str]:
-    """List the parts of a run that cannot be simulated, in words."""
+    """List the parts of a run that cannot be simulated, as texts."""
     use_fsdp = env.get("ACCELERATE_USE_FSDP") == "true"
     found = {
         "FSDP1 (choose a config with fsdp_version: 2)": use_fsdp and env.get("FSDP_VERSION") != "2",
@@ -127,7 +127,7 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def layers_of(config: PreTrainedConfig) -> int:
-    """Return the number of layers, of each stack; in stages of different widths, of all."""
+    """Return the number of layers of each stack; for a model in stages of different widths, the number of all layers."""
     if is_staged(config):
         return sum(config.depths)
     text = config.get_text_config()
@@ -135,7 +135,7 @@ def layers_of(config: PreTrainedConfig) -> int:
 
 
 def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
-    """Tell whether the layers of each stack have the same parameters, and all the same kind of attention."""
+    """Tell whether the layers of each stack have the same parameters, and all layers have the same kind of attention."""
     kinds: dict[int, set] = {}
     for stack in model.modules():
         if isinstance(stack, torch.nn.ModuleList):
@@ -148,11 +148,11 @@ def are_alike(model: torch.nn.Module, config: PreTrainedConfig) -> bool:
 
 
 def load_trial(job: Job) -> tuple[Any, Trial]:
-    """Load a job's recipe, and let it make its trial.
+    """Load a job's recipe, and let the recipe make its trial.
 
     Raises:
         ConfigError: for arguments that are wrong.
-        NotSimulatedError: for a recipe that hands over no trial.
+        NotSimulatedError: for a recipe that has no trial.
     """
     module = recipe.load(job.command[0])
     if not hasattr(module, "trial"):
@@ -165,7 +165,7 @@ def load_trial(job: Job) -> tuple[Any, Trial]:
 
 
 def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
-    """Take an optimizer step, which the ledger then knows."""
+    """Take an optimizer step under the ledger."""
     ledger.begin_step()
     if trial.before_fn:
         trial.before_fn(run.model, batches[0], ledger.begin_pass)
@@ -176,7 +176,7 @@ def take_step(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, An
 
 
 def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, Any]]) -> None:
-    """Take two steps, of which the second counts: in the first DTensor asks for shapes, and the optimizer has no states."""
+    """Take two steps and count the second: in the first, DTensor computes shapes, and the optimizer has no states yet."""
     run.model.train()
     ledger.watch(run.model, run.optimizer)
     ledger.tag([value for batch in batches for value in batch.values()], ACTIVATIONS)
@@ -185,7 +185,7 @@ def take_steps(ledger: Ledger, run: Run, trial: Trial, batches: list[dict[str, A
 
 
 def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Outcome:
-    """Collect what a ledger has seen, with each pass before the micro-batches as often as the step has it."""
+    """Collect the sums of a ledger; count each pass before the micro-batches as often as the step has it."""
     clock = ledger.clock
     outcome = Outcome(
         peak=ledger.peak,
@@ -213,11 +213,11 @@ def outcome_of(ledger: Ledger, trial: Trial, batches: list, **facts: Any) -> Out
 
 
 def simulate_here(job: Job) -> Outcome:
-    """Simulate in this process, which is good for nothing else afterwards.
+    """Simulate in this process, which cannot be used for anything else afterwards.
 
     Raises:
         ConfigError: for arguments that are wrong, or do not fit the model.
-        NotSimulatedError: naming what cannot be simulated.
+        NotSimulatedError: names the parts that cannot be simulated.
     """
     from accelerate_recipes.plan.pretence import Answers, pretend
 
@@ -229,19 +229,19 @@ def simulate_here(job: Job) -> Outcome:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     world_size, gpus_per_node = int(job.env["WORLD_SIZE"]), int(job.env["LOCAL_WORLD_SIZE"])
-    recipe.load(job.command[0])  # so that what it imports does not see a GPU
-    with mock.patch("torch.cuda.is_available", lambda: job.device == "cuda"):  # for the choice of the attention
+    recipe.load(job.command[0])  # before the patch, so that imported modules do not see a GPU
+    with mock.patch("torch.cuda.is_available", lambda: job.device == "cuda"):  # decides the choice of attention
         args, trial = load_trial(job)
         if found := unsupported(args, trial, job.env):
             raise NotSimulatedError(", ".join(found))
         trial = replace(trial, tokens=trial.tokens // ranks_a_row(job.env))
-        args.merge_adapter = False  # it would look at files
+        args.merge_adapter = False  # it would read files
         config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config
         model = trial.make_model(config)
         base = trial.make_model(config) if trial.keep_reference and not args.use_peft else None
     adapter = add_adapters(model, args)
     is_uniform = are_alike(model, config)
-    mixers_in(model)  # which is asked again: its small model would have no values under fakes
+    mixers_in(model)  # caches its answer: under fakes, its tiny model would have no values
     with pretend(world_size, job.device, use_fsdp, trial.is_packed) as mode:
         raise_problems("This launch cannot work", launch_problems(args, os.environ, num_accelerators()))
         run = Run(args, distributed.make_accelerator(args))
@@ -284,7 +284,7 @@ def simulate_here(job: Job) -> Outcome:
 
 
 def add_more(outcome: Outcome, one: dict, two: dict, times: int) -> None:
-    """Add what lies between the sums `one` and `two`, so many times, to an outcome."""
+    """Add the difference of the sums `one` and `two` to an outcome, `times` times."""
     for name in two.keys() - {"collectives"}:
         setattr(outcome, name, getattr(outcome, name) + times * (two[name] - one[name]))
     for key, counts in two["collectives"].items():
@@ -294,9 +294,9 @@ def add_more(outcome: Outcome, one: dict, two: dict, times: int) -> None:
 
 
 def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) -> None:
-    """Add what DDP takes to the outcome of one process: its reducer reads values of tensors, and cannot be simulated.
+    """Add the costs of DDP to the outcome of one process. DDP's reducer reads values of tensors, so it cannot be simulated.
 
-    It keeps a copy of all gradients in buckets, and sums them over the ranks in one all-reduce.
+    The reducer keeps a copy of all gradients in buckets. It counts as one all-reduce over the ranks.
     """
     size = 4 * outcome.trained
     outcome.peak += size
@@ -312,13 +312,13 @@ def add_ddp(outcome: Outcome, world_size: int, is_inside: bool, clock: Clock) ->
 
 
 def num_logits(config: PreTrainedConfig) -> int:
-    """Return the size of the output layer: tokens, or classes of images."""
+    """Return the size of the output layer: the number of tokens, or of classes of images."""
     config = config.get_text_config()
     return config.vocab_size if hasattr(config, "vocab_size") else len(config.id2label or {})
 
 
 def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Make a batch of the same sizes, under fakes."""
+    """Make a fake batch of the same sizes."""
     return {
         name: torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
@@ -337,7 +337,7 @@ def serve() -> None:
 
 
 def import_for(job: Job) -> None:
-    """Import most of what a job takes, once for all forks. What is wrong with it they find themselves."""
+    """Import most of the modules that a job needs, once for all forks. Errors of the job are left to the forks."""
     with contextlib.suppress(Exception, SystemExit):
         args, _ = load_trial(job)
         if args.use_peft:
@@ -345,7 +345,7 @@ def import_for(job: Job) -> None:
 
 
 def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[Outcome | Refusal]:
-    """Simulate each job in a fork of this process; yields results in order."""
+    """Simulate each job in a fork of this process; yield results in order."""
     started: list[tuple[int, Any]] = []
     for i, _ in enumerate(jobs):
         while len(started) < min(len(jobs), i + at_once):
@@ -359,7 +359,7 @@ def in_forks(jobs: Sequence[Job], at_once: int) -> Iterator[Outcome | Refusal]:
 
 
 def fork(job: Job) -> tuple[int, Any]:
-    """Start a simulation; returns its process id and the end of a pipe from which its result can be read."""
+    """Start a simulation; return its process id, and the end of a pipe from which the result can be read."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -391,10 +391,10 @@ class Simulator:
         return self
 
     def __exit__(self, *args):
-        self.child.communicate()  # closes its input, at which it ends
+        self.child.communicate()  # closes the child's input, so the child ends
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
-        """Simulate each job, once; returns an error in place of what is refused, cannot be simulated, or fails.
+        """Simulate each job, once; a job that is refused, cannot be simulated or fails has an error as its result.
 
         Raises:
             ConfigError: if the child is gone.

@@ -1,4 +1,4 @@
-"""Preferences: pairs of a better and a worse answer, from rows of several forms; their evaluation; and DPO's arguments."""
+"""Preferences: pairs of a better and a worse answer, made from rows of several forms; their evaluation; DPO's arguments."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ from accelerate_recipes.trial import Trial, config_of, refuse
 
 @dataclass
 class DPOArgs(TrainerArgs):
-    """Arguments of every recipe on trl's DPOTrainer, besides the fields of DPOConfig. Put it before that class."""
+    """Arguments of every recipe on trl's DPOTrainer, in addition to the fields of DPOConfig. Put it before DPOConfig."""
 
     per_device_train_batch_size: int = arg(4, "Pairs per forward pass on one process.", min=1)
     total_batch_size: int = arg(32, "Pairs per optimizer step, over all processes and accumulation.", min=1)
@@ -52,14 +52,14 @@ class DPOArgs(TrainerArgs):
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
     precompute_ref_log_probs: bool = arg(
         True,
-        "Compute the reference's values once, before training, by the model itself; else a second one stays in memory.",
+        "Compute the reference's values once, before training, with the model itself; else keep a second model in memory.",
         fixed=False,
     )
 
     fixed = frozenset({"max_length", "truncation_mode"})
     ranges = (
         TrainerArgs.ranges
-        | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # something is divided by them
+        | dict.fromkeys(("beta", "discopop_tau"), Range(above=0))  # they are divisors
         | dict.fromkeys(("f_alpha_divergence_coef", "loss_weights"), Range(min=0))
         | dict.fromkeys(("dataset_num_proc", "precompute_ref_batch_size"), Range(min=1))
         | {"ld_alpha": Range(min=0, max=1), "label_smoothing": Range(min=0, below=0.5), "max_length": Range(min=2)}
@@ -83,30 +83,31 @@ class DPOArgs(TrainerArgs):
 
 
 def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets.Dataset:
-    """Make pairs with `prompt`, `chosen` and `rejected` of rows that hold
+    """Make pairs with `prompt`, `chosen` and `rejected` from rows of two forms.
 
-    `chosen`, `rejected`, with or without `prompt`: pairs. Without it, what both begin with is the prompt. With
+    Rows with `chosen` and `rejected` are pairs. Without `prompt`, the common beginning of both answers is the prompt. With
     `score_chosen` and `score_rejected` too, pairs whose scores differ by less than `min_margin` are left out.
-    `prompt`, `completion`, `score`: a judged answer a row. The best and the worst answer to a prompt make a pair, unless
-    their scores are equal, or differ by less than `min_margin`; answers without a score are left out.
 
-    Pairs of equal answers are left out. `tools` and `chat_template_kwargs` stay beside them, for the chat template.
+    Rows with `prompt`, `completion` and `score` hold one judged answer each. The best and the worst answer to a prompt make
+    a pair, unless their scores are equal or differ by less than `min_margin`. Answers without a score are left out.
+
+    Pairs of equal answers are left out. The columns `tools` and `chat_template_kwargs` stay, for the chat template.
 
     Raises:
         ConfigError: for images, and if no pair is left.
-        DataError: for values that are no texts, messages, tools or scores.
+        DataError: for values that are not texts, messages, tools or scores.
     """
     columns = set(rows.column_names)
     if columns >= set(JUDGED):
         check_texts_or_messages(rows, JUDGED[:2], source)
         rows = select(with_numbers(rows, JUDGED[2:], source), JUDGED, source)
-        # By `map`, whose result lies in a file, where every rank finds what trl computes for it.
+        # Use `map`: its result lies in a file, so every rank finds the data that trl computes for this result.
         every = {"batched": True, "batch_size": None, "remove_columns": rows.column_names}
         pairs = rows.map(best_and_worst, fn_kwargs={"min_margin": min_margin}, **every)
     else:
         check_texts_or_messages(rows, PAIR, source)
         are_chats = isinstance(rows.features["chosen"], datasets.List)
-        if "prompt" in columns:  # it may be a text beside whole conversations
+        if "prompt" in columns:  # answers may be whole conversations although there is a prompt
             is_chat = isinstance(rows.features["prompt"], datasets.List)
             check_texts_or_messages(rows, ("prompt", *(PAIR if is_chat or not are_chats else ())), source)
         if columns >= set(SCORES):
@@ -132,10 +133,10 @@ def to_pairs(rows: datasets.Dataset, source: str, min_margin: float) -> datasets
 
 
 def with_numbers(rows: datasets.Dataset, columns: Iterable[str], source: str) -> datasets.Dataset:
-    """Return rows whose columns of scores hold numbers. Those of a CSV file are texts; an empty one is no score.
+    """Return rows whose score columns hold numbers. In a CSV file, scores are texts; an empty text is no score.
 
     Raises:
-        DataError: for a column that holds something else.
+        DataError: for a column that holds other values.
     """
     for column in columns:
         kind = rows.data.column(column).type
@@ -155,13 +156,13 @@ def read_number(row: dict, column: str) -> dict[str, float | None]:
 
 
 def score_margin(row: dict) -> float:
-    """Return by how much the chosen answer scores better; minus infinity without both scores."""
+    """Return the score of the chosen answer minus that of the rejected one; minus infinity if a score is missing."""
     better, worse = (row[name] for name in SCORES)
     return float("-inf") if better is None or worse is None else better - worse
 
 
 def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
-    """Make a pair for each prompt of judged answers, in the order of the prompts; of equal scores the first counts."""
+    """Make a pair for each prompt of judged answers, in the order of the prompts; among equal scores the first wins."""
     asked = [name for name in ("prompt", *SETTINGS) if name in rows]
     answers: dict[str, list[tuple]] = {}
     for *question, completion, score in zip(*(rows[name] for name in (*asked, *JUDGED[1:])), strict=True):
@@ -180,16 +181,16 @@ def best_and_worst(rows: dict[str, list], min_margin: float) -> dict[str, list]:
 class PairTrainer(Objective, DPOTrainer):
     """trl's DPOTrainer, which counts its pairs before training, and whose reference is the sharded model itself.
 
-    trl computes the reference's log-probabilities when it is made, before the model is sharded: under FSDP by a second
-    model, of which each forward pass would gather everything at once. Here the model that is trained computes them before
-    its first step, without its adapters: it needs no more memory than the step.
+    trl computes the log-probabilities of the reference when the trainer is made, before the model is sharded. Under FSDP it
+    uses a second model, and each forward pass would gather all parameters of this model together. Here, the trained model
+    computes them before its first step, without its adapters. This needs no more memory than the step.
     """
 
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
         if not (run.is_first and run.args.precompute_ref_log_probs):
-            # trl finds the reference's values again by a hash of the weights: that of the first process, on all of them.
+            # trl finds the values of the reference again by a hash of the weights. All ranks use that of the first rank.
             model.state_dict = dict
-        # Without this, trl would load a second model, whole on each rank; see `complete_rows`.
+        # Otherwise trl would load a second model, whole on each rank; see `complete_rows`.
         config.precompute_ref_log_probs = True
         super().__init__(run, config, model, *args, **settings)
         vars(model).pop("state_dict", None)
@@ -199,8 +200,8 @@ class PairTrainer(Objective, DPOTrainer):
     def sum_parts(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum the parts of trl's loss over a micro-batch, each for one of `count_parts`, in nats.
 
-        trl's mean over the pairs becomes a sum. Parts of their own are the mean over the tokens of chosen answers
-        (--loss_type sft), and the balance of experts, which is one number.
+        trl's mean over the pairs becomes a sum. There are two more parts: the mean over the tokens of chosen answers
+        (--loss_type sft), and the balance of experts, a single number.
         """
         outputs = Outputs(model)
         loss = self.compute_loss(outputs, {name: value for name, value in batch.items() if name != "row"})
@@ -216,11 +217,11 @@ class PairTrainer(Objective, DPOTrainer):
         return torch.stack([number * one, mask[:number].sum(), *[one] * self.aux_loss_enabled, mask.sum()])
 
     def _precompute_ref_logps(self, rows: datasets.Dataset, *others: Any) -> datasets.Dataset:
-        """Do nothing yet: trl calls this when it is made; see `complete_rows`."""
+        """Do nothing yet: trl calls this when the trainer is made; see `complete_rows`."""
         return rows
 
     def complete_rows(self) -> None:
-        """Add the log-probabilities of the reference to all pairs, or keep a second model that computes them in each step.
+        """Add the log-probabilities of the reference to all pairs, or make a second model that computes them in each step.
 
         Raises:
             Stopped: between two batches.
@@ -232,11 +233,11 @@ class PairTrainer(Objective, DPOTrainer):
         args, compute = self.args, super()._precompute_ref_logps
         sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
         size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
-        # trl would take what it finds of another precision, or of answers that were cut or weighed otherwise.
+        # trl would also accept cached values of another precision, or of answers that were cut or weighed differently.
         decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
         self._precompute_model_hash = f"{self._precompute_model_hash} {decided}"
         self.model.eval()
-        # The loader draws a seed for its workers, which must not change what is drawn in training.
+        # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):
             self.train_dataset = compute(self.train_dataset, "train", size)
             if self.eval_dataset is not None:
@@ -257,13 +258,13 @@ class PairTrainer(Objective, DPOTrainer):
 
 
 class PreferenceTrainer(PairTrainer):
-    """Trainer that also checks before it trains that the export will render the pairs as they are trained."""
+    """PairTrainer that also checks, before training, that the export will render the pairs as they are trained."""
 
     def _prepare_dataset(
         self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: DPOConfig, name: str
     ) -> datasets.Dataset:
-        # `datasets` finds a result again by all that a function holds. trl 1.16 hands its filter all arguments, also those
-        # that a run has otherwise than `prepare`, or than the next run.
+        # The cache key of `datasets` contains all values that a function holds. trl 1.16 gives its filter all arguments,
+        # also those that differ between `prepare` and a run, or between two runs.
         needed = {name: getattr(config, name) for name in ("dataset_num_proc", "max_length", "truncation_mode")}
         with self.naming_rows(tokenizer):
             return super()._prepare_dataset(rows, tokenizer, SimpleNamespace(**needed), name)  # pyright: ignore
@@ -284,20 +285,20 @@ class PreferenceTrainer(PairTrainer):
         return num_targets, {"with an end": sum(map(bool, found))} | counts
 
     def kept_answer(self, row: dict) -> list[int]:
-        """Return the tokens of the chosen answer that are left within --max_length."""
+        """Return the tokens of the chosen answer that fit into --max_length."""
         longest = self.args.max_length
         if longest is None or self.args.truncation_mode != "keep_start":
             return row["chosen_ids"]
         return row["chosen_ids"][: longest - len(row["prompt_ids"])]
 
     def compare(self, exported: Exported, ends: set[int]) -> None:
-        """Compare the first pairs with the rendering of what will be exported.
+        """Compare the first pairs with their rendering by the export.
 
         Raises:
-            ConfigError: if they differ.
+            ConfigError: if the pairs and the rendering differ.
         """
         pairs = [self.train_dataset[i] for i in range(min(NUM_COMPARED, len(self.train_dataset)))]
-        # As texts of JSON: their nulls are those that the user wrote.
+        # As JSON texts, which hold only the nulls that the user wrote.
         settings = [{name: json.dumps(pair[name]) for name in SETTINGS if pair.get(name)} for pair in pairs]
         prompts = [{"prompt": pair["prompt"]} | own for pair, own in zip(pairs, settings, strict=True)]
         rows, trained = [], []
@@ -320,12 +321,13 @@ class PreferenceTrainer(PairTrainer):
 
 @torch.no_grad()
 def evaluate_pairs(trainer: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Measure a DPOTrainer's model on held-out pairs, which `collate` has marked.
+    """Evaluate a DPOTrainer's model on held-out pairs, which `collate` has marked.
 
     Returns:
-        `loss`: DPO's own (`sigmoid`), whatever --loss_type is trained on; `accuracy`: the share of pairs in which the model
-        has moved to the chosen answer more than to the rejected one, compared with the reference; `margin`: by how much,
-        times beta; `logps_chosen`, `logps_rejected`: mean log-probability of the answers, weighed by --ld_alpha.
+        `loss`: DPO's original loss (`sigmoid`), whatever --loss_type is trained. `accuracy`: share of the pairs in which the
+        log-probability of the chosen answer has grown more than that of the rejected one, compared with the reference.
+        `margin`: mean of this difference, times beta. `logps_chosen`, `logps_rejected`: mean log-probability of the answers,
+        weighted by --ld_alpha.
 
     Raises:
         Stopped: between two batches.
@@ -356,12 +358,12 @@ def without_sft(args: Any) -> tuple[list[str], list[float], float]:
 
 
 def preference_trial(args: Any) -> Trial:
-    """Make the trial of a DPO run: trl's own loss, on pairs whose longer answer has --max_length tokens with its prompt.
+    """Make the trial of a DPO run: trl's own loss, on pairs whose longer answer with its prompt has --max_length tokens.
 
-    Before training the reference needs no more: it computes the same rows by the same model, without gradients.
+    The reference before training needs no more memory: the same model computes the same rows, without gradients.
 
     Raises:
-        NotSimulatedError: for settings with which the step is another one, or the reference may need more than it.
+        NotSimulatedError: for settings that change the step, or with which the reference may need more than the step.
     """
     rows = args.per_device_train_batch_size
     others = {
@@ -376,7 +378,7 @@ def preference_trial(args: Any) -> Trial:
     pair = {"prompt_ids": [0], "chosen_ids": [0] * (length - 1), "rejected_ids": [0] * (length - 2)}
     collator = DataCollatorForPreference(pad_token_id=0, max_length=length, pad_to_multiple_of=pad_multiple(args))
     batch = collator([pair | dict.fromkeys(REFERENCE, 0.0)] * rows)
-    batch["completion_mask"][:, 1:] = 1  # as many targets as there can be
+    batch["completion_mask"][:, 1:] = 1  # the largest possible number of targets
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1") + ("log_sum_sq_probs",) * args.use_weighting
     head = {"outputs": outputs, "disable_dropout": args.disable_dropout}
     names = ("beta", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "use_weighting")

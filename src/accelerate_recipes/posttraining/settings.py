@@ -1,4 +1,4 @@
-"""Settings of the recipes on trl: their arguments, the config of trl's trainer, and the model that they begin with."""
+"""Settings of the recipes on trl: their arguments, the config of trl's trainer, and the model that a recipe begins with."""
 
 import contextlib
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
 from accelerate_recipes.weights import initialize, seed_of
 
-# Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict what the engine does.
+# Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
 REPLACED = {field.name for field in fields(TrainingArguments)} - set(TrainArgs.__dataclass_fields__)
 SYNC_REFERENCE = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 WHEN = "--save_steps, --eval_steps and --logging_steps say when"
@@ -41,13 +41,13 @@ MODEL = "the recipe loads the model; its arguments are --model_name_or_path and 
 
 @dataclass
 class TrainerArgs(TrainArgs):
-    """Arguments that every recipe on one of trl's trainers takes, besides the fields of trl's config class."""
+    """Arguments of every recipe on one of trl's trainers, in addition to the fields of trl's config class."""
 
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg(
         "auto",
         "Attention kernel, as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
-        "in bf16 on a GPU where that is possible, else sdpa, or eager where a model has no sdpa.",
+        "in bf16 on a GPU if possible, else sdpa, or eager for a model without sdpa.",
         fixed=False,
     )
 
@@ -63,7 +63,7 @@ class TrainerArgs(TrainArgs):
     )  # fmt: skip
 
     def __post_init__(self):
-        """Skip `TrainingArguments.__post_init__`, which starts the process group; `trl_config` makes that config later."""
+        """Skip `TrainingArguments.__post_init__`, which starts the process group; `trl_config` makes such a config later."""
 
     @property
     def has_boundaries(self) -> bool:
@@ -108,12 +108,12 @@ class NewModelArgs(TrainerArgs, Architecture):
 
 
 def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **decided: Any) -> TrainingArguments:
-    """Make the config of trl's trainer from our arguments, with everything switched off that the trainer must not do.
+    """Make the config of trl's trainer from our arguments; switch everything off that the trainer must not do.
 
     `decided` are fields that the recipe sets.
 
     Raises:
-        ConfigError: for what trl refuses.
+        ConfigError: for arguments that trl refuses.
     """
     args, accelerator = run.args, run.accelerator
     names = {field.name for field in fields(config_class)} - args.owned_elsewhere.keys()
@@ -123,8 +123,8 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         "use_cpu": accelerator.device.type == "cpu",
         "bf16": computes_in_bf16(accelerator.mixed_precision),
         "gradient_accumulation_steps": args.accumulation_steps(accelerator.num_processes),
-        "activation_checkpointing": False,  # trl turns it on, independent of the YAML's key
-        "average_tokens_across_devices": False,  # the engine divides the sum of all
+        "activation_checkpointing": False,  # trl would turn it on, whatever the YAML says
+        "average_tokens_across_devices": False,  # the engine divides the sum over all ranks
         "full_determinism": False,  # make_accelerator does it
         "eval_strategy": "no",
         "save_strategy": "no",
@@ -138,8 +138,8 @@ def trl_config(run: Run[TrainerArgs], config_class: type[TrainingArguments], **d
         config = config_class(**values)
     except ValueError as error:
         raise ConfigError(f"trl's {config_class.__name__} refuses these arguments: {error}") from error
-    # transformers 5.23 counts all GPUs of the machine where it sees one process without torch.distributed, for
-    # DataParallel, which trl refuses.
+    # For one process without torch.distributed, transformers 5.23 counts all GPUs of the machine and wants DataParallel; trl
+    # refuses that.
     config._n_gpu = min(config.n_gpu, 1)
     return config
 
@@ -149,7 +149,7 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
     if args.data_only:
         config = load_text_config(args.model_name_or_path)
         model = new_model(config, args.attn_implementation, has_boundaries=args.has_boundaries)
-        with contextlib.suppress(OSError):  # a model may have none; it names the tokens that end an answer
+        with contextlib.suppress(OSError):  # it names the tokens that end an answer; a model may have none
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
         model.state_dict = dict  # DPOTrainer hashes the weights
@@ -159,16 +159,16 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
         )
     if (
         model.device.type == "meta"
-    ):  # trl would begin rows for new tokens as the mean of the others, which have no values
+    ):  # trl would set rows of new tokens to the mean of the other rows, which have no values
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
     return model
 
 
 def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None:
-    """Refuse rows that trl packs for a model that does not see from their positions where documents begin.
+    """Refuse packed rows of trl for a model that does not read from the positions where documents begin.
 
-    trl's `wrapped` strategy keeps no documents apart, for any model. Rows that ranks share have no mask, and no balance of
-    experts over the whole row.
+    trl's `wrapped` strategy does not separate documents, for any model. Rows that ranks share have no mask, and experts are
+    not balanced over the whole row.
 
     Raises:
         ConfigError: for such a model.
@@ -195,12 +195,12 @@ def check_trl_packing(config: TrainingArguments, model: PreTrainedModel) -> None
 def make_or_load_model(
     args: NewModelArgs, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str]
 ) -> tuple[PreTrainedModel, list[int]]:
-    """Load the model to begin with, or make a new one: whole on each rank, since trl's trainer takes no meta device.
+    """Load the model to begin with, or make a new one: whole on each rank, because trl's trainer takes no meta device.
 
-    Tokens that were added to the tokenizer get rows in the embedding; what these begin with depends only on the seed.
+    Tokens that were added to the tokenizer get rows in the embedding; their first values depend only on the seed.
 
     Returns:
-        The model, and the numbers of `new_tokens`, and of all that got rows in its embedding.
+        The model; and the ids of `new_tokens` and of all tokens with new rows in the embedding.
 
     Raises:
         ConfigError: for a tokenizer or a length that does not fit the new model.
@@ -234,7 +234,7 @@ def with_fused_head(
     temperature: float = 1.0,
     disable_dropout: bool = False,
 ) -> PreTrainedModel:
-    """Make a model on the meta device, with the forward pass that one of trl's trainers gives it for such outputs."""
+    """Make a model on the meta device, with the forward pass that trl's trainers give a model to compute `outputs`."""
     model = new_model(config, attn_implementation, dtype)
     if disable_dropout:
         disable_dropout_in_model(model)
@@ -243,6 +243,6 @@ def with_fused_head(
 
 
 def pad_multiple(args: Any) -> int | None:
-    """Return the number of which the lengths of trl's batches are multiples, if there is one."""
+    """Return the number whose multiples trl's batches have as lengths; None if there is none."""
     multiple = str(args.pad_to_multiple_of)
     return int(multiple) if multiple.isdecimal() else None

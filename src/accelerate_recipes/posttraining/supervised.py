@@ -1,4 +1,4 @@
-"""Supervised fine-tuning by trl: what is trained is shown, counted, and compared with what the export renders."""
+"""Supervised fine-tuning by trl: the targets are shown, counted, and compared with the rendering of the export."""
 
 import copy
 from functools import partial
@@ -40,14 +40,14 @@ from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import Trial, config_of, refuse
 
-FORMATS = (("messages",), ("prompt", "completion"))  # the first column is what a row asks
+FORMATS = (("messages",), ("prompt", "completion"))  # the first column holds the question
 
 
 def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, datasets.Dataset], list[dict]]:
-    """Load the rows to train on and to evaluate on, as `train` and `test`; returns also some of the former as written.
+    """Load the rows to train on and to evaluate on, as `train` and `test`; also return the first training rows as written.
 
     Raises:
-        DataError: for files that cannot be read, and rows that hold no text or messages.
+        DataError: for files that cannot be read, and for rows that hold no text or messages.
         ConfigError: for columns that trl cannot use, for conversations without a chat template, and if a side is empty.
     """
     rows = args.read_rows_for(tokenizer)
@@ -82,7 +82,7 @@ def load_sides(args: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str,
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return what the model reads of a batch. Of rows that ranks share, labels stand where they are predicted."""
+    """Return the inputs of the model in a batch. If ranks share rows, labels are shifted to where they are predicted."""
     inputs = {name: value for name, value in batch.items() if name not in ("row", "row_position_ids")}
     if "sequence_group" in batch:
         inputs["shift_labels"] = inputs.pop("labels")[:, 1:]
@@ -93,7 +93,7 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
     """Check that no token of tokenised rows stands for an image in the model that a run begins with.
 
     Raises:
-        DataError: with row and token.
+        DataError: names row and token.
     """
     known = placeholders(load_config(base_model)) if base_model else {}
     start = 0
@@ -111,7 +111,7 @@ def check_no_placeholders(rows: datasets.Dataset, tokenizer: PreTrainedTokenizer
 class SupervisedTrainer(Objective, SFTTrainer):
     """trl's SFTTrainer, which checks before training that the export will render the rows as they are trained.
 
-    `source_rows` are the first rows to train on, as they were written.
+    `source_rows` are the first training rows, as they were written.
     """
 
     order_class = StepOrder
@@ -123,7 +123,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
     def _prepare_dataset(
         self, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, config: SFTConfig, packing: bool, _, name: str
     ) -> datasets.Dataset:
-        """Tokenise, then cut or pack, as trl does; keep the first training rows as they are in between."""
+        """Tokenise, then cut or pack, as trl does; in between, keep the first training rows."""
         whole_rows = copy.copy(config)
         whole_rows.max_length, whole_rows.shuffle_dataset = None, False
         with self.naming_rows(tokenizer):
@@ -140,7 +140,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
             self.first = [
                 Rendering(row["input_ids"], [label != IGNORE_INDEX for label in row["labels"]]) for row in first
             ]
-            self.kept = EVERYTHING  # of each row; what `bfd_split` and `wrapped` cut off becomes other rows
+            self.kept = EVERYTHING  # of each row: the parts that `bfd_split` and `wrapped` cut off become other rows
             if config.max_length and not (packing and config.packing_strategy != "bfd"):
                 at_end = config.truncation_mode == "keep_end" and not packing
                 self.kept = slice(-config.max_length, None) if at_end else slice(config.max_length)
@@ -183,13 +183,13 @@ class SupervisedTrainer(Objective, SFTTrainer):
                 "say: all of a conversation is trained. --assistant_only_loss true trains the answers alone"
             )
         longest = self.args.max_length if self.kept != EVERYTHING else None
-        # trl leaves out rows in which no target is left; of packed rows it leaves out none.
+        # trl drops rows in which no target is left, but no packed row.
         counts = {"packed from": len(self.whole)} if self.args.packing else self.counts
         counts |= cut_at(lengths_of(self.whole), longest)
         return num_targets, {"with an end": num_ended} | counts
 
     def count_flops(self, num_targets: int) -> None:
-        """Set what counts FLOPs for MFU, and group rows of similar length, if they are padded to the longest of a batch."""
+        """Set the FLOP counter for MFU; if rows are padded to the longest of a batch, group rows of similar length."""
         lengths = documents = lengths_of(self.train_dataset)
         if "seq_lengths" in self.train_dataset.column_names:
             documents = np.concatenate([values for _, values in chunks_of(self.train_dataset, "seq_lengths")])
@@ -206,10 +206,10 @@ class SupervisedTrainer(Objective, SFTTrainer):
         self.flops_fn = flops_fn
 
     def compare(self, exported: Exported, ends: set[int]) -> None:
-        """Compare the first rows with the rendering of what will be exported, and keep them for the export.
+        """Compare the first rows with their rendering by the export, and keep them for the export.
 
         Raises:
-            ConfigError: if they differ.
+            ConfigError: if the rows and the rendering differ.
         """
         settings = {
             "text_field": self.args.dataset_text_field,
@@ -234,7 +234,7 @@ class SupervisedTrainer(Objective, SFTTrainer):
 
 
 def tokens_of_others(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> int:
-    """Count the tokens of the messages that are no answers."""
+    """Count the tokens of the messages that are not answers."""
     texts = [message.get("content") for message in messages if message["role"] != "assistant"]
     return sum(len(tokenizer(text or "", add_special_tokens=False)["input_ids"]) for text in texts)  # pyright: ignore
 
@@ -257,7 +257,7 @@ def supervised_trial(args: Any) -> Trial:
     """Make the trial of an SFT run: the run's own loss, on rows of --max_length tokens by trl's own collator.
 
     Raises:
-        NotSimulatedError: for settings with which the step is another one.
+        NotSimulatedError: for settings that change the step.
     """
     others = {
         "--max_length none": not args.max_length,
@@ -278,7 +278,7 @@ def supervised_trial(args: Any) -> Trial:
         pad_token_id=0, padding_free=args.has_boundaries, pad_to_multiple_of=pad_multiple(args)
     )
     batch = collator([row] * rows if args.has_boundaries or rows == 1 else [*[row] * (rows - 1), shorter])
-    if rows == 1 and batch.pop("attention_mask", None) is not None:  # then nothing is padded, and attention has no mask
+    if rows == 1 and batch.pop("attention_mask", None) is not None:  # one row has no padding, and attention no mask
         batch["position_ids"] = torch.arange(length)[None]
     return Trial(
         config,

@@ -1,1 +1,1 @@
-"""Classifiers of images, and what is measured of them."""
+"""Classifiers of images, and their evaluation."""

@@ -1,4 +1,4 @@
-"""Classifiers of images: from a name, a folder or sizes; their loss, and what they do to one image."""
+"""Classifiers of images, made from a name, a folder or sizes; their processors, their loss, and their FLOPs."""
 
 from collections.abc import Callable
 from operator import mod
@@ -27,7 +27,7 @@ from accelerate_recipes.pretrained import Kind, load_config
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.trial import NotSimulatedError, Trial, config_of
 
-# The layers that FSDP gathers one by one. transformers also names embeddings, or whole stages of a Swin or a ConvNeXt.
+# Layers that FSDP gathers one by one. transformers' own list also has embeddings, or whole stages of a Swin or a ConvNeXt.
 LAYERS = {
     "deepvit": "DeepViTLayer",
     "vit": "ViTLayer",
@@ -36,17 +36,17 @@ LAYERS = {
     "swin": "SwinLayer",
     "convnext": "ConvNextLayer",
 }
-CHANNELS = [0.5] * 3  # mean and standard deviation of the channels, by which a new model's pixels lie in [-1, 1]
-NUM_CLASSES = 1000  # of a trial, as ImageNet's: those of the data are not known before they are read
+CHANNELS = [0.5] * 3  # mean and standard deviation of the channels; with them, a new model's pixels lie in [-1, 1]
+NUM_CLASSES = 1000  # of a trial, as in ImageNet: the classes of the data are not known before the data are read
 
 
 def new_vision_config(args: Architecture) -> PreTrainedConfig:
-    """Make the configuration of the model that the arguments describe; layers are not left out by chance."""
+    """Make the configuration of the model that the arguments describe, without stochastic depth."""
     return new_config(args, **{"drop_path_rate": 0.0} if args.model_type == "swin" else {})
 
 
 def image_size_problems(args: Architecture) -> list[str]:
-    """List the sizes from which no new model can be made, one sentence each."""
+    """List the sizes that no new model can have, one sentence each."""
     if found := args.architecture_problems(None):
         return found
     config, found = new_vision_config(args), []
@@ -72,12 +72,12 @@ def with_classes(config: PreTrainedConfig, names: list[str]) -> PreTrainedConfig
 
 
 def new_classifier(args: Architecture, names: list[str], dtype: torch.dtype) -> PreTrainedModel:
-    """Make a classifier of images on the meta device; `distributed.prepare` gives it its first weights."""
+    """Make a classifier of images on the meta device; `distributed.prepare` draws its first weights."""
     return by_layers(classifier_on_meta(with_classes(new_vision_config(args), names), dtype))
 
 
 def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedModel:
-    """Load a model of images with a new output layer for the classes `names`, unless it has one for as many.
+    """Load a model of images. It gets a new output layer for the classes `names`, unless it has one of this size.
 
     Raises:
         ConfigError: for another kind of model.
@@ -91,16 +91,16 @@ def load_classifier(name: str, names: list[str], **settings: Any) -> PreTrainedM
 
 
 def check_classifier(config: PreTrainedConfig, name: str) -> None:
-    """Raise ConfigError for a model that is none of those in LAYERS."""
+    """Raise ConfigError for a model whose type is not in LAYERS."""
     if config.model_type not in LAYERS:
         raise ConfigError(f"{name} is a {config.model_type}, not one of {', '.join(LAYERS)}; give another model")
 
 
 def by_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Say which layers FSDP gathers one by one, and freeze what no image reaches; returns the model."""
+    """Set the layers that FSDP gathers one by one, and freeze weights that no image reaches; return the model."""
     model._no_split_modules = [LAYERS[model.config.model_type]]
     if model.config.model_type == "convnext":
-        # Accelerate 1.15 asks for the input embedding (fsdp2_prepare_model); transformers 5.23 raises, for there is none.
+        # Accelerate 1.15 asks for the input embedding (fsdp2_prepare_model). There is none, so transformers 5.23 raises.
         model.get_input_embeddings = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     for name, parameter in model.named_parameters():
         if name.endswith(".mask_token"):  # only for pretraining: without a gradient, DDP would wait for it
@@ -109,10 +109,10 @@ def by_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_image_processor(name: str) -> Any:
-    """Load the processor with which a model's images are prepared, by PIL.
+    """Load the processor that prepares a model's images, in its version with PIL.
 
     Raises:
-        ConfigError: if there is none that can be loaded.
+        ConfigError: if no processor can be loaded.
     """
     try:
         return AutoImageProcessor.from_pretrained(name, backend="pil", **cache.pinned(name), trust_remote_code=False)
@@ -124,7 +124,7 @@ IMAGES = Kind(AutoModelForImageClassification, load_image_processor, check_class
 
 
 def new_image_processor(size: int) -> BitImageProcessorPil:
-    """Make a processor: the shorter side becomes `size` pixels long, and the middle is taken."""
+    """Make a processor that resizes the shorter side of an image to `size` pixels, and takes the middle."""
     square = {"height": size, "width": size}
     return BitImageProcessorPil(
         size={"shortest_edge": size}, crop_size=square, image_mean=CHANNELS, image_std=CHANNELS, resample=2
@@ -132,15 +132,15 @@ def new_image_processor(size: int) -> BitImageProcessorPil:
 
 
 def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return logits, (B, C), in fp32; the pixels get the dtype of the weights, which may be bf16."""
+    """Compute logits, (B, C), in fp32; the pixels get the dtype of the weights, which may be bf16."""
     pixels = batch["pixel_values"].to(next(model.parameters()).dtype)
     return model(pixel_values=pixels).logits.float()
 
 
 def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing: float = 0.0) -> torch.Tensor:
-    """Compute the sum of the cross entropies of a batch, in nats; of a mixed image, of both labels by their shares.
+    """Compute the sum of the cross entropies of a batch, in nats. A mixed image counts for both labels, by their shares.
 
-    With `label_smoothing` s, the target is 1 - s at the label, and s / C more at each of the C classes.
+    With `label_smoothing` s, the target is 1 - s at the label, plus s / C at each of the C classes.
     """
     logits = logits_of(model, batch)
     settings = {"reduction": "none", "ignore_index": IGNORE_INDEX, "label_smoothing": label_smoothing}
@@ -152,7 +152,7 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor], label_smoothing
 
 
 def images_trial(args: Any, loss_fn: Callable) -> Trial:
-    """Make the trial of a classifier of NUM_CLASSES classes of images, of the size that its configuration names."""
+    """Make the trial of a classifier with NUM_CLASSES classes; its images have the size in its configuration."""
     config = new_vision_config(args) if args.from_scratch else config_of(args)
     if config.model_type not in LAYERS:
         raise NotSimulatedError(f"{args.base_model}: it is a {config.model_type}, not one of {', '.join(LAYERS)}")
@@ -174,16 +174,16 @@ def images_trial(args: Any, loss_fn: Callable) -> Trial:
 
 
 def flops_per_image(model: PreTrainedModel, size: int) -> Flops:
-    """Count the training FLOPs per image of `size` pixels a side: 6 for each weight and each place that it multiplies, plus
-    12 for each product of a query with a key and of a weight with a value; of a frozen weight 4.
+    """Count the training FLOPs per image of `size` pixels a side.
 
-    Counted are the matrix products and convolutions of a forward pass of the same model on the meta device: a multiplication
-    and an addition are 2 FLOPs, and the backward pass has twice as many. For a ViT of L layers, width D, MLP M and N
-    patches, T = N + 1 tokens, that is 6 (L (4 D^2 + 2 D M) T + 3 P^2 D N + D C) + 12 L D T^2; re-attention of H heads adds
-    6 L H^2 T^2.
+    A weight has 6 FLOPs for each place that it multiplies, a frozen weight 4. Each product of a query with a key, and of an
+    attention weight with a value, has 12. The function counts the matrix products and convolutions of a forward pass of the
+    same model on the meta device. A multiplication with an addition is 2 FLOPs; the backward pass has twice as many. For a
+    ViT of L layers, width D, MLP M and N patches of P pixels a side, T = N + 1 tokens, the sum is
+    6 (L (4 D^2 + 2 D M) T + 3 P^2 D N + D C) + 12 L D T^2; re-attention of H heads adds 6 L H^2 T^2.
     """
     twin = classifier_on_meta(model.config, torch.float32).eval()
-    # Kernels of attention have no count on the meta device.
+    # Attention kernels have no FLOP count on the meta device.
     twin.set_attn_implementation("eager")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         twin(pixel_values=torch.empty(1, 3, size, size, device="meta"))

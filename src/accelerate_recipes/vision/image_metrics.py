@@ -21,14 +21,14 @@ from accelerate_recipes.ranks import on_all_ranks, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
 from accelerate_recipes.vision.classifiers import logits_of
 
-NUM_DRAWN = 40  # held-out images on the sheet; half of them are wrong ones, if there are as many
+NUM_DRAWN = 40  # held-out images on the sheet; half of them are classified wrongly, if there are enough such images
 MOST_CLASSES = 30  # in the picture of the confusion matrix
 
 
 class ImageEvaluation:
     """Evaluator of held-out images. Predictions of step n are kept in predictions/step-<n>.jsonl, for the pictures.
 
-    A line has the image's `row`, its `label`, the most probable `classes`, the first one's `probability`, and the `loss`.
+    A line has the image's `row` and `label`, the most probable `classes`, the `probability` of the first, and the `loss`.
     """
 
     def __init__(self, metric_file: Path, heldout: Images, loader: RowLoader, names: list[str], output_dir: Path):
@@ -79,7 +79,7 @@ class ImageEvaluation:
         return {self.names[label]: 100 * share for label, share in self.measure(self.lines(step))["by_class"].items()}
 
     def draw(self, folder: Path, step: int) -> None:
-        """Draw the confusion matrix, and held-out images with what was predicted, as confusion.png and heldout.png."""
+        """Draw the confusion matrix, and held-out images with their predictions, as confusion.png and heldout.png."""
         lines = self.lines(step)
         if len(self.names) <= MOST_CLASSES:
             matrix = np.zeros((len(self.names), len(self.names)), dtype=int)
@@ -98,7 +98,7 @@ class ImageEvaluation:
 
 @torch.no_grad()
 def predict_classes(accelerator: Accelerator, model: nn.Module, loader: RowLoader) -> list[dict]:
-    """Predict the classes of this rank's images, as lines that `ImageEvaluation` describes.
+    """Predict the classes of this rank's images; return lines as `ImageEvaluation` describes them.
 
     Raises:
         Stopped: between two batches.
