@@ -28,12 +28,7 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.losses import count_next_tokens
 from accelerate_recipes.posttraining.objective import without_targets
 from accelerate_recipes.posttraining.settings import NewModelArgs, make_or_load_model, pad_multiple, trl_config
-from accelerate_recipes.posttraining.supervised import (
-    SupervisedTrainer,
-    inputs_of,
-    load_sides,
-    supervised_trial,
-)
+from accelerate_recipes.posttraining.supervised import SupervisedTrainer, inputs_of, load_sides, supervised_trial
 from accelerate_recipes.ranks import on_first_of_machine_before_others, ranks_a_row
 from accelerate_recipes.recipe import Requirements, run_recipe
 from accelerate_recipes.run import finish, start

@@ -178,11 +178,7 @@ def main(args: Args) -> None:
         return {"loss": loss} | on_first_rank(lambda: metrics.compute(texts, references, sources))
 
     records = train(
-        run,
-        train_loader,
-        loss_fn=sequence_to_sequence_loss,
-        count_fn=count_labels,
-        evaluate_fn=evaluate_fn,
+        run, train_loader, loss_fn=sequence_to_sequence_loss, count_fn=count_labels, evaluate_fn=evaluate_fn
     )
 
     # Result

@@ -44,13 +44,7 @@ SMALL_CHESS += ["--heldout_share", "0.005", "--num_positions", "20", "--eval_ste
 
 def launch_command(config: str, script: Path, *args: object, flags: tuple[str, ...] = ()) -> list[str]:
     """Build `accelerate launch` with a shipped config, in fp32 and on a free port; `flags` go before the script."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CONFIGS / f"{config}.yaml"),
-    ]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
     command += ["--mixed_precision", "no", "--main_process_port", "0", *flags]
     return command + [str(part) for part in (script, *args)]
 

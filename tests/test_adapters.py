@@ -19,19 +19,16 @@ from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    BitsAndBytesConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BitsAndBytesConfig
 
 from accelerate_recipes.adapters import NAME, add_adapters, merged, peft_name, targets
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.base import folder_of_base
 from accelerate_recipes.checkpoint import files
 from accelerate_recipes.checkpoint.check_export import check_export
-from accelerate_recipes.checkpoint.export import export, saved_tensors
+from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.space import space_needed
+from accelerate_recipes.checkpoint.weight_files import saved_tensors
 from accelerate_recipes.data.packing import PackedRows
 from accelerate_recipes.encoder_decoders import new_encoder_decoder
 from accelerate_recipes.errors import ConfigError

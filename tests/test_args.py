@@ -132,17 +132,7 @@ def test_saved_arguments_are_a_preset(tmp_path):
 def test_all_problems_at_once(tmp_path):
     preset = tmp_path / "preset.yaml"
     preset.write_text("learning_rat: 3\nconfig: other.yaml\n")
-    argv = [
-        "--config",
-        str(preset),
-        "--sed",
-        "1",
-        "--max_steps",
-        "many",
-        "--gradient_checkpointing",
-        "true",
-        "--bf16",
-    ]
+    argv = ["--config", str(preset), "--sed", "1", "--max_steps", "many", "--gradient_checkpointing", "true", "--bf16"]
     with pytest.raises(ConfigError) as caught:
         parse(TrainArgs, argv, world_size=3, other_problems=lambda args: ["the launch is wrong"])
     text = str(caught.value)

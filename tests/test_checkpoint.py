@@ -570,8 +570,7 @@ def test_a_checkpoint_of_another_model_is_refused(make_run):
     checkpoint = save(make_run(), 10)
     other = make_run(resumed_from=checkpoint, hidden_size=32)
     with pytest.raises(
-        ConfigError,
-        match=r"holds another model: lm_head\.weight has the shape \(50, 16\) there and \(50, 32\) here",
+        ConfigError, match=r"holds another model: lm_head\.weight has the shape \(50, 16\) there and \(50, 32\) here"
     ):
         other.resume()
 

@@ -68,14 +68,7 @@ def test_it_says_what_it_does(undisturbed):
     out, done = undisturbed
     lines = done.stdout.splitlines()
     (strategy,) = (line for line in lines if line.startswith("Strategy: "))
-    for part in (
-        "FSDP2 full shard",
-        "2 x cpu",
-        "backend gloo",
-        "precision no",
-        "4 FSDP units",
-        "LlamaDecoderLayer",
-    ):
+    for part in ("FSDP2 full shard", "2 x cpu", "backend gloo", "precision no", "4 FSDP units", "LlamaDecoderLayer"):
         assert part in strategy
     assert len([line for line in lines if LOG_LINE.fullmatch(line)]) == STEPS
     assert any("games to train on" in line and "padding" in line for line in lines)
@@ -212,13 +205,7 @@ def test_other_files_and_the_full_state_dict(run_forked, games_file, tiny, tmp_p
     games = pq.read_table(games_file).column("Moves").to_pylist()
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"Moves": moves}) + "\n" for moves in [*games, ["e2e5"]]))
     (tmp_path / "b.pgn").write_text('[Event "?"]\n[Result "1-0"]\n\n1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4. Qxf7# 1-0\n\n')
-    arguments = [
-        "--train_files",
-        tmp_path / "a.jsonl",
-        tmp_path / "b.pgn",
-        "--skip_bad_games",
-        "--no_document_mask",
-    ]
+    arguments = ["--train_files", tmp_path / "a.jsonl", tmp_path / "b.pgn", "--skip_bad_games", "--no_document_mask"]
     done = run_forked(*tiny, *arguments, "--max_steps", 2, "--report_to", "tensorboard", config="fsdp_full_state_dict")
     assert done.returncode == 0 and "1 skipped" in done.stderr, done.stderr[-3000:]
     assert list((tmp_path / "out/chess").glob("events.out.tfevents.*"))
@@ -240,15 +227,7 @@ def assert_one_clear_error(done: subprocess.CompletedProcess, *expected: str) ->
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"])
 def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp_path, launched):
     """Also under `accelerate launch`, which has something to say about a process that fails."""
-    arguments = [
-        "--lerning_rate",
-        1,
-        "--total_batch_size",
-        7,
-        "--gradient_checkpointing",
-        "--train_files",
-        "no.pgn",
-    ]
+    arguments = ["--lerning_rate", 1, "--total_batch_size", 7, "--gradient_checkpointing", "--train_files", "no.pgn"]
     of_yaml = []
     if launched:
         config = (CONFIGS / "fsdp_full.yaml").read_text()

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from accelerate_recipes import recipe
 from accelerate_recipes.base import open_base
 from accelerate_recipes.checkpoint.check_export import check_export, load_export
-from accelerate_recipes.checkpoint.export import export, saved_tensors
+from accelerate_recipes.checkpoint.export import export
 from accelerate_recipes.checkpoint.files import check_base, read_marker
 from accelerate_recipes.checkpoint.published import composite_files, whole_content, with_older_fields
+from accelerate_recipes.checkpoint.weight_files import saved_tensors
 from accelerate_recipes.composites import COMPOSITES, check_tokens, names_of_class
 from accelerate_recipes.errors import ConfigError, DataError
 from accelerate_recipes.models import CAUSAL, load_model

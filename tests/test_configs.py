@@ -67,14 +67,7 @@ def test_ready():
 
 
 def test_launch_flags_count():
-    argv = [
-        str(CONFIGS / "fsdp_full.yaml"),
-        "--num_processes",
-        "4",
-        *LAPTOP,
-        "--per_device_train_batch_size",
-        "4",
-    ]
+    argv = [str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "4", *LAPTOP, "--per_device_train_batch_size", "4"]
     assert "4 processes x 4 x 1" in preflight(argv)[0]
 
 
@@ -347,12 +340,7 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     content = yaml.safe_load((CONFIGS / "fsdp_full.yaml").read_text())
     content["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = "LlamaDecodrLayer"
     config.write_text(yaml.safe_dump(content))
-    chess = [
-        str(ROOT / "recipes/chess.py"),
-        "--train_files",
-        "data/chess/games_20k.parquet",
-        "--model_name_or_path",
-    ]
+    chess = [str(ROOT / "recipes/chess.py"), "--train_files", "data/chess/games_20k.parquet", "--model_name_or_path"]
     with pytest.raises(ConfigError, match=r"LlamaDecodrLayer is not in .*; did you mean 'LlamaDecoderLayer'\?"):
         preflight([str(config), *chess, str(tmp_path / "m")])
     download = r"model 'nobody/nothing' is not in .*\n.* python -m accelerate_recipes download .*chess.py --train_files"

@@ -71,11 +71,7 @@ def test_sound_environments(env):
             4,
             ["gradient_accumulation_steps", "--total_batch_size"],
         ),
-        (
-            FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
-            4,
-            ["SIZE_BASED_WRAP", "fsdp1_size_wrap.yaml"],
-        ),
+        (FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, 4, ["SIZE_BASED_WRAP", "fsdp1_size_wrap.yaml"]),
         (
             FSDP2 | {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             4,

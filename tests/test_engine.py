@@ -30,12 +30,7 @@ from accelerate_recipes.run import Run
 from accelerate_recipes.weights import initialize
 
 ARGS = TrainArgs(
-    total_batch_size=8,
-    per_device_train_batch_size=4,
-    max_steps=5,
-    learning_rate=1e-2,
-    warmup_steps=2,
-    weight_decay=0.1,
+    total_batch_size=8, per_device_train_batch_size=4, max_steps=5, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1
 )
 
 
@@ -47,10 +42,7 @@ def make_model():
 def make_rows() -> PackedRows:
     generator = np.random.default_rng(0)
     lengths = [generator.integers(2, 9, size=generator.integers(1, 5)).tolist() for _ in range(50)]
-    rows = {
-        "input_ids": [generator.integers(4, 100, size=sum(n)).tolist() for n in lengths],
-        "lengths": lengths,
-    }
+    rows = {"input_ids": [generator.integers(4, 100, size=sum(n)).tolist() for n in lengths], "lengths": lengths}
     return PackedRows(Dataset.from_dict(rows), 32, 0, document_mask=True)
 
 

@@ -34,10 +34,7 @@ from accelerate_recipes.attention import sdpa
 from accelerate_recipes.engine import to_device
 from accelerate_recipes.optim import add_compensated_
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 BF16 = ("--mixed_precision", "bf16")

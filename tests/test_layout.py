@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "composites": {"errors"},
     "pretrained": {"composites", "deepvit", "disk", "errors", "hub"},
     "base": {"composites", "errors", "hub", "pretrained"},
-    "mixers": {"attention"},
+    "mixers": {"attention", "errors"},
     "probes": {"attention", "errors", "mixers", "sequence"},
     "optim": {"args", "kernels", "ranks", "weights"},
     "strategy": {"args", "environment", "errors", "ranks", "weights"},

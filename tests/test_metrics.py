@@ -142,11 +142,7 @@ def test_a_tracker_knows_a_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     again = settings(Path("tall"), is_resumed=True)
     assert again == first | {"trackio": first["trackio"] | {"resume": "allow"}}
-    others = [
-        settings(tmp_path / "tall"),
-        settings(tmp_path / "two/tall"),
-        settings(tmp_path / "new", is_resumed=True),
-    ]
+    others = [settings(tmp_path / "tall"), settings(tmp_path / "two/tall"), settings(tmp_path / "new", is_resumed=True)]
     assert len({other["wandb"]["id"] for other in [first, *others]}) == 4
     assert others[-1]["trackio"]["resume"] == "never"
     update_status(tmp_path / "tall", state="running")

@@ -15,13 +15,7 @@ from helpers import CONFIGS, ROOT, log_of
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
-from transformers import (
-    AutoModel,
-    AutoModelForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MT5Config,
-)
+from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig, LlamaForCausalLM, MT5Config
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from accelerate_recipes import recipe

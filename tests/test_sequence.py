@@ -12,13 +12,7 @@ from helpers import CHILDREN, CONFIGS, ROOT, log_of, losses, read_metrics
 from tiny import tiny_config, tiny_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteMoeHybridConfig,
-    Mamba2Config,
-    MiniMaxConfig,
-    T5Config,
-)
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Mamba2Config, MiniMaxConfig, T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelerate_recipes import recipe
@@ -125,16 +119,8 @@ ROPE = {"rope_theta": 1e4, "factor": 2.0}
         (tiny_config("gemma3_text"), 2, ""),
         (tiny_config("qwen3"), 2, ""),
         (tiny_config("mixtral"), 2, ""),
-        (
-            tiny_config(),
-            3,
-            "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4",
-        ),
-        (
-            tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}),
-            2,
-            r"rotary embedding of llama \(dynamic\)",
-        ),
+        (tiny_config(), 3, "llama has 4 query heads, which parallelism_config_cp_size 3 does not divide; .* 1, 2, 4"),
+        (tiny_config(rope_parameters={"rope_type": "dynamic", **ROPE}), 2, r"rotary embedding of llama \(dynamic\)"),
         (tiny_config("gemma2"), 2, "gemma2 has softcapped scores"),
         (tiny_config("gpt_oss"), 2, "gpt_oss has attention sinks"),
         (tiny_config("gptj"), 2, "gptj has an attention of its own"),

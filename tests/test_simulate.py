@@ -9,12 +9,7 @@ from tiny import tiny_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import (
-    BartConfig,
-    ConvNextConfig,
-    PreTrainedTokenizerFast,
-    SwinConfig,
-)
+from transformers import BartConfig, ConvNextConfig, PreTrainedTokenizerFast, SwinConfig
 
 from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.plan.simulate import Job, Simulator

@@ -20,11 +20,7 @@ if os.geteuid() != 0:
     REASON = "NOT TESTED AGAINST SLURM: that needs root, to start a Slurm of its own"
 elif not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in ("slurmctld", "slurmd", "munged")):
     REASON = "NOT TESTED AGAINST SLURM: `make test-slurm` installs and uses it"
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 SUBMIT = ROOT / "slurm/submit.sh"
 FP32 = ["accelerate_configs/fsdp_full.yaml", "--mixed_precision", "no"]

@@ -129,8 +129,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES],
+    "name", [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES]
 )
 def test_one_trajectory(run, name):
     """Losses and gradient norms over pairs of ragged lengths agree to 1e-5, and texts too, under any division."""
@@ -272,12 +271,7 @@ def test_best_checkpoint_by_a_metric(run):
 
 @pytest.mark.parametrize(
     "wrong, message",
-    [
-        (
-            ("--source_column", "translation.de"),
-            "has no column 'translation.de'; it has translation.en, translation.fr",
-        ),
-    ],
+    [(("--source_column", "translation.de"), "has no column 'translation.de'; it has translation.en, translation.fr")],
 )
 def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
     out, log = tmp_path / "out", tmp_path / "out.log"

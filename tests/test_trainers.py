@@ -21,12 +21,7 @@ from helpers import CHILDREN, IN_STEP_5, ROOT, STEPS, log_of, losses, read_metri
 from peft import PeftModel
 from safetensors.torch import load_file
 from tiny import tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from accelerate_recipes import recipe

@@ -120,8 +120,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES],
+    "name", [pytest.param(name, marks=[] if name == "fsdp2, accumulation" else pytest.mark.slow) for name in STRATEGIES]
 )
 def test_one_trajectory(run, name):
     """Losses and gradient norms on augmented and mixed images agree to 1e-5 under any division."""

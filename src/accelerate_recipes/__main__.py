@@ -123,11 +123,7 @@ def main() -> None:
             verify_checkpoint(args.directory)
         else:
             list_checkpoints(args.directory)
-    except (
-        ConfigError,
-        DataError,
-        OSError,
-    ) as error:  # a path is too long, a file is not readable, a disk is full
+    except (ConfigError, DataError, OSError) as error:  # a path is too long, a file is not readable, a disk is full
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 

@@ -182,10 +182,7 @@ class DeepViTForImageClassification(DeepViTPreTrainedModel):
         self.post_init()
 
     def forward(
-        self,
-        pixel_values: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Compute logits, (B, C), of images, (B, 3, H, W); and with `labels`, (B,), the mean loss."""
         logits = self.classifier(self.deepvit(pixel_values)[:, 0])

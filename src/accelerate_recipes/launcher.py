@@ -33,13 +33,7 @@ VALUES = {
     "fsdp_version": {1, 2},
     "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"},
     "fsdp_state_dict_type": {"SHARDED_STATE_DICT", "FULL_STATE_DICT"},
-    "fsdp_sharding_strategy": {
-        "FULL_SHARD",
-        "SHARD_GRAD_OP",
-        "NO_SHARD",
-        "HYBRID_SHARD",
-        "HYBRID_SHARD_ZERO2",
-    },
+    "fsdp_sharding_strategy": {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"},
     "fsdp_backward_prefetch": {"BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"},
 } | {
     key: {True, False}

@@ -146,10 +146,7 @@ def made(auto: Any, config: PreTrainedConfig, **settings: Any) -> PreTrainedMode
 
 
 def new_model(
-    config: PreTrainedConfig,
-    attn_implementation: str,
-    dtype: torch.dtype = torch.float32,
-    has_boundaries: bool = True,
+    config: PreTrainedConfig, attn_implementation: str, dtype: torch.dtype = torch.float32, has_boundaries: bool = True
 ) -> PreTrainedModel:
     """Make a causal language model on the meta device, in `dtype`; `has_boundaries` is as in `attention.choose`.
 

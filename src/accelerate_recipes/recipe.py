@@ -257,9 +257,7 @@ def problems_here(args: TrainArgs) -> list[str]:
 
 
 def run_recipe(
-    main: Callable[[Args], None],
-    args_class: type[Args],
-    requirements: Callable[[Args], Requirements],
+    main: Callable[[Args], None], args_class: type[Args], requirements: Callable[[Args], Requirements]
 ) -> None:
     """Run a recipe with the command line's arguments. An error that the user can correct is one message, no traceback."""
     print_any_text()

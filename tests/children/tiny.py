@@ -109,11 +109,7 @@ def tiny_config(model_type: str = "llama", **changes: object) -> PreTrainedConfi
 
 
 def tiny_model(
-    model_type: str = "llama",
-    kind: type | None = None,
-    attention: str | None = None,
-    seed: int = 0,
-    **changes: object,
+    model_type: str = "llama", kind: type | None = None, attention: str | None = None, seed: int = 0, **changes: object
 ) -> PreTrainedModel:
     """Make a tiny language model with random weights, or with a head of another `kind`, an auto class."""
     config = tiny_config(model_type, **changes)

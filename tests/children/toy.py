@@ -73,10 +73,7 @@ def make_rows(num_rows: int) -> Dataset:
     generator = np.random.default_rng(0)
     lengths = [generator.integers(2, 9, size=generator.integers(1, 5)).tolist() for _ in range(num_rows)]
     return Dataset.from_dict(
-        {
-            "input_ids": [generator.integers(4, 100, size=sum(row)).tolist() for row in lengths],
-            "lengths": lengths,
-        }
+        {"input_ids": [generator.integers(4, 100, size=sum(row)).tolist() for row in lengths], "lengths": lengths}
     )
 
 

@@ -32,7 +32,6 @@ from transformers import GenerationConfig
 import accelerate_recipes
 from accelerate_recipes import adapters
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.checkpoint.export import write_adapter, write_safetensors
 from accelerate_recipes.checkpoint.files import (
     MARKER,
     SaveError,
@@ -49,6 +48,7 @@ from accelerate_recipes.checkpoint.files import (
     write_marker,
 )
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
+from accelerate_recipes.checkpoint.weight_files import write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
@@ -147,9 +147,8 @@ class Checkpointer:
                 f"{final.name} is not saved: {name} holds NaN or infinity; lower --learning_rate, or look at what the last "
                 f"steps logged. Last good checkpoint: {self.newest or 'none yet'}"
             )
-        # A save goes into `<name>.partial`, which no run resumes. Only when every file is on the disk, its checksum is in
-        # the marker, and the marker is on the disk too, a rename gives the directory its final name. So a kill at any
-        # moment leaves either a complete checkpoint or a directory that is recognised as unfinished.
+        # A save goes into `<name>.partial`, which no run resumes. A rename gives it its final name only when all files, and
+        # the marker with their checksums, are on the disk. So a kill leaves a complete checkpoint or an unfinished name.
         with self._all_or_none(unfinished):
             if self.accelerator.is_main_process:
                 self._make_room(unfinished, final)

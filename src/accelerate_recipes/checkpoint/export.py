@@ -3,18 +3,12 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
-from huggingface_hub import split_state_dict_into_shards_factory
 from huggingface_hub.serialization._base import parse_size_to_int
-from safetensors.torch import save_file
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoConfig
 
 from accelerate_recipes import adapters
 from accelerate_recipes.base import Base, described, folder_of_base, open_base, untrained
@@ -28,13 +22,18 @@ from accelerate_recipes.checkpoint.files import (
     unfinished_export,
 )
 from accelerate_recipes.checkpoint.published import COMPOSITE
-from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
-from accelerate_recipes.composites import places_of_parts
+from accelerate_recipes.checkpoint.weight_files import (
+    model_on_meta,
+    move_to_whole,
+    write_adapter,
+    write_merged,
+    write_safetensors,
+)
 from accelerate_recipes.disk import read_json, read_json_lines, write_atomically
 from accelerate_recipes.environment import computes_in_bf16
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.metrics import is_evaluation
-from accelerate_recipes.pretrained import mapped_weights, model_checksum, model_class, output_is_embedding
+from accelerate_recipes.pretrained import mapped_weights, model_checksum
 
 
 def export(
@@ -337,170 +336,3 @@ model.resize_token_embeddings({number})
 model = PeftModel.from_pretrained(model, folder)  # that of adapter_config.json
 ```
 """
-
-
-def write_safetensors(
-    checkpoint: Path, out: Path, dtype: torch.dtype | None, max_shard_size: int | str, base: Base | None = None
-) -> None:
-    """Write the model of `checkpoint/state` as safetensors, with an index if in several shards.
-
-    With `base`, weights have the names of its files, and its untrained rest is written too. Otherwise they are named and
-    divided as in published files of such a model. The division matters: transformers 5 joins the experts of a layer when it
-    reads them, older versions and other programs do not. One shard of `max_shard_size` bytes is in memory at a time.
-    Floating-point weights are converted to `dtype`; with None they stay as saved.
-    """
-    model, tied = model_on_meta(checkpoint)
-    saved = {name: converted(t, dtype) for name, t in saved_tensors(checkpoint).items() if name not in tied}
-    if missing := set(model.state_dict()) - tied - set(saved):
-        raise RuntimeError(f"{checkpoint} lacks {sorted(missing)}, which {type(model).__name__} needs")
-
-    def parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: tensor} if base and name in base.files else revert_weight_conversion(model, {name: tensor})
-
-    tensors, source = {}, {}
-    for name, tensor in saved.items():
-        parts = parts_of(name, tensor)
-        tensors |= parts
-        source |= dict.fromkeys(parts, name)
-
-    def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole = read_state(checkpoint, {source[name]: saved[source[name]] for name in wanted})
-        parts = {part: value for name, tensor in whole.items() for part, value in parts_of(name, tensor).items()}
-        return {name: parts[name].contiguous() for name in wanted}
-
-    write_shards(tensors, read, out, max_shard_size, base)
-
-
-def write_merged(
-    checkpoint: Path, out: Path, dtype: torch.dtype, max_shard_size: int | str, base: Base, text_only: bool
-) -> None:
-    """Write the base model of the adapters of `checkpoint/state`, with the adapters merged in.
-
-    Weights have the names of the base's files. These files are memory-mapped; at most one shard is held in memory.
-    """
-    config, adapter = adapters.read_config(checkpoint), read_adapter(checkpoint)
-    model, tied = model_on_meta(checkpoint)
-    tensors = {name: converted(t.to("meta"), dtype) for name, t in base.weights.items() if name not in tied}
-    new_rows = adapters.names_in_base(model, base.weights, adapters.layers_with_new_rows(config))
-    for weight, (name,) in new_rows.items():
-        tensors[name] = torch.empty_like(model.get_parameter(weight), dtype=tensors[name].dtype)
-    weight_named = adapters.merged(model, base.weights, adapter, config)
-
-    def read(wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: weight_named(name).to(tensor.dtype).contiguous() for name, tensor in wanted.items()}
-
-    write_shards(tensors, read, out, max_shard_size, None if text_only else base)
-
-
-def write_adapter(checkpoint: Path, out: Path) -> None:
-    """Write the adapters of `checkpoint/state` as PEFT does, in fp32."""
-    tensors = {adapters.peft_name(name): tensor for name, tensor in read_adapter(checkpoint).items()}
-    save_tensors(tensors, out / "adapter_model.safetensors")
-
-
-def move_to_whole(checkpoint: Path, folder: Path) -> None:
-    """Rewrite the files of adapters in `folder`, so that PEFT loads them into the whole composite model, not its text part.
-
-    Layers of other parts get no adapters, even if they have the same names.
-    """
-    model, _ = model_on_meta(checkpoint)
-    settings = AutoConfig.from_pretrained(checkpoint / COMPOSITE, trust_remote_code=False)
-    with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(settings)
-    places = places_of_parts(model, whole.state_dict())
-
-    def name_in_whole(name: str) -> str:
-        return next((place + name.removeprefix(part) for part, place in places.items() if name.startswith(part)), name)
-
-    tensors = {name_in_whole(name): tensor for name, tensor in read_adapter(checkpoint).items()}
-    save_tensors({adapters.peft_name(name): t for name, t in tensors.items()}, folder / "adapter_model.safetensors")
-    config = adapters.read_config(checkpoint)
-    inside, ends = ("|".join(map(re.escape, sorted(names))) for names in (places.values(), config.target_modules or ()))
-    config.target_modules = rf"({inside})(.*\.)?({ends})"
-    rows = config.trainable_token_indices
-    if isinstance(rows, dict):
-        config.trainable_token_indices = {name_in_whole(f"{layer}.").rstrip("."): ids for layer, ids in rows.items()}
-    config.task_type = None  # PEFT would choose another class by it
-    config.auto_mapping = {"base_model_class": type(whole).__name__, "parent_library": "transformers"}
-    config.save_pretrained(str(folder))
-
-
-def read_adapter(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return read_state(checkpoint, saved_tensors(checkpoint))
-
-
-def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """List the model's tensors in `checkpoint/state` by name, on the meta device."""
-    metadata = StateReader(checkpoint / "state").read_metadata().state_dict_metadata
-    return {
-        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for key, entry in metadata.items()
-        if key.startswith("model.")
-    }
-
-
-def read_state(checkpoint: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the `wanted` tensors of the model from `checkpoint/state`."""
-    # Allocate them in the dtype to be written: the reader converts as it copies, without a second buffer.
-    tensors = {f"model.{name}": torch.empty_like(tensor, device="cpu") for name, tensor in wanted.items()}
-    dcp.load(tensors, storage_reader=StateReader(checkpoint / "state"), planner=StatePlanner(), no_dist=True)
-    return {name: tensors[f"model.{name}"] for name in wanted}
-
-
-def model_on_meta(checkpoint: Path) -> tuple[nn.Module, set[str]]:
-    """Make the checkpoint's model without weights, and list the names that are aliases of a tied weight.
-
-    For an encoder-decoder, the saved configuration decides whether the output layer is such an alias; `share_embedding` has
-    corrected this configuration.
-    """
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    with torch.device("meta"):
-        model = model_class(config.architectures[0])(config)  # pyright: ignore[reportOptionalSubscript]
-    tied = set(model.all_tied_weights_keys)
-    if not output_is_embedding(read_json(checkpoint / "config.json")):
-        tied.discard("lm_head.weight")
-    return model, tied
-
-
-def write_shards(
-    tensors: dict[str, torch.Tensor],
-    read: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-    out: Path,
-    max_shard_size: int | str,
-    base: Base | None,
-) -> None:
-    """Write `tensors`, which are on the meta device, as safetensors; `read` returns the values of one shard.
-
-    With `base`, tensors have the names of its files, and its untrained rest is written unchanged.
-    """
-    rest = base.rest if base else {}
-    own = {base.files.get(name, name) if base else name: name for name in tensors}
-
-    def values(names: list[str]) -> dict[str, torch.Tensor]:
-        trained = read({own[name]: tensors[own[name]] for name in names if name in own})
-        return {name: trained[own[name]] if name in own else rest[name] for name in names}
-
-    plan = split_state_dict_into_shards_factory(
-        {name: tensors[weight] for name, weight in own.items()} | {name: t.to("meta") for name, t in rest.items()},
-        get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    for filename, names in plan.filename_to_tensors.items():
-        # Do not assign the shard to a variable: it would stay in memory while the next one is read.
-        save_tensors(values(names), out / filename)
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-
-
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write tensors as safetensors, with the mode of any new file: safetensors 0.8 lets only the owner read them."""
-    file.touch()
-    mode = file.stat().st_mode
-    save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)

@@ -188,10 +188,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     """Return the fields that say whether a text gets a begin and an end token: classes of version 4 use only these."""
     ids = tokenizer("a")["input_ids"]
-    return {
-        "add_bos_token": ids[:1] == [tokenizer.bos_token_id],
-        "add_eos_token": ids[-1:] == [tokenizer.eos_token_id],
-    }
+    return {"add_bos_token": ids[:1] == [tokenizer.bos_token_id], "add_eos_token": ids[-1:] == [tokenizer.eos_token_id]}
 
 
 def written(artifact: Any) -> dict[str, bytes]:

@@ -61,11 +61,7 @@ class Preparation:
     """Preparation of images as tensors, with the model's own processor, or with an `augmentation` for training."""
 
     def __init__(
-        self,
-        processor: Any,
-        augmentation: Augmentation | None = None,
-        seed: int = 0,
-        skips_broken: bool = False,
+        self, processor: Any, augmentation: Augmentation | None = None, seed: int = 0, skips_broken: bool = False
     ):
         self.processor, self.seed, self.skips_broken = processor, seed, skips_broken
         self.augmentation = augmentation

@@ -63,10 +63,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     image_column: str = arg("image", "Column with the images.")
     label_column: str = arg("label", "Column with the labels: names, or numbers.")
     heldout_share: float = arg(
-        0.05,
-        "Share of the images to evaluate on, chosen by a hash; similar images lie on one side.",
-        above=0,
-        below=1,
+        0.05, "Share of the images to evaluate on, chosen by a hash; similar images lie on one side.", above=0, below=1
     )
     skip_broken_images: bool = arg(False, "Leave out images that cannot be decoded, instead of ending with an error.")
 

@@ -234,10 +234,7 @@ def first_refused(
 
 
 def differences(
-    trained: Iterable[Rendering],
-    rows: Iterable[dict],
-    tokenizer: PreTrainedTokenizerBase,
-    **settings: Any,
+    trained: Iterable[Rendering], rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, **settings: Any
 ) -> list[str]:
     """List where the rendering of an exported tokenizer differs from what was trained, one sentence for each row.
 

@@ -255,11 +255,7 @@ def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray
 
 
 def tokenize_games(
-    games: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    heldout_share: float,
-    source: str,
-    cache_file: Path,
+    games: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, heldout_share: float, source: str, cache_file: Path
 ) -> datasets.Dataset:
     """Add `input_ids` and `heldout` (bool); write the reason into `defect` if a game has an illegal move."""
 

@@ -32,12 +32,7 @@ def take(output_dir: Path) -> None:
     file = output_dir / "lock.json"
     if _mine is not None and _mine[0] == file:
         return
-    owner = {
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "run": uuid.uuid4().hex,
-        **attempt(),
-    }
+    owner = {"host": socket.gethostname(), "process": os.getpid(), "run": uuid.uuid4().hex, **attempt()}
     output_dir.mkdir(parents=True, exist_ok=True)
     if other := acquire(file, owner):
         raise ConfigError(
