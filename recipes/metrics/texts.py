@@ -96,6 +96,7 @@ def gleu_counts(prediction: list[str], reference: list[str], source: list[str]) 
     counts = [len(prediction), len(reference)]
     for n in range(1, ORDER + 1):
         ours, theirs, before = (ngrams(words, n) for words in (prediction, reference, source))
+        # An n-gram of the source that is not in the reference should have changed: keeping it counts against the prediction.
         to_change = Counter({ngram: count for ngram, count in before.items() if ngram not in theirs})
         counts.append(max(0, (ours & theirs).total() - (ours & to_change).total()))
         counts.append(max(0, len(prediction) + 1 - n))

@@ -111,8 +111,8 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
 def check_units(mixers: Collection[nn.Module], units: Collection[nn.Module]) -> None:
     """Check that FSDP gathers no part of a mixer by itself.
 
-    A mixer is called once for each group of documents. Ranks have different numbers of groups, so they would wait for each
-    other for ever.
+    A mixer is called once for each group of documents. Ranks may have different numbers of groups, and would then wait for
+    each other for ever.
 
     Raises:
         ConfigError: names the mixer.

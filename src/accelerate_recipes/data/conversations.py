@@ -173,6 +173,7 @@ def count_targets_of(rows: datasets.Dataset, ends: set[int], kept: slice = EVERY
         is_target = (
             (labels != IGNORE_INDEX) & (before > np.repeat(first, lengths)) & (before < np.repeat(last, lengths))
         )
+        # `of_targets` counts the targets up to each token, so a difference of two entries counts the targets in between.
         of_targets = np.concatenate([[0], np.cumsum(is_target)])
         num_targets = np.diff(of_targets[starts])
         after = np.repeat(of_targets[starts[1:]], lengths) - of_targets[1:]  # targets after it

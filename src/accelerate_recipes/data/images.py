@@ -357,6 +357,7 @@ def groups_of_alike(thumbnails: np.ndarray) -> list[int]:
     centred = thumbnails - thumbnails.mean(1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
     centred /= np.where(norms, norms, 1)  # an image of one colour becomes zero: similar to no other
+    # Each image begins as a group of its own. Whenever images are alike, all their groups get the smallest of their numbers.
     root = np.arange(len(centred))
     for start in range(0, len(centred), 1024):
         for is_alike in centred[start : start + 1024] @ centred[start:].T > ALIKE:

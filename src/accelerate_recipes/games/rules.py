@@ -240,6 +240,7 @@ def mark_seen(positions: Sequence[dict], games: Iterable[list[str]]) -> None:
         for move in position["prefix"]:
             node = node.setdefault(move, {})
         node.setdefault("", []).append(position)
+    # Follow each game through the tree: all positions on its way are seen. `pop` marks each position only once.
     for moves in games:
         node = tree
         for move in [*moves, None]:

@@ -22,6 +22,7 @@ class Segment:
         """Use the best free block; return it, and the bytes by which the segment grew."""
         fitting = [(block[0], i) for i, block in enumerate(self.blocks) if not block[1] and block[0] >= size]
         grown = 0
+        # Best fit: the smallest block that is large enough. Without one, the last block is extended to the needed size.
         if fitting:
             at = min(fitting)[1]
         else:

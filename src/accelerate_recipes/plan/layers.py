@@ -46,6 +46,7 @@ def peak_of(phases: Sequence[Sequence], steps: int) -> tuple[int, dict[str, int]
     names = [[name for name, _ in outcome] for outcome in phases]
     if names[0] != names[1] or names[1] != names[2]:
         return None
+    # The largest extrapolated place is the peak, unless a place that lies on no line could be larger (`unsure`).
     best, unsure = (0, {}), 0
     for parts in zip(*phases, strict=True):
         segments = [part[1] for part in parts]

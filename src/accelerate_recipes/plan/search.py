@@ -207,7 +207,7 @@ class Search:
         return found
 
     def fitting(self) -> list[Proposal]:
-        """Find single changes that make the run fit, else pairs of changes that save memory; the best first."""
+        """Find single changes that make the run fit; if none keeps the loss trajectory, also pairs; the best first."""
         candidates = savings(self.before.args, self.job.env)
         singles = self.simulate([(change,) for change in candidates])
         fitting = [proposal for proposal in singles if proposal.prediction.fits]
