@@ -160,6 +160,6 @@ def new_model(
 
 def classifier_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Make a classifier of images on the meta device, in `dtype`."""
-    config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
+    config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
     with torch.device("meta"):
         return made(AutoModelForImageClassification, config, dtype=dtype)

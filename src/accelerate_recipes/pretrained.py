@@ -169,7 +169,7 @@ def check_model(
         setattr(config, field, value)
     kind.check(config, name)
     try:
-        config.architectures = config.architectures or []  # transformers 5.23 asks where a DeiT has several classes
+        config.architectures = config.architectures or []  # transformers 5.23 reads it to choose a class of a DeiT
         with torch.device("meta"):
             model = kind.auto.from_config(config, trust_remote_code=False)
         if not cache.lacking(cache.HubModel(name)):
