@@ -128,9 +128,10 @@ IN_STEP_5 = {"TOY_FAULT": json.dumps({"event": "toy.loss", "path": "step 5.", "c
 RUN = ("--num_train_epochs", 1.2)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name == "qwen3_5" else pytest.mark.slow) for name in IMAGES]
-)
+MARKS = {"qwen3_5": [], "gemma3": pytest.mark.slow, "qwen3_vl": pytest.mark.slow}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in IMAGES])
 def trained(request, forks, tmp_path_factory) -> tuple[Path, Path, str]:
     """A base, the output directory of a run of two ranks of FSDP2 that began with it, and the log."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -197,7 +198,10 @@ def test_another_base_is_refused(trained, forks, tmp_path):
 
 @pytest.mark.parametrize(
     "model_type",
-    ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_moe", "llama4", "qwen3_vl"))],
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "qwen3_5_moe")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama4", "qwen3_vl")),
+    ],
 )
 def test_adapters(model_type, forks, tmp_path):
     """Adapters are of the text part alone, though other parts have layers of the same names; merged, the whole is exported."""

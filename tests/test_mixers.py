@@ -34,8 +34,9 @@ HYBRIDS = list(ARCHITECTURES)[list(ARCHITECTURES).index("Qwen3-Next") : list(ARC
 
 
 def all_but(*some: str) -> list:
-    """List all hybrids, of which only these are tried by the fast tests."""
-    return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+    """List all hybrids, of which only these are tried by the fast tests, and a third by the slow ones."""
+    marks = {name: pytest.mark.slow if i % 3 == 0 else pytest.mark.long for i, name in enumerate(HYBRIDS)}
+    return [name if name in some else pytest.param(name, marks=marks[name]) for name in HYBRIDS]
 
 
 def make(name: str, **changes: object) -> PreTrainedModel:
