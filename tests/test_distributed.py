@@ -424,6 +424,31 @@ def test_upstream_still_takes_saved_buffers_for_parameters(run_python):
     assert run_python(SAVED_BUFFER_UNDER_FSDP2.replace("PREPARE", ours), **settings) == "fine"
 
 
+@pytest.mark.slow
+def test_upstream_still_looks_for_layers_of_other_models(run_python):
+    """When this fails, Accelerate passes over layers that a model does not have: remove upstream.leave_out_other_layers."""
+    code = """
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+        from accelerate_recipes.args import TrainArgs
+        from accelerate_recipes.distributed import make_accelerator, prepare
+        accelerator = make_accelerator(TrainArgs())
+        sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+        model._no_split_modules = ["LlamaDecoderLayer", "LayerOfATower"]
+        try:
+            PREPARE
+            print("fine")
+        except Exception as error:
+            print(error)
+    """
+    layers = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    alone = "accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+    assert "LayerOfATower" in run_python(code.replace("PREPARE", alone), **layers)
+    ours = "prepare(accelerator, model, TrainArgs())"
+    assert run_python(code.replace("PREPARE", ours), **layers) == "fine"
+
+
 def test_parts_of_a_mixer_are_no_units(run_python):
     """Ranks call a mixer as often as their documents ask for: if FSDP gathered its parts, they would wait for ever."""
     code = """

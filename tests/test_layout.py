@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "mixers": {"attention", "errors"},
     "probes": {"attention", "errors", "mixers", "sequence"},
     "optim": {"args", "kernels", "ranks", "weights"},
-    "strategy": {"args", "environment", "errors", "ranks", "weights"},
+    "strategy": {"args", "environment", "errors", "ranks", "upstream", "weights"},
     "losses": {"attention", "environment", "errors", "probes", "sequence"},
     "sharing": {"attention", "errors", "probes", "ranks", "sequence"},
     "games": {"args", "data", "disk", "errors", "generation", "hub", "ranks"},

@@ -89,7 +89,7 @@ def check_head(config: PreTrainedConfig) -> None:
 def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutput, torch.Tensor | float]:
     """Return the model's output for a packed batch, and the loss that balances experts, which is 0 without experts."""
     causal_lm = unwrapped(model)
-    config, layers = causal_lm.config, contextlib.nullcontext()
+    config, masked = causal_lm.config, contextlib.nullcontext()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if model.training else 0.0
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     inputs |= {"output_router_logits": True} if coefficient else {}
@@ -102,12 +102,12 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[ModelOutp
         dtype = torch.bfloat16 if computes_in_bf16() else next(model.parameters()).dtype
         masks = document_masks(config, batch["row_position_ids" if is_shared else "position_ids"], dtype)
         if coefficient:
-            layers = handing_on(causal_lm, masks)
+            masked = handing_on(causal_lm, masks)
         else:
             inputs |= masks
     if is_shared:
         inputs["sequence_group"] = batch["sequence_group"]
-    with layers:
+    with masked:
         output = model(**inputs, use_cache=False)
     if not coefficient:
         return output, 0.0

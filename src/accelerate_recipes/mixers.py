@@ -1,6 +1,6 @@
 """Packed rows for layers that carry a state from token to token: linear attention, state spaces, short convolutions.
 
-Such a mixer does not read from the positions where a document begins. So a row is split into its documents before the mixer,
+Such a mixer ignores the positions, which say where a document begins. So a row is split into its documents before the mixer,
 and packed again after it. All other layers compute packed rows. Some kernels take boundaries of documents, under three
 different names, and some ignore them. Unpacking is exact with any of these kernels, and without a kernel.
 """
@@ -97,7 +97,10 @@ def unpack_documents(model: PreTrainedModel, mixers: Collection[str]) -> list[nn
     """Let modules of the classes `mixers` compute each document of a packed row by itself, in place.
 
     The model must be called with `position_ids`, which begin with 0 in each document. A batch with padding, which has a mask
-    (B, T), is computed as it is. Return these modules.
+    (B, T), is computed as it is.
+
+    Returns:
+        These modules.
     """
     found = [module for module in model.modules() if type(module).__name__ in mixers]
     for module in found:

@@ -21,14 +21,8 @@ CROSSES = (
     "another model"
 )
 
-
-REFUSALS = (
-    AttributeError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    KeyError,
-)  # errors of models for arguments that they do not take
+# Errors of models for arguments that they do not take.
+REFUSALS = (AttributeError, TypeError, ValueError, RuntimeError, KeyError)
 FIRST = 5  # number of tokens of the first of two documents
 
 

@@ -19,6 +19,7 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.environment import is_compiled, is_on, is_one_of
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.ranks import ranks_a_row
+from accelerate_recipes.upstream import leave_out_other_layers
 from accelerate_recipes.weights import linear_layers_and_experts
 
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
@@ -126,8 +127,8 @@ def wrap_problems(model: PreTrainedModel, env: Mapping[str, str]) -> list[str]:
         return []
     names = env.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
     present = {type(module).__name__ for module in model.modules()}
-    # A model class may also name layers that only other models have; see `upstream.leave_out_other_layers`.
-    wanted = names.split(",") if names else [name for name in model._no_split_modules or [] if name in present]
+    leave_out_other_layers(model)
+    wanted = names.split(",") if names else list(model._no_split_modules or [])
     title = type(model).__name__
     if not wanted:
         return [f"{title} names no layer class to wrap; set fsdp_transformer_layer_cls_to_wrap in the YAML"]

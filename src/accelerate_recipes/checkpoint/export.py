@@ -24,8 +24,8 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.published import COMPOSITE
 from accelerate_recipes.checkpoint.weight_files import (
     model_on_meta,
-    move_to_whole,
     write_adapter,
+    write_adapter_of_whole,
     write_merged,
     write_safetensors,
 )
@@ -136,10 +136,10 @@ def write_export(
     if is_adapter:
         folder = out / "adapter" if merge_adapter else out
         folder.mkdir(exist_ok=True)
-        write_adapter(checkpoint, folder)
         if (checkpoint / COMPOSITE).is_dir() and not text_only:
-            move_to_whole(checkpoint, folder)
+            write_adapter_of_whole(checkpoint, folder)
         else:
+            write_adapter(checkpoint, folder)
             shutil.copyfile(checkpoint / "adapter_config.json", folder / "adapter_config.json")
     if merge_adapter or not is_adapter:
         if dtype is None:

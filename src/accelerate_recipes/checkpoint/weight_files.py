@@ -81,8 +81,8 @@ def write_adapter(checkpoint: Path, out: Path) -> None:
     save_tensors(tensors, out / "adapter_model.safetensors")
 
 
-def move_to_whole(checkpoint: Path, folder: Path) -> None:
-    """Rewrite the files of adapters in `folder`, so that PEFT loads them into the whole composite model, not its text part.
+def write_adapter_of_whole(checkpoint: Path, folder: Path) -> None:
+    """Write adapters and their settings so that PEFT loads them into the whole composite model, not its text part.
 
     Layers of other parts get no adapters, even if they have the same names.
     """

@@ -52,7 +52,7 @@ def write_table(files: Sequence[str], kind: str, path: str) -> None:
         features = datasets.Features()
         for file in files:
             with reading(file):
-                found = datasets.Features.from_arrow_schema(plain_schema(SCHEMAS[kind](file)))
+                found = datasets.Features.from_arrow_schema(plain_schema(READERS[kind][0](file)))
             features |= {name: value for name, value in found.items() if features.get(name, VOID) == VOID}
         write_stream(path, features, (part for file in files for part in tables_of(file, kind)))
         return
@@ -96,7 +96,7 @@ def tables_of(file: str, kind: str) -> Iterator[tuple[str, pa.Table]]:
     """Yield the file's name and its rows, part by part."""
     with reading(file):
         rows = 0
-        for batch in BATCHES[kind](file):
+        for batch in READERS[kind][1](file):
             table = pa.Table.from_batches([batch])
             rows += len(table)
             yield file, table.cast(plain_schema(table.schema))
@@ -136,21 +136,22 @@ def parquet_batches(file: str) -> Iterator[pa.RecordBatch]:
 
 def arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
     with pa.memory_map(file) as content:
-        if is_random_access(content):
-            found = pa.ipc.open_file(content)
+        found = open_arrow(content)
+        if isinstance(found, pa.ipc.RecordBatchFileReader):
             yield from map(found.get_batch, range(found.num_record_batches))
         else:
-            yield from pa.ipc.open_stream(content)
+            yield from found
 
 
 def arrow_schema(file: str) -> pa.Schema:
     with pa.memory_map(file) as content:
-        return (pa.ipc.open_file if is_random_access(content) else pa.ipc.open_stream)(content).schema
+        return open_arrow(content).schema
 
 
-def is_random_access(content: pa.NativeFile) -> bool:
-    """Tell whether Arrow data have the file format, which Polars writes; `datasets` writes the stream format."""
-    return content.read_at(6, 0) == b"ARROW1" if content.size() >= 6 else False
+def open_arrow(content: pa.NativeFile) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    """Open Arrow data in the file format, which Polars writes, or in the stream format, which `datasets` writes."""
+    is_file = content.size() >= 6 and content.read_at(6, 0) == b"ARROW1"
+    return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
 
 
 def decompressed(file: str) -> io.BufferedReader:
@@ -187,17 +188,12 @@ def csv_batches(file: str, delimiter: str = ",") -> Iterator[pa.RecordBatch]:
         raise DataError(f"{file}, row {rows} {TOO_LONG}") from None
 
 
-BATCHES = {
-    "parquet": parquet_batches,
-    "csv": csv_batches,
-    "tsv": partial(csv_batches, delimiter="\t"),
-    "arrow": arrow_batches,
-}
-SCHEMAS = {
-    "parquet": lambda file: open_parquet(file).schema_arrow,
-    "csv": csv_schema,
-    "tsv": partial(csv_schema, delimiter="\t"),
-    "arrow": arrow_schema,
+# How the schema and the batches of a file of each kind are read.
+READERS = {
+    "arrow": (arrow_schema, arrow_batches),
+    "csv": (csv_schema, csv_batches),
+    "parquet": (lambda file: open_parquet(file).schema_arrow, parquet_batches),
+    "tsv": (partial(csv_schema, delimiter="\t"), partial(csv_batches, delimiter="\t")),
 }
 
 # JSON

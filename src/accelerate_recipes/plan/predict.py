@@ -176,7 +176,7 @@ class Prediction:
                 lines.append(
                     f"  {name} among {size} ranks, {place}: {counts['calls']} calls, {in_gib(counts['sent'])} GiB sent"
                 )
-        hidden = outcome.compute + outcome.memory + outcome.communication - outcome.seconds
+        hidden = max(0.0, outcome.compute + outcome.memory + outcome.communication - outcome.seconds)  # rounding
         drawing = f"; drawing answers takes {outcome.before:.3g} s of the step" if outcome.before else ""
         lines += [
             f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
