@@ -116,7 +116,8 @@ class TrainArgs(AdapterArgs):
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
     text_only_export: bool = arg(
-        False, "Export only the language model of a checkpoint that also reads images, without the parts not trained."
+        False,
+        "Export only the trained language model, without the untrained parts of the base, such as those for images.",
     )
     push_to_hub: str = arg(
         "", "Repository on the Hub, ORG/NAME, to which the export is pushed at the end; a new one is made private."
