@@ -222,7 +222,7 @@ class Run(Generic[Args]):
             self.print(f"Attention: {attention}, since {why}")
         is_packed = getattr(self.args, "document_mask", False) or getattr(self.args, "packing", False)
         if is_packed and (mixers := mixers_in(model)):
-            self.print(f"Packed rows: {', '.join(sorted(mixers))} computes each document by itself")
+            self.print(f"Packed rows: each document is computed by itself in {', '.join(sorted(mixers))}")
         if attention == DOCUMENTS and use_flash_3():
             self.print("Attention: by FlashAttention 3")
         self.total_steps = total_steps
