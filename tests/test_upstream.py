@@ -133,6 +133,8 @@ TOUCHED = [
     (PreTrainedModel, "_init_weights", "deepvit", "first values of linear layers and norms", "self module"),
     (PreTrainedModel, "_input_embed_layer", "deepvit", "the embedding, which FSDP gathers alone", None),
     (torch.nn.Module, "_parameters", "adapters", "a weight with trained rows in it", None),
+    (torch.nn.Module, "_parameters", "slices", "an embedding with more rows", None),
+    (torch.nn.Module, "_apply", "slices", "memory for sharded parameters, and only for those without", "self fn recurse"),
     (BaseTunerLayer, "_disable_adapters", "adapters", "the base alone computes, and the same weights are trained", None),
     (PreTrainedModel, "_hf_peft_config_loaded", "adapters", "Trainer takes a 4-bit model with adapters", None),
     (TrainingArguments, "_n_gpu", "settings", "one GPU a process", None),

@@ -37,7 +37,8 @@ from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import load_config, mapped_weights
-from accelerate_recipes.ranks import is_first_of_machine, on_first_rank
+from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks, on_first_rank, share
+from accelerate_recipes.slices import Source, plain_name, rows_of_tokens, source_of
 from accelerate_recipes.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
 
 # Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
@@ -183,7 +184,7 @@ def add_new_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, lis
     layers: list[Any] = [embedding, head]
     owners = layers[:1] if embedding.weight is head.weight else layers
     for layer in owners:
-        layer.register_parameter(NEW_ROWS, nn.Parameter(layer.weight.data[list(tokens)].float()))
+        layer.register_parameter(NEW_ROWS, nn.Parameter(rows_of_tokens(layer, tokens, model).float()))
         layer.register_buffer("new_tokens", torch.tensor(tokens, device="cpu"), persistent=False)
     for layer in layers:
         layer.__class__ = type(type(layer).__name__, (NewRows, type(layer)), {})
@@ -205,7 +206,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     The rows of `new_tokens` in the embedding and the output layer are trained too.
 
     The first weights of an adapter depend only on the seed and the name of its layer, so they are the same on any number of
-    processes. A process that has not read the model's weights (fsdp_cpu_ram_efficient_loading) gets those of the first one.
+    processes.
 
     Returns:
         The record of the adapters in a checkpoint; None without --use_peft.
@@ -234,9 +235,11 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         use_rslora=args.use_rslora,
         use_dora=args.use_dora,
     )
-    is_real = not any(parameter.is_meta for parameter in model.parameters())  # false on ranks that read no weights
+    source = source_of(model)
     of_base = args.base_model, config.revision
-    base = on_first_rank(lambda: described(*of_base, mapped_weights(folder_of_base(*of_base))) if is_real else {})
+    base = {}  # a run that is only simulated has no weights on any rank
+    if on_first_rank(lambda: bool(source) or not any(parameter.is_meta for parameter in model.parameters())):
+        base = described(*of_base, mapped_weights(folder_of_base(*of_base)), by_all=True)
     inject_adapter_in_model(config, model, NAME)
     model._hf_peft_config_loaded = True  # without this, transformers' Trainer refuses a model in 4 bits
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -246,15 +249,23 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
             "transformers had it, and would leave that layer out; name others by --lora_target_modules, such as "
             "experts.gate_up_proj"
         )
+    lengths = lengths_in_files(source, layers) if source and args.use_dora else {}
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
-            for parameter in layer.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()  # PEFT has made it in the dtype of the layer
+            for part in layer.modules():
+                for key, parameter in part._parameters.items():
+                    if parameter is not None and parameter.requires_grad:
+                        # PEFT has made it in the dtype of the layer, and on its device.
+                        device = "cpu" if source else parameter.device
+                        part._parameters[key] = nn.Parameter(
+                            torch.empty_like(parameter, dtype=torch.float32, device=device)
+                        )
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:
-                length = layer.get_base_layer().weight.data.float().norm(dim=1)  # pyright: ignore[reportCallIssue]
+                length = lengths.get(name)
+                if length is None:
+                    length = layer.get_base_layer().weight.data.float().norm(dim=1)  # pyright: ignore[reportCallIssue]
                 layer.lora_magnitude_vector[NAME].weight.data = length
     if new_tokens:
         config.trainable_token_indices = add_new_rows(model, new_tokens)
@@ -271,6 +282,15 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
         weights = [weight_of(name, layer) for name, layer in layers.items()]
         names_in_base(plain, open_base(plain, *of_base).weights, weights + layers_with_new_rows(config))
     return Adapter(config, base)
+
+
+def lengths_in_files(source: Source, layers: Mapping[str, "LoraLayer"]) -> dict[str, torch.Tensor]:
+    """Compute the length of each row of the layers' weights, in fp32, for DoRA; each rank reads some of the weights."""
+    of_rank = {}
+    for name in share(list(layers)):
+        layer: Any = layers[name].get_base_layer()
+        of_rank[name] = source.whole(weight_of(name, layers[name])).to(layer.weight.dtype).float().norm(dim=1)
+    return {name: length for found in on_all_ranks(of_rank) for name, length in found.items()}
 
 
 @contextlib.contextmanager
@@ -317,8 +337,7 @@ def read_config(checkpoint: Path) -> "LoraConfig":
 
 def weight_of(name: str, layer: "LoraLayer") -> str:
     """Return the name of the weight that a PEFT layer adapts, in the model without adapters."""
-    name = name.replace(".base_layer", "")  # PEFT wraps a module twice for two parameters
-    return f"{name}.{layer.parameter_name if is_of_experts(layer) else 'weight'}"
+    return f"{plain_name(name)}.{layer.parameter_name if is_of_experts(layer) else 'weight'}"
 
 
 def is_of_experts(layer: "LoraLayer") -> bool:

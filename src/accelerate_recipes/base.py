@@ -1,5 +1,6 @@
 """Base: the model that a run begins with. Checkpoints and the export need its files, including the untrained weights."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Container, Iterable
@@ -16,6 +17,7 @@ from accelerate_recipes.composites import is_text_part
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import MASKS, load_config, mapped_weights, names_in_files
+from accelerate_recipes.ranks import on_all_ranks, share
 
 # Endings of tensors in files that are not weights: a model computes them itself.
 CONSTANTS = (*MASKS, "rotary_emb.inv_freq")
@@ -80,22 +82,29 @@ def parts_in_files(model: PreTrainedModel, files: Container[str], weights: Itera
     }
 
 
-def checksum_of_weights(weights: dict[str, torch.Tensor]) -> str:
-    """Compute a checksum of each weight's name, shape, dtype and bytes; it does not depend on the number of files."""
+def checksum_of_weights(weights: dict[str, torch.Tensor], by_all: bool = False) -> str:
+    """Compute a checksum of each weight's name, shape, dtype and bytes; it does not depend on the number of files.
+
+    `by_all` divides the weights among the ranks, which must all call this function.
+    """
 
     def line(weight: tuple[str, torch.Tensor]) -> str:
         name, tensor = weight
         content = xxhash.xxh3_128_hexdigest(tensor.flatten().view(torch.uint8).numpy())
         return f"{name} {tuple(tensor.shape)} {tensor.dtype} {content}\n"
 
+    by_size = sorted(weights.items(), key=lambda weight: weight[1].nbytes)  # so that each rank reads about as much
     with ThreadPoolExecutor() as threads:
-        found = "".join(threads.map(line, sorted(weights.items())))
-    return xxhash.xxh3_128_hexdigest(found.encode())
+        lines = list(threads.map(line, share(by_size) if by_all else by_size))
+    found = itertools.chain(*on_all_ranks(lines)) if by_all else lines
+    return xxhash.xxh3_128_hexdigest("".join(sorted(found)).encode())
 
 
-def described(name: str, revision: str | None, weights: dict[str, torch.Tensor]) -> dict[str, str | None]:
+def described(
+    name: str, revision: str | None, weights: dict[str, torch.Tensor], by_all: bool = False
+) -> dict[str, str | None]:
     """Describe a pretrained model by `name`, `revision` and the `checksum` of its `weights`, which are read for this."""
-    return {"name": name, "revision": revision, "checksum": checksum_of_weights(weights)}
+    return {"name": name, "revision": revision, "checksum": checksum_of_weights(weights, by_all)}
 
 
 def is_decoder(model: PreTrainedModel) -> bool:

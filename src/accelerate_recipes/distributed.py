@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
 
-from accelerate_recipes import upstream
+from accelerate_recipes import slices, upstream
 from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
@@ -180,7 +180,7 @@ def prepare(
     A new model (`models.new_model`) gets its first weights here, from the seed that `make_accelerator` set. Under FSDP2
     this happens after sharding, so no rank ever holds the whole model. Under other strategies each rank holds it for a
     while: DDP must, and FSDP1 takes it from the CPU. The YAML's fsdp_cpu_ram_efficient_loading is for weights from
-    files; for a new model it is switched off.
+    files that are no safetensors; for a new model it is switched off, as for one whose slices each rank reads (`slices`).
 
     Accelerate 1.15 needs an FSDP2 model and its optimizer prepared together. It finds the optimizer's parameters by
     `data_ptr`, which is 0 for all on the meta device, so that all entries silently become one tensor. Therefore
@@ -195,15 +195,15 @@ def prepare(
     if accelerator.mixed_precision == "fp8":
         layers = fp8_layers(model)
         accelerator.ao_recipe_handler.module_filter_func = lambda module, name: name in layers
-    # Ask the first rank. A pretrained model too has meta parameters: those that its files lack and, on ranks that did not
-    # read the files, all.
-    is_new = on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
+    # Ask the first rank. On ranks that did not read the files of a pretrained model, it has meta parameters too.
+    source = slices.source_of(model)
+    is_new = not source and on_first_rank(lambda: all(parameter.is_meta for parameter in model.parameters()))
     if is_new and not accelerator.is_fsdp2:
         initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
     upstream.leave_out_other_layers(model)
     upstream.count_cached_tokens(model)
     if accelerator.is_fsdp2:
-        if is_new:
+        if is_new or source:
             accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         upstream.leave_embedding_to_accelerate(model)
         placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -216,6 +216,8 @@ def prepare(
         accelerator._optimizers.clear()
         if is_new:
             initialize(model, torch.initial_seed(), accelerator.device, parameter_device(accelerator))
+        elif source:
+            slices.read_slices(model, source, accelerator.device, parameter_device(accelerator))
         upstream.restore_rng_in_recompute(model)
         upstream.compile_inside_recompute(model, accelerator.state.dynamo_plugin)
         # `generate` may call the encoder alone. Then too, FSDP must gather the root's parameters: embedding and last norms.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
+from accelerate_recipes import slices
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.models import ENCODER_DECODERS, made, tie_as_read
@@ -24,14 +25,15 @@ def load_encoder_decoder(name: str, attn_implementation: str, dropout_rate: floa
     """
     config = load_config(name)
     check_encoder_decoder(config, name)
-    model = AutoModelForSeq2SeqLM.from_pretrained(
-        name,
-        attn_implementation=attn_implementation,
-        **dropouts(config, dropout_rate),
-        **settings,
-        **cache.pinned(name),
-    )
-    return share_embedding(model)
+    changes = dropouts(config, dropout_rate)
+    settings |= {"attn_implementation": attn_implementation}
+    if not slices.applies(name, settings):
+        return share_embedding(AutoModelForSeq2SeqLM.from_pretrained(name, **settings, **changes, **cache.pinned(name)))
+    for field, value in changes.items():
+        setattr(config, field, value)
+    with torch.device("meta"):
+        model = made(AutoModelForSeq2SeqLM, config)
+    return share_embedding(slices.load_on_meta(model, name, settings))
 
 
 def check_encoder_decoder(config: PreTrainedConfig, name: str) -> None:

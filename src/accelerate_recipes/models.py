@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
+from accelerate_recipes import slices
 from accelerate_recipes.attention import choose
 from accelerate_recipes.composites import COMPOSITES, UNBALANCED, is_text_part, placeholders, text_part
 from accelerate_recipes.errors import ConfigError, one_line
@@ -43,8 +44,7 @@ def load_model(
     With `packed`, a class of models is refused if its attention crosses the documents of a packed row. `has_boundaries` has
     the same meaning as in `attention.choose`. `stretch` may extend the range of positions of the model.
 
-    Under FSDP2 with `fsdp_cpu_ram_efficient_loading`, only the first process of each node reads the weights; the others
-    get theirs when the model is sharded.
+    Under FSDP2, the model has no values until `distributed.prepare` has sharded it; see `slices`.
 
     Raises:
         ConfigError: if the model's class does not support the attention, packed rows, or rows that ranks share; and if the
@@ -64,19 +64,22 @@ def load_model(
     if packed:
         config._attn_implementation = attention
         check_packing(config)
-    if not is_text_part(config, load_config(name)):
-        settings |= changes | cache.pinned(name)
-        return tie_as_read(AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention, **settings))
+    settings |= {"attn_implementation": attention}
+    is_part, by_slices = is_text_part(config, load_config(name)), slices.applies(name, settings)
+    if not is_part and not by_slices:
+        return tie_as_read(AutoModelForCausalLM.from_pretrained(name, **settings, **changes, **cache.pinned(name)))
     with torch.device("meta"):
         model = made(AutoModelForCausalLM, config)
-    files = mapped_weights(cache.folder("model", name))
-    weights = {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
-    settings |= {"config": config, "state_dict": weights, "attn_implementation": attention}
-    model = type(model).from_pretrained(None, **settings)
-    model.config.name_or_path = name
+    if by_slices:
+        model = slices.load_on_meta(model, name, settings)
+    else:
+        files = mapped_weights(cache.folder("model", name))
+        weights = {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
+        model = type(model).from_pretrained(None, config=config, state_dict=weights, **settings)
+        model.config.name_or_path = name
+        model.generation_config = generation_config(model, name)
     if is_first() and config.model_type in UNBALANCED:
         print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
-    model.generation_config = generation_config(model, name)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`
     return tie_as_read(model)
 

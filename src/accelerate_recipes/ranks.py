@@ -8,7 +8,7 @@ read the same rows, so they count as one rank for the data.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +53,11 @@ def readers(shares: int, size: int) -> str:
     if size == 1:
         return f"{shares} processes"
     return f"{shares} group{'s' if shares > 1 else ''} of {size} processes that share rows"
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """Return this rank's share of `items`: every n-th, of n ranks."""
+    return items[rank() :: dist.get_world_size()] if dist.is_initialized() else items
 
 
 def on_all_data_ranks(value: Any) -> list:

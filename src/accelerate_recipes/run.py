@@ -166,7 +166,7 @@ class Run(Generic[Args]):
         return sharded.eval()
 
     def rest_of_base(self, model: PreTrainedModel) -> dict[str, str | None] | None:
-        """Describe what the run does not train of the files that it begins with, and print it; call it on the first rank.
+        """Describe what the run does not train of the files that it begins with, and print it; call it on all ranks.
 
         Returns:
             What `base.described` does; None if the model holds all of them.
@@ -179,7 +179,7 @@ class Run(Generic[Args]):
         if not rest:
             return None
         self.print(untrained(rest, name))
-        return described(name, revision, rest)
+        return described(name, revision, rest, by_all=True)
 
     def release(self) -> None:
         """Free a sharded model, so that another one can be sharded."""
@@ -207,7 +207,7 @@ class Run(Generic[Args]):
         self.adapter = self.adapter or add_adapters(model, self.args)
         # A pretrained model may be loaded as another class, with a new head.
         model.config.architectures = [type(model).__name__]
-        rest = on_first_rank(lambda: self.rest_of_base(model))
+        rest = self.rest_of_base(model)
         generation = [model.generation_config] if model.can_generate() else []
         self.artifacts = copy.deepcopy([model.config, *generation])
         if self.is_first:  # Published comes last, since it rewrites files that the others have written

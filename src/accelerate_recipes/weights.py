@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple
 
@@ -41,9 +41,15 @@ def initialize(
     Raises:
         ConfigError: for a class of models whose rules leave a parameter or buffer without a value.
     """
-    device = torch.device(device)
     model.to_empty(device=storage or device)
     model.tie_weights()  # again: `to_empty` makes a parameter of its own for each name of a tied parameter
+    return draw_values(model, seed, torch.device(device))
+
+
+def draw_values(
+    model: PreTrainedModel, seed: int, device: torch.device, only: Container[int] | None = None
+) -> PreTrainedModel:
+    """Give parameters and buffers that have memory their first values; see `initialize`. `only` holds the `id` of each."""
     places = all_places(model)
     # A rule may write to all children of its module. So while one tensor is drawn, a meta tensor replaces each other one:
     # writing to it does nothing.
@@ -54,7 +60,7 @@ def initialize(
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             # A tied parameter is drawn under the name to which its other names are tied: this name sorts first.
             for place in sorted(places, key=lambda place: place.name in model.all_tied_weights_keys):
-                if id(place.tensor) not in done:
+                if id(place.tensor) not in done and (only is None or id(place.tensor) in only):
                     done.add(id(place.tensor))
                     try:
                         value = first_value(place, seed, device)

@@ -92,9 +92,16 @@ class Prediction:
             COPY: 2 * checkpoint_bytes(self.args, self.outcome.trained, None) // nodes,
         }
         if self.args.base_model:
-            readers = 1 if self.env.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true" else self.gpus_per_node
-            found[LOADING] = readers * self.args.param_dtype.itemsize * self.outcome.parameters
+            found[LOADING] = self.readers * self.args.param_dtype.itemsize * self.outcome.parameters
         return {what: size for what, size in found.items() if size > 2**20}
+
+    @property
+    def readers(self) -> int:
+        """Number of processes of a node that read the whole pretrained model; 0 if each reads its own part (`slices`)."""
+        if self.env.get("FSDP_CPU_RAM_EFFICIENT_LOADING") != "true" or self.args.load_in_4bit:
+            return self.gpus_per_node
+        is_classifier = not hasattr(self.args, "attn_implementation")  # transformers loads it, with a new output layer
+        return int(is_classifier or self.env.get("FSDP_VERSION") != "2")
 
     @property
     def host_peak(self) -> int:

@@ -37,6 +37,7 @@ from accelerate_recipes.life import stop
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import REFERENCE, Objective, Outputs, bare
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs, pad_multiple, with_fused_head
+from accelerate_recipes.pretrained import model_checksum
 from accelerate_recipes.ranks import on_first_rank, sum_over_ranks
 from accelerate_recipes.run import Run
 from accelerate_recipes.trial import Trial, config_of, refuse
@@ -187,9 +188,7 @@ class PairTrainer(Objective, DPOTrainer):
     """
 
     def __init__(self, run: Run[DPOArgs], config: DPOConfig, model: PreTrainedModel, *args: Any, **settings: Any):
-        if not (run.is_first and run.args.precompute_ref_log_probs):
-            # trl finds the values of the reference again by a hash of the weights. All ranks use that of the first rank.
-            model.state_dict = dict
+        model.state_dict = dict  # trl would hash all weights on each rank; see `complete_rows`
         # Otherwise trl would load a second model, whole on each rank; see `complete_rows`.
         config.precompute_ref_log_probs = True
         super().__init__(run, config, model, *args, **settings)
@@ -235,7 +234,8 @@ class PairTrainer(Objective, DPOTrainer):
         size, eval_size = (args.precompute_ref_batch_size or size for size in sizes)
         # trl would also accept cached values of another precision, or of answers that were cut or weighed differently.
         decided = (self.accelerator.mixed_precision, args.max_length, args.truncation_mode, args.ld_alpha)
-        self._precompute_model_hash = f"{self._precompute_model_hash} {decided}"
+        model = on_first_rank(lambda: model_checksum(self.run.args.base_model or ""))
+        self._precompute_model_hash = f"{model} {decided}"
         self.model.eval()
         # The loader draws a seed for its workers. This must not change the random numbers of training.
         with torch.random.fork_rng([]), without_adapters(self.model):

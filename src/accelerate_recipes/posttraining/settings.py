@@ -23,6 +23,7 @@ from accelerate_recipes.pretrained import load_text_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
+from accelerate_recipes.slices import resize, source_of
 from accelerate_recipes.weights import initialize, seed_of
 
 # Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
@@ -146,14 +147,12 @@ def make_model(args: TrainerArgs) -> PreTrainedModel:
         with contextlib.suppress(OSError):  # it names the tokens that end an answer; a model may have none
             name = args.model_name_or_path
             model.generation_config = GenerationConfig.from_pretrained(name, **cache.pinned(name))
-        model.state_dict = dict  # DPOTrainer hashes the weights
     else:
         model = load_model(
             args.model_name_or_path, args.attn_implementation, has_boundaries=args.has_boundaries, **load_settings(args)
         )
-    if (
-        model.device.type == "meta"
-    ):  # trl would set rows of new tokens to the mean of the other rows, which have no values
+    # trl would set rows of new tokens to the mean of the other rows, which have no values.
+    if model.device.type == "meta" and not source_of(model):
         model.resize_token_embeddings = partial(model.resize_token_embeddings, mean_resizing=False)
     return model
 
@@ -212,7 +211,7 @@ def make_or_load_model(
         if added:
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed_of("new rows", args.seed))
-                model.resize_token_embeddings(len(tokenizer))
+                resize(model, len(tokenizer))
         vocabulary = tokenizer.get_vocab()
         return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
     model = args.new_model(tokenizer)

@@ -1,0 +1,329 @@
+"""Weights of a pretrained model under FSDP2: each rank reads its own slices of the files, and nobody sends any.
+
+Otherwise one process of each machine reads the whole model, and Accelerate 1.15 sends it to all ranks, weight by weight:
+the more machines, the longer it takes.
+
+Files may hold other tensors than the class has weights, such as each expert by itself. transformers 5.23 knows how to
+convert them (core_model_loading). It can also fill a sharded model, but with wrong values where a conversion joins or
+transposes the dimension that the ranks share, and without any on a rank whose slice is empty. Here such weights are read
+whole, converted and cut.
+"""
+
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.integrations.fsdp import is_fsdp_enabled
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.hub import cache
+from accelerate_recipes.pretrained import generation_config, mapped_weights, names_in_files
+from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
+from accelerate_recipes.weights import all_places, draw_values, fill
+
+BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besides the weights of its rank
+THREADS = 4
+
+
+def applies(name: str, settings: dict[str, Any]) -> bool:
+    """Tell whether each rank reads its own slices of the model `name`.
+
+    It does under FSDP2 with `fsdp_cpu_ram_efficient_loading`, from files of safetensors. With a quantization in `settings`,
+    each process reads the whole model and rounds it.
+    """
+    place = cache.folder("model", name)
+    return (
+        is_fsdp_enabled()
+        and os.environ.get("FSDP_VERSION") == "2"
+        and "quantization_config" not in settings
+        and place is not None
+        and all(file.endswith(".safetensors") for file in cache.weight_files(place))
+    )
+
+
+@dataclass
+class Source:
+    """Files that hold the weights of a model on the meta device, and how its weights are made of theirs.
+
+    `parts` names, for a weight of the model, the tensors in the files by the pattern that a conversion takes them for.
+    """
+
+    model: PreTrainedModel  # of the same class, not sharded
+    tensors: dict[str, torch.Tensor]  # on the meta device, by their names in the class of the model
+    places: dict[str, tuple[Path, int]]  # file, and first byte
+    conversions: dict[str, WeightTransform] = field(default_factory=dict)  # by the first weight that each makes
+    parts: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    new_rows: dict[str, torch.Tensor] = field(default_factory=dict)  # of tensors with more rows than in the files
+    sizes: list[int] = field(default_factory=list)  # of what was read, in bytes; threads may append
+
+    def __post_init__(self):
+        """Find the conversion of each tensor, as transformers 5.23 does (convert_and_load_state_dict_in_model)."""
+        mapping, weights = get_model_conversion_mapping(self.model), self.model.state_dict()
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        prefix = self.model.base_model_prefix
+        for tensor in sorted(self.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(tensor, renamings, converters, prefix, weights)
+            if name not in weights and tensor in weights:
+                name, pattern = rename_source_key(tensor, [], [], prefix, weights)
+            if name in weights:
+                converter = of_pattern[pattern] if pattern else WeightRenaming(tensor, name)
+                self.conversions.setdefault(name, converter)
+                self.parts.setdefault(name, {}).setdefault(pattern or tensor, []).append(tensor)
+
+    def read(self, tensor: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read the rows of a tensor from `start` to `stop`, all by default.
+
+        Raises:
+            ConfigError: if the file has become shorter, or cannot be read.
+        """
+        whole, (file, begin) = self.tensors[tensor], self.places[tensor]
+        rows = torch.empty_like(whole[start:stop] if whole.ndim else whole, device="cpu")
+        view = memoryview(rows.flatten().view(torch.uint8).numpy())
+        begin += start * (whole[0].nbytes if start else 0)
+        done = 0
+        try:
+            with file.open("rb", buffering=0) as opened:
+                while done < len(view):
+                    count = os.preadv(opened.fileno(), [view[done:]], begin + done)
+                    if not count:
+                        raise OSError(f"it ends at byte {begin + done:,}, within {tensor}")
+                    done += count
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
+        self.sizes.append(done)
+        if tensor not in self.new_rows:
+            return rows
+        end = len(whole)
+        new = self.new_rows[tensor][max(0, start - end) : None if stop is None else max(0, stop - end)]
+        return torch.cat([rows, new.to(rows.dtype)])
+
+    def convert(self, weight: str, own: range | None = None) -> dict[str, torch.Tensor]:
+        """Read and convert what the model's `weight` is made of; with `own`, only these of the tensors that are stacked."""
+        conversion = copy.deepcopy(self.conversions[weight])
+        for pattern, tensors in self.parts[weight].items():
+            chosen = tensors[own.start : own.stop] if own else tensors
+            conversion.collected_tensors[pattern] = [partial(self.read, tensor) for tensor in chosen]  # pyright: ignore
+        made = conversion.convert(weight, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def whole(self, weight: str) -> torch.Tensor:
+        """Read a weight of the model as a whole."""
+        return self.convert(weight)[weight]
+
+    def stacks(self, weight: str) -> bool:
+        """Tell whether a weight is made of one tensor for each of its rows, such as an expert, and row by row."""
+        operations = getattr(self.conversions[weight], "operations", [])
+        lengths = {len(tensors) for tensors in self.parts[weight].values()}
+        return (
+            bool(operations)
+            and isinstance(operations[0], MergeModulelist)
+            and operations[0].dim == 0
+            and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in operations[1:])
+            and lengths == {len(self.model.state_dict()[weight])}
+        )
+
+
+def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Load a pretrained model without values, as its class's `from_pretrained` would; `read_slices` gives it values.
+
+    `model` is of the same class and configuration, on the meta device.
+    """
+    folder = cache.folder("model", name)
+    assert folder is not None  # see `applies`
+    files = {tensor: value.to("meta") for tensor, value in mapped_weights(folder).items()}
+    names = names_in_files(model, name, files)
+    tensors = {weight: files[of_file] for weight, of_file in names.items()}
+    offsets = places_in_files(folder)
+    source = Source(model, tensors, {weight: offsets[of_file] for weight, of_file in names.items()})
+    settings = settings | {"config": model.config, "state_dict": tensors, "device_map": "meta"}
+    loaded = type(model).from_pretrained(None, **settings).to("meta")  # ranks would make other buffers than the first
+    loaded.config.name_or_path = name
+    if loaded.can_generate():
+        loaded.generation_config = generation_config(loaded, name)
+    # Without values, transformers does not tie weights that the files hold twice.
+    for weight, origin in loaded.all_tied_weights_keys.items():
+        both = weight in source.parts and origin in source.parts
+        if both and on_first_rank(lambda pair=(weight, origin): torch.equal(*map(source.whole, pair))):
+            path, _, key = weight.rpartition(".")
+            setattr(loaded.get_submodule(path), key, loaded.get_parameter(origin))
+    loaded.source = source
+    return loaded
+
+
+def places_in_files(folder: Path) -> dict[str, tuple[Path, int]]:
+    """Map each tensor in the safetensors files of a folder to its file and its first byte there."""
+    found = {}
+    for file in map(folder.joinpath, cache.weight_files(folder)):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        found |= {tensor: (file, 8 + size + entry["data_offsets"][0]) for tensor, entry in header.items()}
+    return found
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Return the files that a model on the meta device gets its values from; None for other models."""
+    return getattr(model, "source", None)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a weight without what PEFT adds to it, twice where it adapts two parameters of a module."""
+    return name.replace(".base_layer", "")
+
+
+def tensor_of(parameter: nn.Parameter, model: PreTrainedModel, source: Source) -> str:
+    """Name the tensor in the files that an embedding or output layer gets its parameter from; it may be tied."""
+    names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+    return next(tensor for name in names if name in source.parts for tensor in source.parts[name])
+
+
+@torch.no_grad()
+def resize(model: PreTrainedModel, num_tokens: int) -> None:
+    """Give embedding and output layer a row for each of `num_tokens`; transformers makes the new rows from the others.
+
+    If the model has no values yet, the first rank reads both layers for this, and sends the new rows to the other ranks.
+    """
+    source = source_of(model)
+    if source is None:
+        model.resize_token_embeddings(num_tokens)
+        return
+
+    def replace(new: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Give both layers new parameters, one where they share one."""
+        made: dict[int, nn.Parameter] = {}
+        for layer in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+            for key, parameter in layer._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = nn.Parameter(new(parameter))
+                    layer._parameters[key] = made[id(parameter)]
+
+    def cut(parameter: nn.Parameter) -> torch.Tensor:
+        tensor = tensor_of(parameter, model, source)
+        source.new_rows[tensor] = parameter[len(source.tensors[tensor]) :].clone()
+        return parameter.to("meta")
+
+    on_first_rank(lambda: replace(lambda value: source.read(tensor_of(value, model, source)).to(value.dtype)))
+    model.resize_token_embeddings(num_tokens, mean_resizing=is_first())
+    replace(cut)
+    source.new_rows = on_first_rank(lambda: source.new_rows)
+
+
+def rows_of_tokens(layer: Any, tokens: Sequence[int], model: PreTrainedModel) -> torch.Tensor:
+    """Return the rows of `tokens` in an embedding or output layer, on the CPU if the model has no values yet."""
+    source = source_of(model)
+    if source is None:
+        return layer.weight.data[list(tokens)]
+    tensor = tensor_of(layer.weight, model, source)
+    rows = on_first_rank(lambda: torch.cat([source.read(tensor, token, token + 1) for token in tokens]))
+    return rows.to(layer.weight.dtype)
+
+
+@torch.no_grad()
+def read_slices(model: PreTrainedModel, source: Source, device: torch.device, storage: torch.device) -> None:
+    """Give a sharded model on the meta device its values. What the files do not hold, such as constants, its class computes.
+
+    Parameters come to lie on `storage`, buffers on `device`. Parameters with values, such as those of adapters, stay. Prints
+    the bytes that all ranks read, and the time.
+
+    Raises:
+        ConfigError: on all ranks, if a file cannot be read on one of them.
+    """
+    start, before = time.perf_counter(), len(source.sizes)
+    empty = {place.name for place in all_places(model) if place.tensor.is_meta}
+    model._apply(
+        lambda tensor: (
+            torch.empty_like(tensor, device=storage if isinstance(tensor, nn.Parameter) else device)
+            if tensor.is_meta
+            else tensor
+        )
+    )
+    model.tie_weights()  # again: a tied parameter now has memory of its own under each name
+    places = [place for place in all_places(model) if place.name in empty]
+    tensors = {plain_name(place.name): place.tensor for place in places}
+    error, filled = None, set()
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            reads = []
+            for weight in source.parts:
+                if weight not in tensors:  # a conversion may also make it together with others
+                    continue
+                calls = reads_of(tensors[weight], weight, source)
+                if calls is not None:
+                    reads += [threads.submit(*call) for call in calls]
+                    filled.add(id(tensors[weight]))
+                else:  # one after the other, because a whole weight needs much memory
+                    for name, value in source.convert(weight).items():
+                        fill(tensors[name], value.to(storage))
+                        filled.add(id(tensors[name]))
+            for read in tqdm(reads, "Reading weights", disable=None if is_first() else True):
+                read.result()
+    except Exception as raised:
+        error = raised
+    for raised in on_all_ranks(error):
+        if raised is not None:
+            raise raised
+    rest = [place for place in places if id(place.tensor) not in filled]
+    if lost := [place.name for place in rest if isinstance(place.tensor, nn.Parameter)]:
+        raise ConfigError(f"the files of the model give {len(lost)} of its weights no values, such as {min(lost)}")
+    draw_values(model, 0, device, {id(place.tensor) for place in rest})
+    total = sum(on_all_ranks(sum(source.sizes[before:])))
+    seconds = time.perf_counter() - start
+    if is_first():
+        size = sum(tensor.nbytes for tensor in source.tensors.values())
+        print(
+            f"Weights: each rank has read its part; together {total / 1e9:.3g} GB in {seconds:.3g} s "
+            f"({total / seconds / 1e9:.3g} GB/s), the files hold {size / 1e9:.3g} GB",
+            flush=True,
+        )
+
+
+def reads_of(tensor: torch.Tensor, weight: str, source: Source) -> list[tuple[Any, ...]] | None:
+    """List calls that read this rank's rows of a weight into `tensor`; None if the weight must be read whole."""
+    local, first = tensor.detach(), 0
+    if isinstance(local, DTensor):
+        numbers = torch.arange(len(local), device=local.device)
+        numbers = distribute_tensor(numbers, local.device_mesh, local.placements, src_data_rank=None).to_local()
+        local, first = local.to_local(), int(numbers[0]) if len(numbers) else 0
+    if source.stacks(weight):
+        return [(read_expert, local[row], weight, first + row, source) for row in range(len(local))]
+    if not isinstance(source.conversions[weight], WeightRenaming):
+        return None
+    (of_file,) = source.parts[weight]
+    if not local.ndim:
+        return [(read_rows, local, of_file, 0, source)]
+    step = max(1, BLOCK * len(local) // max(1, local.nbytes))
+    return [(read_rows, local[row : row + step], of_file, first + row, source) for row in range(0, len(local), step)]
+
+
+def read_rows(rows: torch.Tensor, of_file: str, first: int, source: Source) -> None:
+    rows.copy_(source.read(of_file, first, first + len(rows)) if rows.ndim else source.read(of_file))
+
+
+def read_expert(row: torch.Tensor, weight: str, number: int, source: Source) -> None:
+    row.copy_(source.convert(weight, range(number, number + 1))[weight][0])
