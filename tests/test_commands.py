@@ -42,6 +42,37 @@ def call(monkeypatch, capfd, *argv: object) -> tuple[int, str]:
     return code, capfd.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["/somewhere/accelerate_recipes/__main__.py", "/bin/accelerate-recipes"])
+def test_without_a_command(program, monkeypatch, capsys):
+    """It lists the commands, with examples, all of which name it as it was called."""
+    monkeypatch.setattr(sys, "argv", [program])
+    __main__.main()
+    said = capsys.readouterr().out
+    name = "accelerate-recipes" if program.startswith("/bin") else "python -m accelerate_recipes"
+    assert said.startswith(f"usage: {name} [-h] COMMAND ...\n")
+    listed = said.partition("commands:")[2].partition("examples")[0]
+    assert {command[0] for command in COMMANDS if command != ["nonsense"]} | {"launch"} <= set(listed.split())
+    examples = said.partition("examples")[2].replace("\\\n", " ").splitlines()[1:-2]
+    for example in examples:
+        words = example.removeprefix(f"  {name} ").split()
+        __main__.command_parser().parse_known_args(words)
+        for word in words:
+            assert not word.startswith(("recipes/", "accelerate_configs/")) or (ROOT / word).is_file(), word
+    assert len(examples) > 5
+
+
+@pytest.mark.parametrize(
+    "command", [["plan"], ["preflight"], ["prepare", "recipes/template.py"], ["checkpoint", "list"]]
+)
+def test_usage_names_the_command(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/accelerate_recipes/__main__.py", *command, "--help"])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main()
+    name = " ".join(command).removesuffix(" recipes/template.py")
+    assert capsys.readouterr().out.startswith(f"usage: python -m accelerate_recipes {name} ")
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 

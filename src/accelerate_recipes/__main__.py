@@ -1,136 +1,113 @@
-"""Commands for use before, between and after runs: `python -m accelerate_recipes COMMAND ...`"""
+"""Commands for use before, between and after runs: `python -m accelerate_recipes COMMAND ...`, or `accelerate-recipes`."""
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable
 
+EXAMPLES = """\
+examples, in the order of a run's life:
+  %(prog)s download recipes/chess.py --config recipes/configs/chess/codellama_7b.yaml
+  %(prog)s prepare recipes/chess.py --config recipes/configs/chess/laptop.yaml
+  %(prog)s preflight accelerate_configs/fsdp_full.yaml \\
+      recipes/chess.py --config recipes/configs/chess/laptop.yaml
+  %(prog)s plan accelerate_configs/fsdp_full.yaml --gpus-per-node 8 --gpu h100 \\
+      recipes/c4.py --config recipes/configs/c4/llama2_7b.yaml
+  %(prog)s launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \\
+      recipes/chess.py --config recipes/configs/chess/laptop.yaml
+  %(prog)s checkpoint list outputs/demo
+  %(prog)s check-export outputs/demo/export
+
+`%(prog)s COMMAND --help` shows the arguments of a command, `python recipes/chess.py --help` those of a recipe.
+"""
+RUN = "CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]"
+
 
 def command_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m accelerate_recipes", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("preflight", help="check a launch before it is queued", add_help=False)
-    check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
-    check.add_argument("argv", nargs=argparse.REMAINDER, metavar="CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
-    ahead = commands.add_parser("plan", help="predict memory and time of a run, by simulating a step", add_help=False)
-    ahead.add_argument(
-        "argv",
-        nargs=argparse.REMAINDER,
-        metavar="CONFIG [--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no-search] RECIPE [ARGS...]",
+    """Make the parser of all commands. What it returns holds in `call` the function that does the work."""
+    parser = argparse.ArgumentParser(
+        description="Check, plan, launch and export runs of recipes.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
-    job.add_argument("kind", choices=["pytorchjob", "trainjob"])
-    job.add_argument("argv", nargs=argparse.REMAINDER, metavar="[FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]")
-    fetch = commands.add_parser(
-        "download", help="download what a run will read from the Hub, where there is internet", allow_abbrev=False
-    )
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+
+    def add(
+        name: str, call: Callable[..., None], help: str, words: str = "", to: Any = commands
+    ) -> argparse.ArgumentParser:
+        command = to.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+        command.set_defaults(call=call)
+        if words:  # what follows the command, with the flags of another parser
+            command.usage = f"{command.prog} {words}"
+            command.add_argument("argv", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        return command
+
+    fetch = add("download", download_needs, "download what a run will read from the Hub, where there is internet")
     fetch.add_argument("--max_shards", type=int, help="download only the first MAX_SHARDS files of a pattern")
     fetch.add_argument("--update", action="store_true", help="move to the newest commits; default: keep pinned ones")
     fetch.add_argument("recipe", metavar="RECIPE [ARGS...]")
-    ready = commands.add_parser(
-        "prepare", help="prepare the data that a run will read, and show its first rows", add_help=False
+    add("list", list_downloads, "list what was downloaded, and for which recipes; offline")
+    add("verify", verify_downloads, "read what was downloaded, and compare it with its checksums; offline")
+    ready = add("prepare", prepare_rows, "prepare the data that a run will read, and show its first rows")
+    ready.add_argument("recipe", metavar="RECIPE")
+    ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="[ARGS...]")
+    check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
+    check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
+    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no-search]"
+    add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
+    job = add("k8s", print_manifest, "print a Kubernetes job for a run")
+    job.add_argument("kind", choices=["pytorchjob", "trainjob"])
+    job.add_argument("argv", nargs=argparse.REMAINDER, metavar=f"[FLAGS] {RUN}")
+    add(
+        "launch",
+        launch_run,
+        "launch a run; what stands on the screen last is its message",
+        "[LAUNCH FLAGS] RECIPE [ARGS...]",
     )
-    ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="RECIPE [ARGS...]")
-    ended = commands.add_parser(
-        "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
-    )
+    ended = add("requeue", requeue, "decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail")
     ended.add_argument("output_dir", type=Path)
     ended.add_argument("--signalled", action="store_true", help="Slurm asked for the nodes back")
     ended.add_argument("--max_restarts", type=int, required=True)
-    commands.add_parser("verify", help="read what was downloaded, and compare it with its checksums; offline")
-    commands.add_parser("list", help="list what was downloaded, and for which recipes; offline")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
-    saved.add_parser("verify", help="check every file of a checkpoint").add_argument("directory", type=Path)
-    saved.add_parser("list", help="list the checkpoints of a run").add_argument("directory", type=Path)
-    add_export_commands(commands)
+    add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument("directory", type=Path)
+    add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", type=Path)
+    add_export_commands(add)
     return parser
 
 
 def main() -> None:
     print_any_text()
+    if os.path.basename(sys.argv[0]) == "__main__.py":
+        sys.argv[0] = "python -m accelerate_recipes"  # argparse names the program by it, also in the usage of a recipe
     parser = command_parser()
     args, rest = parser.parse_known_args()
-    if args.command in ("preflight", "plan"):  # flags may stand before CONFIG
+    if args.command is None and not rest:
+        parser.print_help()
+        return
+    if args.command == "launch":
+        args.argv, rest = sys.argv[2:], []
+    elif args.command in ("preflight", "plan"):  # flags may stand before CONFIG
         args.argv, rest = [*rest, *args.argv], []
+    args.rest = rest
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-
-    if args.command == "requeue":
-        # Be quick: the job may be about to end.
-        from accelerate_recipes.launch.requeue import after_attempt
-
-        try:
-            code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
-        except OSError as error:
-            code, why = 1, f"how the attempt ended cannot be noted: {error}; put it right, and submit again"
-        print(why)
-        sys.exit(code)
-
+    sys.argv[0] += f" {args.command}"
     try:
-        # The imports below load torch and transformers, which a usage message does not need.
-        if args.command == "preflight":
-            from accelerate_recipes.launch.preflight import preflight
-
-            found, assignments = preflight(args.argv)
-            if args.shell:
-                print(found, file=sys.stderr)
-                print(assignments)
-            else:
-                print(found)
-        elif args.command == "plan":
-            from accelerate_recipes.launch.planning import plan
-
-            print(plan(args.argv).text)
-        elif args.command == "prepare":
-            from accelerate_recipes.recipe import prepare_data
-
-            if not args.argv:
-                parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")
-            prepare_data(args.argv)
-        elif args.command == "k8s":
-            from accelerate_recipes.launch.kubernetes import render_manifest
-
-            manifest, said = render_manifest(args.kind, args.argv)
-            print(said, file=sys.stderr)
-            print(manifest, end="")
-        elif args.command == "download":
-            from accelerate_recipes.hub.download import download
-            from accelerate_recipes.recipe import needs_of
-
-            command = [args.recipe, *rest]
-            download(needs_of(command), command, max_shards=args.max_shards, update=args.update)
-            print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
-        elif args.command in ("verify", "list"):
-            from accelerate_recipes.hub.download import listing, verify
-
-            print(verify() if args.command == "verify" else listing())
-        elif args.command == "check-export":
-            from accelerate_recipes.checkpoint.check_export import check_export
-
-            print(check_export(args.export, args.prompt, args.max_new_tokens))
-        elif args.command == "export":
-            export_checkpoint(args)
-        elif args.command == "evaluate":
-            evaluate(args)
-        elif args.command == "push":
-            push_export(args)
-        elif args.action == "verify":
-            verify_checkpoint(args.directory)
-        else:
-            list_checkpoints(args.directory)
+        args.call(args)
     except (ConfigError, DataError, OSError) as error:  # a path is too long, a file is not readable, a disk is full
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
 
 
-def add_export_commands(commands: Any) -> None:
+def add_export_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands that make or use an export."""
-    out = commands.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
+    out = add("export", export_checkpoint, "turn a checkpoint into a folder that from_pretrained loads")
     out.add_argument("checkpoint", type=Path)
     out.add_argument("out", type=Path)
     out.add_argument("--dtype", choices=["bf16", "fp32"], help="dtype of the weights; default: that of evaluation")
@@ -139,13 +116,13 @@ def add_export_commands(commands: Any) -> None:
     out.add_argument(
         "--text_only_export", action="store_true", help="export the trained language model without the rest of its base"
     )
-    seen = commands.add_parser(
-        "check-export", help="load an export with transformers alone, and print what it is and answers"
+    seen = add(
+        "check-export", check_export_alone, "load an export with transformers alone, and print what it is and answers"
     )
     seen.add_argument("export", type=Path)
     seen.add_argument("--prompt", help="prompt to answer; default: the beginning of the first row")
     seen.add_argument("--max_new_tokens", type=int, default=40, help="tokens of the answer at most")
-    judge = commands.add_parser("evaluate", help="evaluate an export by lm-evaluation-harness, and show it in its card")
+    judge = add("evaluate", evaluate, "evaluate an export by lm-evaluation-harness, and show it in its card")
     judge.add_argument("export", type=Path)
     judge.add_argument("--tasks", nargs="+", required=True, help="names of tasks, separated by spaces or commas")
     judge.add_argument(
@@ -155,16 +132,88 @@ def add_export_commands(commands: Any) -> None:
     judge.add_argument("--limit", type=int, help="evaluate only the first LIMIT examples of each task")
     judge.add_argument("--num_fewshot", type=int, help="examples in each prompt; default: as the task says")
     judge.add_argument("--apply_chat_template", action="store_true", help="put prompts into the model's chat template")
-    upload = commands.add_parser("push", help="push an export to a repository on the Hub, private if it is new")
+    upload = add("push", push_export, "push an export to a repository on the Hub, private if it is new")
     upload.add_argument("export", type=Path)
     upload.add_argument("repo", metavar="ORG/NAME")
     upload.add_argument("--public", action="store_true", help="make a new repository public, or push to a public one")
 
 
-def verify_checkpoint(directory: Path) -> None:
+# The functions below import what they need: torch and transformers take seconds, which a usage message does not need.
+
+
+def download_needs(args: argparse.Namespace) -> None:
+    from accelerate_recipes.hub.download import download
+    from accelerate_recipes.recipe import needs_of
+
+    command = [args.recipe, *args.rest]
+    download(needs_of(command), command, max_shards=args.max_shards, update=args.update)
+    print("All is here. A run reads it with HF_HUB_OFFLINE=1, without any network")
+
+
+def list_downloads(args: argparse.Namespace) -> None:
+    from accelerate_recipes.hub.download import listing
+
+    print(listing())
+
+
+def verify_downloads(args: argparse.Namespace) -> None:
+    from accelerate_recipes.hub.download import verify
+
+    print(verify())
+
+
+def prepare_rows(args: argparse.Namespace) -> None:
+    from accelerate_recipes.recipe import prepare_data
+
+    prepare_data([args.recipe, *args.argv])
+
+
+def check_launch(args: argparse.Namespace) -> None:
+    from accelerate_recipes.launch.preflight import preflight
+
+    found, assignments = preflight(args.argv)
+    print(found, file=sys.stderr if args.shell else sys.stdout)
+    if args.shell:
+        print(assignments)
+
+
+def plan_run(args: argparse.Namespace) -> None:
+    from accelerate_recipes.launch.planning import plan
+
+    print(plan(args.argv).text)
+
+
+def launch_run(args: argparse.Namespace) -> None:
+    from accelerate_recipes.launch.quiet import launch
+
+    launch(args.argv)
+
+
+def print_manifest(args: argparse.Namespace) -> None:
+    from accelerate_recipes.launch.kubernetes import render_manifest
+
+    manifest, said = render_manifest(args.kind, args.argv)
+    print(said, file=sys.stderr)
+    print(manifest, end="")
+
+
+def requeue(args: argparse.Namespace) -> None:
+    """Print what a job does next. Be quick: the job may be about to end."""
+    from accelerate_recipes.launch.requeue import after_attempt
+
+    try:
+        code, why = after_attempt(args.output_dir, args.signalled, args.max_restarts)
+    except OSError as error:
+        code, why = 1, f"how the attempt ended cannot be noted: {error}; put it right, and submit again"
+    print(why)
+    sys.exit(code)
+
+
+def verify_checkpoint(args: argparse.Namespace) -> None:
     """Print the content of a checkpoint, or its defect."""
     from accelerate_recipes.checkpoint import files
 
+    directory = args.directory
     if reason := files.defect(directory) or files.damage(directory):
         raise ConfigError(f"{directory}: {reason}")
     marker = files.read_marker(directory)
@@ -175,11 +224,11 @@ def verify_checkpoint(directory: Path) -> None:
     print("complete and unchanged")
 
 
-def list_checkpoints(directory: Path) -> None:
+def list_checkpoints(args: argparse.Namespace) -> None:
     """Print a line for each directory named like a checkpoint: size, age, and whether it is complete."""
     from accelerate_recipes.checkpoint import files
 
-    for path in files.candidates(directory):
+    for path in files.candidates(args.directory):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         hours = (time.time() - path.stat().st_mtime) / 3600
         state = files.defect(path) or "complete"
@@ -218,6 +267,12 @@ def evaluate(args: argparse.Namespace) -> None:
     options = {name: getattr(args, name) for name in ("batch_size", "limit", "num_fewshot", "apply_chat_template")}
     print(evaluate_export(args.export, tasks, args.include_path, **options))
     print(f"{args.export / 'README.md'} shows these results")
+
+
+def check_export_alone(args: argparse.Namespace) -> None:
+    from accelerate_recipes.checkpoint.check_export import check_export
+
+    print(check_export(args.export, args.prompt, args.max_new_tokens))
 
 
 def push_export(args: argparse.Namespace) -> None:

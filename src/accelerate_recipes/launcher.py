@@ -55,6 +55,8 @@ FSDP1_ONLY = {
     "fsdp_sync_module_states": None,
     "fsdp_use_orig_params": None,
 }
+# Programs whose command `launch` takes these flags.
+LAUNCHERS = ("accelerate", "accelerate.commands.accelerate_cli", "accelerate-recipes", "accelerate_recipes")
 KINDS = {int: "a whole number", str: "a text; put it in quotes"}
 
 
@@ -233,9 +235,7 @@ def own_launch() -> tuple[list[str], str]:
             command = process.cmdline()
             for i, word in enumerate(command):
                 name = os.path.basename(word)
-                if name in ("accelerate", "accelerate.commands.accelerate_cli") and command[i + 1 : i + 2] == [
-                    "launch"
-                ]:
+                if name in LAUNCHERS and command[i + 1 : i + 2] == ["launch"]:
                     return command[i + 2 :], process.cwd()
                 if name in ("accelerate-launch", "accelerate.commands.launch"):
                     return command[i + 1 :], process.cwd()

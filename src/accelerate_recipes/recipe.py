@@ -280,12 +280,15 @@ def run_recipe(
         pass
     except Stopped as reason:
         end_with(args, state="stopped", reason=str(reason))
+        said = f"Stopped by {reason}; the same command goes on from the newest checkpoint"
         # A supervisor that restarts by exit codes takes 0 for the end of the run. Only a `stop` file, which a person wrote,
         # means this end.
         if not is_wish_of_a_person(str(reason)):
             code = int(os.environ.get("STOPPED_EXIT_CODE", 0))
         if is_first():
-            say(f"Stopped by {reason}; the same command goes on from the newest checkpoint", sys.stdout)
+            say(said, sys.stdout)
+        if code:
+            parent.tell_launcher(said)
     except (ConfigError, DataError, NonFiniteError, SaveError) as error:
         told = watched is not None and watched.tell_first_rank(str(error))
         if told or not is_first_of_machine():
@@ -303,6 +306,7 @@ def run_recipe(
         else:
             say(traceback.format_exc())
             reason = f"{type(error).__name__}: {error}"
+        parent.tell_launcher(printable(reason))
         end_with(args, state="crashed", reason=reason)
         code = 1
     finally:
@@ -335,6 +339,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 def fail(args: TrainArgs | None, reason: str) -> NoReturn:
     """End with an error that the user must correct. If another rank found it, the watch's thread on rank 0 calls this."""
     say(f"error: {printable(reason)}")
+    parent.tell_launcher(printable(reason))
     if args is not None and attempt()["job"] and is_first():
         # status.json must tell the job script, also before training begins, that a restart would not help.
         with contextlib.suppress(ConfigError, OSError):

@@ -1,16 +1,24 @@
-"""Signals from the kernel, so that no process outlives its parent: a run its launcher, a data worker its run.
+"""Parent of this process: the kernel's signal at its end, and the message by which this process ends.
+
+No process outlives its parent: a run its launcher, a data worker its run.
 
 A process that is killed by SIGKILL (out of memory, an impatient scheduler) cannot tell its children, but the kernel can: on
 Linux, a process can ask for a signal at the end of its parent (prctl(2), PR_SET_PDEATHSIG). More exactly, the signal comes
 when the thread that started the process ends. Launchers and loaders start their processes from the main thread.
 """
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import psutil
+
+from accelerate_recipes.disk import write_atomically
 
 PR_SET_PDEATHSIG = 1
 
@@ -55,6 +63,20 @@ def follow(number: int) -> None:
 def leave_without_launcher() -> None:
     print("error: the launcher that started this process is gone", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def tell_launcher(message: str) -> None:
+    """Write why this process ends to the file whose content torch's launcher prints last; without one, do nothing.
+
+    The message has no call stack, which the launcher would print in its place.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    # The launcher names the first process to fail, by whole seconds. Those that it ends then may end in the same second.
+    said = {"message": message, "extraInfo": {"timestamp": int(time.time()) - 1}}
+    with contextlib.suppress(OSError):
+        write_atomically(Path(file), json.dumps({"message": said}))
 
 
 def follow_parent() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate_recipes import ranks
+from accelerate_recipes.life.parent import tell_launcher
 from accelerate_recipes.life.status import update_status
 
 SECONDS_TO_MISS = 4  # seconds without a sign of life after which a rank is missing; one is due each second
@@ -172,6 +173,7 @@ class Watch:
     def _end(self, message: str) -> None:
         self.gave_up.set()
         print(f"error: {message}", file=sys.stderr, flush=True)
+        tell_launcher(message)
         faulthandler.dump_traceback(file=sys.stderr)
         if self.rank == 0:
             update_status(self.output_dir, state="crashed", reason=message)

@@ -1,0 +1,59 @@
+"""The command `launch`: `accelerate launch` with the same arguments, but its screen ends with the message of the run.
+
+`accelerate launch` itself ends with the stack of the launcher, which says nothing about the run.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from accelerate.commands.launch import launch_command
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launcher import parse_flags
+
+# They log what the ranks have said already: a process failed, the others get a signal.
+LOGGERS = ("multiprocessing.api", "agent.server.api")
+
+
+def launch(argv: Sequence[str]) -> None:
+    """Do what `accelerate launch ARGV` does, with the same exit code, but print no stack of the launcher.
+
+    Raises:
+        ConfigError: for arguments that `accelerate launch` refuses.
+    """
+    args = parse_flags(argv)
+    if "LOGLEVEL" not in os.environ:
+        for name in LOGGERS:
+            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        launch_command(args)
+    except ChildFailedError as error:
+        leave_with(failure_in_words(error))
+    except subprocess.CalledProcessError as error:  # one process, which has printed its message unless it was killed
+        leave_with(f"the process got {signal.Signals(-error.returncode).name}" if error.returncode < 0 else "")
+    except SignalException:  # the processes have been stopped, and have said so
+        leave_with("")
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+
+
+def failure_in_words(error: ChildFailedError) -> str:
+    """Say why the first process failed; "" if only one process gave a reason, which then is the end of the screen."""
+    rank, first = error.get_first_failure()
+    told = [failure for failure in error.failures.values() if isinstance(failure.message, dict)]
+    if told == [first]:
+        return ""
+    return f"rank {rank}: {first.message['message'] if first in told else first.message}"
+
+
+def leave_with(message: str) -> NoReturn:
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
