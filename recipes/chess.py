@@ -15,7 +15,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
@@ -23,6 +22,7 @@ from accelerate_recipes.architecture import Architecture, check_belong_together,
 from accelerate_recipes.args import TrainArgs, arg
 from accelerate_recipes.attention import KERNELS
 from accelerate_recipes.data.packing import PackedRows, collate
+from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps
 from accelerate_recipes.engine import evaluate_loss, train
 from accelerate_recipes.games import rules
@@ -98,7 +98,7 @@ def main(args: Args) -> None:
     folder = prepare_games(tokenizer, args, max_length=args.max_length, seed=args.seed)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     train_rows, heldout_rows = (
-        PackedRows(Dataset.load_from_disk(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
+        PackedRows(prepared_rows(folder / name), args.max_length, tokenizer.pad_token_id, args.document_mask)
         for name in ("train", "heldout")
     )
     train_loader = make_train_loader(

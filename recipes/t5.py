@@ -14,13 +14,14 @@ texts for its share of the sources, while the weights stay sharded. The texts ar
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from accelerate_recipes.adapters import load_settings
 from accelerate_recipes.architecture import Architecture, new_config
 from accelerate_recipes.args import TrainArgs, arg
+from accelerate_recipes.data.prepared import prepared_rows
 from accelerate_recipes.data.rows import make_eval_loader, make_train_loader, num_steps, permutation
 from accelerate_recipes.data.text_pairs import PAD_MULTIPLE, PairArgs, Pairs, prepare_pairs, source_texts
 from accelerate_recipes.disk import read_json_lines
@@ -101,7 +102,7 @@ def trial(args: Args) -> Trial:
     return pairs_trial(args, make_config(args) if args.from_scratch else None)
 
 
-def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Dataset]:
+def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pairs, Any]:
     """Return facts about the pairs, the training pairs, and the evaluation pairs with their texts."""
     longest = tokenizer.model_max_length
     if args.max_target_length > longest:
@@ -112,9 +113,9 @@ def load_pairs(args: Args, tokenizer: PreTrainedTokenizerBase) -> tuple[dict, Pa
     for side in ("source", "target") if args.base_model else ():
         check_length(args.base_model, getattr(args, f"max_{side}_length"), f"max_{side}_length", PAD_MULTIPLE)
     folder = prepare_pairs(tokenizer, args)
-    heldout = Dataset.load_from_disk(folder / "heldout")
+    heldout = prepared_rows(folder / "heldout")
     chosen = sorted(permutation(len(heldout), args.seed, 0)[: args.num_eval_pairs])
-    train_pairs = Pairs(Dataset.load_from_disk(folder / "train"), tokenizer.pad_token_id)
+    train_pairs = Pairs(prepared_rows(folder / "train"), tokenizer.pad_token_id)
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     return facts, train_pairs, heldout.select(chosen).flatten_indices()
 

@@ -6,7 +6,6 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import psutil
 import pytest
 import xxhash
@@ -488,7 +487,7 @@ def test_an_hf_home_that_cannot_be_written_to(tmp_path, monkeypatch):
     """Recipes whose libraries write there say so before they begin, each cache once; a stream of text needs none."""
     found = {}
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
-        monkeypatch.setattr(datasets.config, name, f"/proc/nowhere/{name}")
+        monkeypatch.setenv(name, f"/proc/nowhere/{name}")
     for name in ("chess", "sft", "c4"):
         args = recipe.load(ROOT / f"recipes/{name}.py").Args(output_dir=str(tmp_path))
         if name == "chess":

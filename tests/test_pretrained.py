@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import sentencepiece
 import torch
@@ -353,7 +352,7 @@ def test_folders_that_libraries_write_to(name, recipe_name, model, place, models
     """Where HF_HOME is read-only or cannot be made, preflight and a launch name the folder, and the variable that moves it."""
     monkeypatch.chdir(models)
     place = Path(place.format(file=models / "texts.jsonl"))
-    monkeypatch.setattr(datasets.config, name, place)
+    monkeypatch.setenv(name, str(place))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place))
     command = [
         str(ROOT / f"recipes/{recipe_name}.py"),

@@ -137,6 +137,9 @@ class TrainArgs(AdapterArgs):
     # Whether rows of any length are padded to a length that the ranks which share a row can divide.
     pads_rows: ClassVar[bool] = False
 
+    # Whether `datasets` or `evaluate` read rows or compute metrics; they fill caches.
+    fills_caches = True
+
     # Whether all rows are tokenised before the first step, while other processes wait in a collective.
     tokenizes_first: ClassVar[bool] = False
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
-import datasets
 import torch
 import transformers
 import yaml
@@ -31,7 +30,6 @@ from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.data.text import TextArgs
 from accelerate_recipes.disk import existing, is_full, print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
 from accelerate_recipes.hub import cache, push
@@ -52,6 +50,8 @@ from accelerate_recipes.tokenizers import load_tokenizer
 
 # Arguments that name directories to which runs write. In a pod, relative ones lie on the volume for checkpoints.
 WRITTEN = ("output_dir", "data_cache_dir", "pretokenize")
+# Variables that name the folders to which `datasets` and `evaluate` write, with the folder's place below HF_HOME.
+CACHES = {"HF_MODULES_CACHE": "modules", "HF_DATASETS_CACHE": "datasets"}
 
 
 @dataclass
@@ -91,15 +91,20 @@ def write_problems(args: TrainArgs) -> list[str]:
                 found.append(f"--{name} {directory} cannot be written to: {why}; give another")
         elif directory == "" and name != "pretokenize":  # an empty --pretokenize means off
             found.append(f"--{name} is empty; name a folder")
-    if not isinstance(args, TextArgs):  # a stream of text is read without `datasets`, and evaluated without `evaluate`
-        caches = ["HF_MODULES_CACHE"] if hasattr(args, "data_cache_dir") else ["HF_MODULES_CACHE", "HF_DATASETS_CACHE"]
-        for directory in (getattr(datasets.config, name) for name in caches):
+    if args.fills_caches:
+        for name in list(CACHES)[: 1 if hasattr(args, "data_cache_dir") else 2]:
+            directory = cache_of_library(name)
             if why := refusal(directory):
                 found.append(
                     f"{directory} cannot be written to: {why}; set HF_HOME to a folder of your own, and HF_HUB_CACHE to "
                     f"{constants.HF_HUB_CACHE} if the models lie there"
                 )
     return found
+
+
+def cache_of_library(variable: str) -> Path:
+    """Return the folder that a variable of CACHES names, without the second that an import of `datasets` takes."""
+    return Path(os.environ.get(variable, os.path.join(constants.HF_HOME, CACHES[variable])))
 
 
 def refusal(directory: str | Path) -> str | None:
@@ -224,7 +229,9 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
 def plain_lines_in_a_job() -> None:
     """Switch progress bars off where stderr is not a terminal."""
     if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # which an import of `datasets` reads
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
 
 
@@ -271,6 +278,8 @@ def run_recipe(
                 arguments = {"arguments": args.values()}
                 print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
             if args.dataloader_num_workers:
+                with contextlib.suppress(ImportError):
+                    import datasets  # noqa: F401  # workers share what is imported before they are forked
                 workers.start_fork_server()  # before the first thread
             watched = watch.start_watch(Path(args.output_dir), partial(fail, args))
             provide(args, requirements(args), sys.argv)
@@ -322,7 +331,7 @@ def as_problem_of_the_disk() -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             # `datasets` names no file in its errors while it writes.
-            places = f"--output_dir, {datasets.config.HF_DATASETS_CACHE} or {tempfile.gettempdir()}"
+            places = f"--output_dir, {cache_of_library('HF_DATASETS_CACHE')} or {tempfile.gettempdir()}"
             where = "" if error.filename else f": a file below {places}"
             raise ConfigError(f"{error}{where}; make room, and the same command goes on") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import evaluate
-
 from accelerate_recipes.args import arg
 
 # Metrics and the names of their values; the first value of the first metric ranks the examples.
@@ -72,6 +70,8 @@ class TextMetrics:
     """Group of metrics of an `evaluate` module with the same inputs; their values are from 0 to 100."""
 
     def __init__(self, module: Path, names: Sequence[str]):
+        import evaluate
+
         self.metrics = [evaluate.load(str(module), name, keep_in_memory=True) for name in names]
 
     def compute(

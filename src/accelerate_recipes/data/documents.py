@@ -12,14 +12,15 @@ import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from huggingface_hub import constants
 from huggingface_hub.utils import build_hf_headers
 
 from accelerate_recipes.errors import DataError, first_line
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 TXT = ".txt"
 BOM = b"\xef\xbb\xbf"
@@ -125,6 +126,8 @@ def all_texts(shards: Sequence[str], text_column: str, retry: Retry | None = Non
 
 def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Iterator[tuple[int, str]]:
     """Read documents of a Parquet file; row groups before `first` are not read at all."""
+    import pyarrow as pa
+
     try:
         file = open_parquet(shard)
     except (OSError, pa.ArrowException) as error:
@@ -151,8 +154,10 @@ def parquet_rows(shard: str, text_column: str, first: int, stride: int) -> Itera
         start = end
 
 
-def open_parquet(file: str) -> pq.ParquetFile:
+def open_parquet(file: str) -> "pq.ParquetFile":
     """Open a Parquet file. Its pages are checked if the file has checksums."""
+    import pyarrow.parquet as pq
+
     return pq.ParquetFile(os.path.abspath(file), page_checksum_verification=True)  # a relative `a:b` would be a URI
 
 
@@ -278,6 +283,8 @@ def unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
     Raises:
         EOFError: for damaged data, and if the data end too early.
     """
+    import pyarrow as pa
+
     stream, size = pa.CompressedInputStream(pa.PythonFile(Chunks(chunks), "r"), "zstd"), 0
     while True:
         try:

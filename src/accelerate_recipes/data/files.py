@@ -5,18 +5,18 @@ import logging
 import unicodedata
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
-import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
-from datasets.data_files import DataFilesList
 
 from accelerate_recipes.data.documents import reading
-from accelerate_recipes.data.tables import write_table
 from accelerate_recipes.disk import checksum, own_suffix
 from accelerate_recipes.errors import DataError
 from accelerate_recipes.hub import cache
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
 
 VERSION = 1  # of the tables in the cache; raise it when files are read differently, so that old tables are not used
 KINDS = cache.BUILDERS | {".arrow": "arrow", ".tsv": "tsv"}
@@ -33,7 +33,7 @@ def file_kind(file: str) -> str | None:
     return KINDS.get(suffix.removesuffix(".gz").removesuffix(".zst"))
 
 
-def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> datasets.Dataset:
+def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> "datasets.Dataset":
     """Read all rows of local files of one kind; each file has a suffix of SUFFIXES.
 
     The rows are kept as an Arrow table in `cache_dir` (default: that of `datasets`). The table is found again by the content
@@ -42,6 +42,10 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
     Raises:
         DataError: for a file that is damaged, or has no rows.
     """
+    import datasets
+
+    from accelerate_recipes.data.tables import write_table
+
     kind, sums = file_kind(files[0]), []
     for file in files:
         with reading(file):
@@ -59,13 +63,16 @@ def read_files(files: Sequence[str], cache_dir: str | Path | None = None) -> dat
     return datasets.Dataset.from_file(str(table))
 
 
-def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None = None) -> datasets.Dataset:
+def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None = None) -> "datasets.Dataset":
     """Read a split, such as `train[:10%]`, of a folder or of a downloaded dataset.
 
     Raises:
         ConfigError: if the dataset was not downloaded.
         DataError: if the dataset cannot be read, or has no such split.
     """
+    import datasets
+    from datasets.data_files import DataFilesList
+
     root, options, is_typed = Path(cache_dir or datasets.config.HF_DATASETS_CACHE), {}, False
     saved = cache.saved_splits(need.name)
     arguments = {} if saved else cache.load_arguments(need)
@@ -100,13 +107,16 @@ def read_split(need: cache.HubDataset, split: str, cache_dir: str | Path | None 
         return datasets.concatenate_datasets(chosen)
 
 
-def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], source: str) -> None:
+def check_texts_or_messages(rows: "datasets.Dataset", columns: Collection[str], source: str) -> None:
     """Check that all columns hold texts, or that all hold lists of messages.
 
     Raises:
         DataError: for a column that is missing or has another type than the others, and for the first row in which a column
             is null or has no message.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     holds = {}
     for column in columns:
         if column not in rows.column_names:
@@ -127,11 +137,14 @@ def check_texts_or_messages(rows: datasets.Dataset, columns: Collection[str], so
         raise DataError(f"{source}: {said}; give all of them as texts, or all as lists of messages")
 
 
-def check_messages(values: pa.ChunkedArray, where: str) -> None:
+def check_messages(values: "pa.ChunkedArray", where: str) -> None:
     """Raise DataError for messages without a role or content, and for the first list that is empty or holds a null.
 
     `where` gets the row's number.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     fields = values.type.value_type
     names = [field.name for field in fields] if isinstance(fields, pa.StructType) else ["role", "content"]
     if "role" not in names or not {"content", "tool_calls"} & {*names}:

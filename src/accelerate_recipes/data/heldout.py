@@ -7,8 +7,8 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,9 @@ from accelerate_recipes.data.rendering import without_nulls
 from accelerate_recipes.data.shards import files_of_folder
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
+
+if TYPE_CHECKING:
+    import datasets
 
 
 @dataclass
@@ -77,7 +80,7 @@ class RowsArgs:
         """Names of the sources of each part of the rows, for messages."""
         return {"train": self.source, "test": ", ".join(self.eval_files)}
 
-    def read_rows(self) -> dict[str, datasets.Dataset]:
+    def read_rows(self) -> "dict[str, datasets.Dataset]":
         """Read the rows: training rows as `train`, and the rows of --eval_files, if given, as `test`.
 
         Raises:
@@ -89,11 +92,11 @@ class RowsArgs:
             rows = {"train": read_split(self.row_datasets[0], self.train_split)}
         return rows | ({"test": self.read_files(self.eval_files)} if self.eval_files else {})
 
-    def read_files(self, files: list[str]) -> datasets.Dataset:
+    def read_files(self, files: list[str]) -> "datasets.Dataset":
         """Read the rows of local files, all of one kind."""
         return read_files(in_folders(files))
 
-    def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, datasets.Dataset]:
+    def read_rows_for(self, tokenizer: PreTrainedTokenizerBase) -> "dict[str, datasets.Dataset]":
         """Read the rows in the form that will be rendered with a tokenizer."""
         return self.read_rows()
 
@@ -101,7 +104,7 @@ class RowsArgs:
         """Tell whether a row belongs to --heldout_share. `asked` is the column with the question to the model."""
         return not self.eval_files and falls_under(beginning(row, asked), self.heldout_share)
 
-    def sides(self, rows: dict[str, datasets.Dataset], asked: str) -> dict[str, datasets.Dataset]:
+    def sides(self, rows: "dict[str, datasets.Dataset]", asked: str) -> "dict[str, datasets.Dataset]":
         """Split rows into `train` and `test`, and keep their order; with --eval_files, only check that no question repeats.
 
         `asked` is the column with the question to the model. Rows with the same question lie on the same side.

@@ -10,11 +10,9 @@ import tarfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import datasets
 import numpy as np
-import pyarrow.compute as pc
 import torch
 import xxhash
 from PIL import Image
@@ -40,6 +38,9 @@ from accelerate_recipes.errors import ConfigError, DataError, first_line
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import on_first_of_machine_before_others, on_first_rank
 from accelerate_recipes.sequence import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import datasets
 
 THUMBNAIL = 16  # pixels of a side of the thumbnails by which images are compared
 ALIKE = 0.99  # two thumbnails with a higher correlation show the same image
@@ -132,11 +133,11 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     def sources(self) -> dict[str, str]:
         return super().sources | ({"test": f"{self.dataset_name}, {self.eval_split}"} if self.eval_split else {})
 
-    def read_files(self, files: list[str]) -> datasets.Dataset:
+    def read_files(self, files: list[str]) -> "datasets.Dataset":
         here = [path for file in files for path in (downloaded(file) if file.startswith(HUB) else [file])]
         return read_tars(here) if here[0].endswith(TAR) else super().read_files(here)
 
-    def read_rows(self) -> dict[str, datasets.Dataset]:
+    def read_rows(self) -> "dict[str, datasets.Dataset]":
         if self.is_streamed:
             return {"test": self.read_files(self.eval_files)}
         rows = super().read_rows()
@@ -148,7 +149,7 @@ class ImageArgs(Augmentation, StreamArgs, RowsArgs):
 class Labelled(NamedTuple):
     """Undecoded images of one side (`train` or held out), with the numbers of their classes and their `rows` in `source`."""
 
-    images: datasets.Dataset  # one column, `image`: {"bytes", "path"}
+    images: "datasets.Dataset"  # one column, `image`: {"bytes", "path"}
     labels: np.ndarray
     rows: np.ndarray
     source: str
@@ -156,6 +157,8 @@ class Labelled(NamedTuple):
     @property
     def content(self) -> str:
         """Return a checksum of the labels, of sizes or names of the images, and of the bytes of NUM_READ images."""
+        import pyarrow.compute as pc
+
         column = self.images.data.column("image")
         digest = xxhash.xxh3_128(np.ascontiguousarray(self.labels))
         digest.update(np.ascontiguousarray(self.rows))
@@ -179,6 +182,8 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
         DataError: for rows that cannot be read, lack a column, or have no label.
         ConfigError: if a side is empty.
     """
+    import datasets
+
     tables = on_first_of_machine_before_others(args.read_rows)
     for name, table in tables.items():
         check_columns(table, args, args.sources[name])
@@ -207,8 +212,10 @@ def load_images(args: ImageArgs) -> tuple[Labelled | None, Labelled, list[str]]:
     return sides.get("train"), sides["test"], names
 
 
-def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None:
+def check_columns(table: "datasets.Dataset", args: ImageArgs, source: str) -> None:
     """Raise DataError for a column that is missing, or whose type cannot hold images or labels."""
+    import datasets
+
     for flag in ("image_column", "label_column"):
         if (column := getattr(args, flag)) not in table.column_names:
             raise DataError(
@@ -228,13 +235,17 @@ def check_columns(table: datasets.Dataset, args: ImageArgs, source: str) -> None
 
 def class_names(feature: Any, labels: Any) -> list[str]:
     """List the names of the classes, in the order of their numbers."""
+    import datasets
+
     if isinstance(feature, datasets.ClassLabel):
         return list(feature.names)
     return [str(label) for label in sorted(labels.unique().to_pylist())]
 
 
-def numbered(table: datasets.Dataset, column: str, names: Sequence[str], source: str) -> np.ndarray:
+def numbered(table: "datasets.Dataset", column: str, names: Sequence[str], source: str) -> np.ndarray:
     """Return the number of each row's class. Raises DataError for other classes, and for a label of no class."""
+    import datasets
+
     labels, feature = table.with_format("arrow")[column][:].to_pylist(), table.features[column]
     if isinstance(feature, datasets.ClassLabel):
         if feature.names != names:  # do not map by name: two classes of ImageNet are called "crane"
@@ -256,7 +267,7 @@ def some_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} ({len(names)})"
 
 
-def read_tars(files: Sequence[str]) -> datasets.Dataset:
+def read_tars(files: Sequence[str]) -> "datasets.Dataset":
     """List the images in tar shards. The images stay in the shards; each is read when it is needed.
 
     Each image is a member `NAME.jpg` (or .jpeg, .png, .webp) with its label in `NAME.cls`.
@@ -264,6 +275,8 @@ def read_tars(files: Sequence[str]) -> datasets.Dataset:
     Raises:
         DataError: for a shard that cannot be read, and for a member without its label.
     """
+    import datasets
+
     columns = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("string")})
     with reading(", ".join(files)):
         rows = datasets.Dataset.from_generator(

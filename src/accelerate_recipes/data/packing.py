@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-from datasets import Dataset
 from torch.utils.data import default_collate
 
 from accelerate_recipes.attention import boundaries
 from accelerate_recipes.data.prepared import chunks_of, lengths_of
 from accelerate_recipes.sequence import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, int]]]:
@@ -52,11 +53,14 @@ def pack(lengths: Sequence[int], max_length: int) -> list[list[tuple[int, int, i
     return rows
 
 
-def pack_documents(documents: Dataset, max_length: int, cache_file: Path) -> Dataset:
+def pack_documents(documents: "Dataset", max_length: int, cache_file: Path) -> "Dataset":
     """Pack the `input_ids` of `documents` into rows, with the `lengths` of the pieces in each row.
 
     `documents` must have no pending selection (`flatten_indices`). The rows are written to `cache_file`.
     """
+    import pyarrow as pa
+    from datasets import Dataset
+
     rows = pack(lengths_of(documents).tolist(), max_length)
 
     def gather(pieces_of_rows: list[list[list[int]]]) -> dict[str, list]:
@@ -123,7 +127,7 @@ class PackedRows(torch.utils.data.Dataset):
     Number -1 is a row without targets; it fills a place for which no row is left.
     """
 
-    def __init__(self, rows: Dataset, max_length: int, pad_token_id: int, document_mask: bool):
+    def __init__(self, rows: "Dataset", max_length: int, pad_token_id: int, document_mask: bool):
         self.rows = rows.with_format("numpy")
         self.max_length = max_length
         self.pad_token_id = pad_token_id

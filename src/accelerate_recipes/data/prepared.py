@@ -9,18 +9,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
-from datasets import Dataset
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import naming, own_suffix
 from accelerate_recipes.errors import ConfigError, raise_problems
 from accelerate_recipes.hub import cache
 from accelerate_recipes.ranks import is_first_of_machine
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
 
 TOKENIZED_PER_SECOND = 1e6  # bytes of files in one process: a low estimate (docs/plan.md)
 
@@ -35,7 +37,7 @@ def check_content(now: str, states: list[dict]) -> None:
         )
 
 
-def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
+def checksum_of_rows(rows: "Dataset", columns: Sequence[str]) -> str:
     """Compute XXH3 of columns of any type. It does not depend on how the columns are divided into chunks."""
     chunks = [(column, chunk) for column in columns for chunk in rows.data.column(column).chunks]
     if rows._indices is not None:  # shuffled or selected rows: also hash their numbers in the table
@@ -49,8 +51,11 @@ def checksum_of_rows(rows: Dataset, columns: Sequence[str]) -> str:
     )
 
 
-def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.ndarray]]:
+def leaf_arrays(name: str, array: "pa.Array") -> Iterator[tuple[str, bytes | np.ndarray]]:
     """Yield names and contents of the plain arrays inside an array of texts, lists or structures."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         yield f"{name}, lengths", np.ascontiguousarray(array.value_lengths().fill_null(0))
         yield from leaf_arrays(f"{name}[]", array.flatten())
@@ -68,14 +73,14 @@ def leaf_arrays(name: str, array: pa.Array) -> Iterator[tuple[str, bytes | np.nd
         yield name, "".join(f"{value!r}\n" for value in array.to_pylist()).encode()
 
 
-def chunks_of(rows: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def chunks_of(rows: "Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the lengths and the joined numbers of a column of lists, part by part."""
     for table in rows.select_columns(column).with_format("arrow").iter(batch_size=1000):
         for chunk in table.column(column).chunks:  # pyright: ignore[reportAttributeAccessIssue]
             yield np.asarray(chunk.value_lengths()), np.asarray(chunk.flatten())
 
 
-def lengths_of(rows: Dataset, column: str = "input_ids") -> np.ndarray:
+def lengths_of(rows: "Dataset", column: str = "input_ids") -> np.ndarray:
     """Count the tokens of each row."""
     return np.concatenate([lengths for lengths, _ in chunks_of(rows, column)])
 
@@ -119,6 +124,13 @@ def cached(root: Path, key: dict, build: Callable[[Path, Path], dict]) -> Path:
             with contextlib.suppress(OSError):
                 root.rmdir()  # works only if empty: a failed build leaves nothing
     return final
+
+
+def prepared_rows(folder: Path) -> "Dataset":
+    """Open rows that `build` of `cached` has saved."""
+    from datasets import Dataset
+
+    return Dataset.load_from_disk(folder)
 
 
 def num_proc(num_rows: int, rows_per_process: int) -> int | None:

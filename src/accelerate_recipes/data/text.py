@@ -10,7 +10,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from datasets import Dataset
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +36,7 @@ class TextArgs(StreamArgs):
     """Arguments of a recipe that streams text from shards: files of a dataset, or files named one by one."""
 
     shares_rows = True
+    fills_caches = False
 
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
@@ -272,5 +272,7 @@ def validation_rows(
         inside = ends[(ends > start) & (ends < start + len(row))]
         rows["input_ids"].append(row)
         rows["lengths"].append(np.diff([start, *inside, start + len(row)]))
+    from datasets import Dataset
+
     packed = PackedRows(Dataset.from_dict(rows), max_length, pad_token_id, document_mask)
     return ValidationRows(packed, texts, bytes_per_token)

@@ -4,11 +4,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +17,9 @@ from accelerate_recipes.data.prepared import cached, check_no_bad, checksum_of_r
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.sequence import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import datasets
 
 VERSION = 2  # of the data in the cache
 PAD_MULTIPLE = 8  # suits tensor cores, and gives fewer shapes to compile
@@ -153,6 +154,8 @@ def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     }
 
     def build(folder: Path, tmp: Path) -> dict:
+        import datasets
+
         parts: dict[str, list[datasets.Dataset]] = {"train": [], "heldout": []}
         bad: list[str] = []
         for i, (source, is_heldout) in enumerate(sources):
@@ -192,7 +195,7 @@ def source_version(source: PairSource) -> list:
     return [file_kind(source.name), cache.file_version(source.name)]
 
 
-def load_rows(source: PairSource, cache_dir: Path) -> datasets.Dataset:
+def load_rows(source: PairSource, cache_dir: Path) -> "datasets.Dataset":
     """Load all rows of a source.
 
     Raises:
@@ -216,8 +219,13 @@ def source_texts(sources: Sequence[PairSource]) -> Iterator[str]:
                     yield from (row["source"], *row["references"])
 
 
-def read_columns(rows: datasets.Dataset, where: PairSource, heldout_share: float, cache_file: Path) -> datasets.Dataset:
+def read_columns(
+    rows: "datasets.Dataset", where: PairSource, heldout_share: float, cache_file: Path
+) -> "datasets.Dataset":
     """Read `source` (text), `references` (texts), `defect` (why a pair cannot be used, or "") and `heldout` (bool)."""
+    import datasets
+    import pyarrow as pa
+
     rows = rows.flatten()
     types = {field.name: field.type for field in rows.data.schema}
     source_column, target_column = where.source_column, where.target_column
@@ -275,13 +283,13 @@ def defect_of_pair(source: str | None, references: list[str | None] | None) -> s
 
 
 def tokenize_pairs(
-    texts: datasets.Dataset,
+    texts: "datasets.Dataset",
     tokenizer: PreTrainedTokenizerBase,
     task_prefix: str,
     max_lengths: tuple[int, int],
     is_train: bool,
     cache_file: Path,
-) -> datasets.Dataset:
+) -> "datasets.Dataset":
     """Make `source_ids` and `target_ids`, cut at `max_lengths`; `source_is_cut` and `target_is_cut` say whether it cut them.
 
     For training, each reference makes a pair. Otherwise there is one pair with the first reference, and with the texts.
@@ -326,7 +334,7 @@ class Pairs(torch.utils.data.Dataset):
     `lengths` group pairs of similar length (see `data.rows.LengthOrder`).
     """
 
-    def __init__(self, rows: datasets.Dataset, pad_token_id: int):
+    def __init__(self, rows: "datasets.Dataset", pad_token_id: int):
         self.rows = rows.select_columns(["source_ids", "target_ids"]).with_format("numpy")
         self.pad_token_id = pad_token_id
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -18,8 +18,10 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.games import rules
 from accelerate_recipes.hub import cache
 
+if TYPE_CHECKING:
+    import datasets
+
 SUFFIXES = (".parquet", ".jsonl", ".pgn")
-GAMES = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
 VERSION = 4  # of the prepared data; raise it when their form changes, so that cached data of the old form are not used
 
 
@@ -113,6 +115,8 @@ def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_le
     }
 
     def build(folder: Path, tmp: Path) -> dict:
+        import datasets
+
         parts = []
         for i, file in enumerate(args.game_files):
             games = load_games(file, tmp / f"source-{i}", args.piece_letters)
@@ -161,6 +165,8 @@ def prepare_positions(args: PositionsArgs, seed: int) -> Path:
     }
 
     def build(folder: Path, tmp: Path) -> dict:
+        import datasets
+
         parts = [load_games(file, tmp / f"source-{i}", args.piece_letters) for i, file in enumerate(args.game_files)]
         good = good_games(parts, args)
         games = datasets.concatenate_datasets(parts)["Moves"]
@@ -201,7 +207,7 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id  # pyright: ignore[reportReturnType]
 
 
-def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> datasets.Dataset:
+def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> "datasets.Dataset":
     """Load the games of one file: `Moves`, a list of texts, and `defect`: why a row is not a normal game of chess, or "".
 
     `letters` are the letters of the pieces in a .pgn file.
@@ -210,12 +216,18 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> data
         DataError: for a file that cannot be read, or has no games.
         ConfigError: for a file without a column `Moves`.
     """
+    import datasets
+
+    columns = datasets.Features({"Moves": datasets.List(datasets.Value("string")), "defect": datasets.Value("string")})
     if file.endswith(".pgn"):
         with reading(file):
             if next(rules.read_pgn(file, letters), None) is None:
                 raise ValueError("it has 0 games")
             return datasets.Dataset.from_generator(
-                rules.read_pgn, features=GAMES, gen_kwargs={"path": file, "letters": letters}, cache_dir=str(cache_dir)
+                rules.read_pgn,
+                features=columns,
+                gen_kwargs={"path": file, "letters": letters},
+                cache_dir=str(cache_dir),
             )
     rows = read_files([file], cache_dir)
     if "Moves" not in rows.column_names:
@@ -230,13 +242,13 @@ def load_games(file: str, cache_dir: Path, letters: str = rules.LETTERS) -> data
         check,
         input_columns="Moves",
         batched=True,
-        features=GAMES,
+        features=columns,
         num_proc=num_proc(len(rows), 5000),
         desc="Reading games",
     )
 
 
-def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray:
+def good_games(parts: "Sequence[datasets.Dataset]", args: GamesArgs) -> np.ndarray:
     """Return for each game of all files whether it has no defect, (number of games,) bool.
 
     Raises:
@@ -255,8 +267,8 @@ def good_games(parts: Sequence[datasets.Dataset], args: GamesArgs) -> np.ndarray
 
 
 def tokenize_games(
-    games: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, heldout_share: float, source: str, cache_file: Path
-) -> datasets.Dataset:
+    games: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, heldout_share: float, source: str, cache_file: Path
+) -> "datasets.Dataset":
     """Add `input_ids` and `heldout` (bool); write the reason into `defect` if a game has an illegal move."""
 
     def tokenize(batch: list[list[str]], defects: list[str]) -> dict[str, list]:

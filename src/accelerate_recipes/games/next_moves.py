@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import evaluate
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -41,6 +40,8 @@ class NextMoves:
     """
 
     def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
+        import evaluate
+
         self.tokenizer = tokenizer
         self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
         self.positions = facts["positions"]

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
@@ -181,6 +180,8 @@ def files_of_model(plan: Wanted, listed: dict[str, dict], weights: bool) -> dict
 
 def files_of_config(api: HfApi, plan: Wanted, need: HubDataset) -> dict[str, dict]:
     """List the files of a configuration as `datasets` finds them; record in the plan how `datasets` would read them."""
+    import datasets
+
     try:
         builder = datasets.load_dataset_builder(plan.full_name, need.config or None, revision=plan.revision)
     except ValueError as error:  # it names the existing configurations

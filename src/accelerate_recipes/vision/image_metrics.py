@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -32,6 +31,8 @@ class ImageEvaluation:
     """
 
     def __init__(self, metric_file: Path, heldout: Images, loader: RowLoader, names: list[str], output_dir: Path):
+        import evaluate
+
         self.metric = evaluate.load(str(metric_file), keep_in_memory=True)
         self.heldout, self.loader, self.names = heldout, loader, names
         self.folder = output_dir / "predictions"
