@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "hub": {"disk", "errors"},
     "metrics": {"attention", "disk", "gpus"},
     "sequence": {"attention", "errors"},
-    "launcher": {"errors", "flags", "strategy"},
+    "launcher": {"environment", "errors", "flags"},
     "upstream": {"environment"},
     "life": {"disk", "errors", "ranks"},
     "composites": {"errors"},

@@ -3,6 +3,9 @@
 import os
 from collections.abc import Mapping
 
+# Names of the sizes in a `parallelism_config`.
+PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
+
 
 def is_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "false").lower() in ("true", "1")

@@ -16,9 +16,9 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
+from accelerate_recipes.environment import PARALLEL_SIZES
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.flags import read_yaml
-from accelerate_recipes.strategy import PARALLEL_SIZES
 
 SECTIONS = {
     "fsdp_config": "fsdp_",

@@ -16,13 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel
 
 from accelerate_recipes.args import DTYPES, TrainArgs
-from accelerate_recipes.environment import is_compiled, is_on, is_one_of
+from accelerate_recipes.environment import PARALLEL_SIZES, is_compiled, is_on, is_one_of
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.upstream import leave_out_other_layers
 from accelerate_recipes.weights import linear_layers_and_experts
-
-PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
 
 
 def num_accelerators() -> int:

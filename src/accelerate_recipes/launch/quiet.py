@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.launcher import parse_flags
 
-# They log what the ranks have said already: a process failed, the others get a signal.
-LOGGERS = ("multiprocessing.api", "agent.server.api")
+# It logs what the ranks have said already: that a process failed, and that the others get a signal.
+LOGGER = "torch.distributed.elastic.multiprocessing.api"
 
 
 def launch(argv: Sequence[str]) -> None:
@@ -30,8 +30,7 @@ def launch(argv: Sequence[str]) -> None:
     """
     args = parse_flags(argv)
     if "LOGLEVEL" not in os.environ:
-        for name in LOGGERS:
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+        logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     try:
         launch_command(args)
     except ChildFailedError as error:

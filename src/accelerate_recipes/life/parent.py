@@ -60,6 +60,11 @@ def follow(number: int) -> None:
             leave_without_launcher()
 
 
+def launcher_is_gone() -> bool:
+    """Tell whether the launcher, which may have held the store, has ended."""
+    return _launcher is not None and os.getppid() != _launcher
+
+
 def leave_without_launcher() -> None:
     print("error: the launcher that started this process is gone", file=sys.stderr, flush=True)
     os._exit(1)

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate_recipes import ranks
-from accelerate_recipes.life.parent import tell_launcher
+from accelerate_recipes.life.parent import launcher_is_gone, tell_launcher
 from accelerate_recipes.life.status import update_status
 
 SECONDS_TO_MISS = 4  # seconds without a sign of life after which a rank is missing; one is due each second
@@ -44,6 +44,7 @@ class Watch:
         self.expect("the start", float("inf"))
         self.gave_up = threading.Event()
         self.store: dist.Store | None = None  # until there is a process group
+        self.store_is_lost = False
         self.connecting = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="watch").start()
 
@@ -55,6 +56,7 @@ class Watch:
         gone = []
         if self._connect() and (type(error) is RuntimeError or isinstance(error, dist.DistError)):
             try:
+                self._check_store()
                 before = self._signs()
                 time.sleep(SECONDS_TO_MISS)
                 gone = self._gone(before, self._signs())
@@ -68,6 +70,7 @@ class Watch:
             return False
         self.seconds_left = float("inf")
         try:
+            self._check_store()
             self.store.compare_set("failure", "", reason)
         except dist.DistError:
             return False
@@ -91,6 +94,11 @@ class Watch:
                 self.store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
         return self.store is not None
 
+    def _check_store(self) -> None:
+        """Raise DistError if the store is lost: a call to it would print a stack of c10d, each second."""
+        if self.store_is_lost or launcher_is_gone():
+            raise dist.DistError(NO_STORE)
+
     def _run(self) -> None:
         while self.world_size > 1 and not self._connect():
             time.sleep(0.2)
@@ -107,6 +115,7 @@ class Watch:
                     self._end(f"{self._lateness()}; the process is in {self._place()}")
                 continue
             try:
+                self._check_store()
                 self._give_sign(beat)
                 # The verdict of the first rank that gives up counts for all: to a later rank, the first would seem gone.
                 if self.store.check(["verdict"]):
@@ -125,7 +134,8 @@ class Watch:
                         continue
                     verdict = self._verdict(before, now)
                     self._end(self.store.compare_set("verdict", "", verdict).decode())
-            except dist.DistError:
+            except dist.DistError as error:
+                self.store_is_lost |= isinstance(error, dist.DistNetworkError)
                 if self.seconds_left <= 0:
                     self._end(f"{self._lateness()}; gone: {NO_STORE}")
 
