@@ -1,0 +1,75 @@
+"""Tests that the core needs only torch, accelerate and transformers, and is there soon."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import CHILDREN, ROOT, environment, losses
+from test_layout import LIBRARY, PACKAGE
+from tiny import tiny_model
+from transformers import AutoModelForMaskedLM
+
+from accelerate_recipes.tokenizers import new_word_tokenizer
+
+OPTIONAL = {"chess", "datasets", "evaluate", "matplotlib", "pandas", "peft", "pyarrow", "trl"}
+# Modules about these packages, which import them at once; all others do where they use them.
+ABOUT = {
+    "data/conversations.py", "data/formats.py", "data/tables.py", "games/rules.py", "posttraining/answers.py",
+    "posttraining/objective.py", "posttraining/preferences.py", "posttraining/rewards.py", "posttraining/settings.py",
+    "posttraining/supervised.py",
+}  # fmt: skip
+# As on a machine where these are not installed; read by each Python process at its start.
+HIDE = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *args: None if name.split(".")[0] in {OPTIONAL} else find(name, *args)
+)
+"""
+
+
+def imports_at_once(path: Path) -> set[str]:
+    """List the packages that a module imports when it is imported: outside of functions, and not for types alone."""
+    found, nodes = set(), list(ast.parse(path.read_text()).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        elif not isinstance(node, ast.FunctionDef) and ast.unparse(getattr(node, "test", node)) != "TYPE_CHECKING":
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    found = {str(path.relative_to(PACKAGE)): imports_at_once(path) & OPTIONAL for path in LIBRARY}
+    assert {name for name, packages in found.items() if packages} | {"games/rules.py"} == ABOUT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = new_word_tokenizer([f"w{i}" for i in range(8)])
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_core_runs_without_optional_packages(model, tmp_path):
+    """It checks, plans, trains with a data worker, saves and exports."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    env = environment(tmp_path) | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(CHILDREN / "core.py"), str(model), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "Ready: single.yaml with 1 processes" in done.stdout and "1 simulation in" in done.stdout
+    assert sorted(losses(tmp_path / "out"))[-1] == 4
+    assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "finished"
+    assert (tmp_path / "out/export/model.safetensors").exists()
