@@ -57,7 +57,9 @@ def model(tmp_path_factory) -> Path:
     tokenizer = new_word_tokenizer([f"w{i}" for i in range(8)])
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes).save_pretrained(folder)
+    tiny_model("bert", AutoModelForMaskedLM, max_position_embeddings=16, pad_token_id=0, **sizes).save_pretrained(
+        folder
+    )
     return folder
 
 

@@ -81,6 +81,25 @@ def test_every_end_leaves_alike(run, capsys, error, code, state, reason):
     assert ("Traceback" in capsys.readouterr().err) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    "error, exit_code, message",
+    [
+        (DataError("row 17"), "", "row 17"),
+        (ValueError("what nobody expected"), "", "ValueError: what nobody expected"),
+        (Stopped("SIGTERM"), "3", "Stopped by SIGTERM; the same command goes on from the newest checkpoint"),
+        (Stopped("SIGTERM"), "0", None),
+        (None, "", None),
+    ],
+)
+def test_a_run_that_fails_tells_its_launcher(run, tmp_path, monkeypatch, error, exit_code, message):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    if exit_code:
+        monkeypatch.setenv("STOPPED_EXIT_CODE", exit_code)
+    run(error)
+    assert (json.loads(file.read_text())["message"]["message"] if file.exists() else None) == message
+
+
 @pytest.mark.filterwarnings("ignore:.*status.json is damaged")
 def test_a_full_disk_does_not_hide_the_end(run, tmp_path, monkeypatch):
     """Neither the message nor a new status.json can be written, but the old one has room for the new state."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from accelerate.commands.launch import launch_command
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -45,11 +45,14 @@ def launch(argv: Sequence[str]) -> None:
 
 def failure_in_words(error: ChildFailedError) -> str:
     """Say why the first process failed; "" if only one process gave a reason, which then is the end of the screen."""
-    rank, first = error.get_first_failure()
-    told = [failure for failure in error.failures.values() if isinstance(failure.message, dict)]
-    if told == [first]:
+    failures = error.failures
+    told = [rank for rank, failure in failures.items() if isinstance(failure.message, dict)]
+    # The launcher ends the others by SIGTERM, perhaps in the same second.
+    rank = min(failures, key=lambda n: (failures[n].exitcode == -signal.SIGTERM, failures[n].timestamp))
+    if told == [rank]:
         return ""
-    return f"rank {rank}: {first.message['message'] if first in told else first.message}"
+    message: Any = failures[rank].message
+    return f"rank {rank}: {message['message'] if rank in told else message}"
 
 
 def leave_with(message: str) -> NoReturn:

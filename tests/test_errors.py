@@ -1,0 +1,136 @@
+"""Tests of docs/errors.md, and of where a message stands: it is the end of the screen."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import CHILDREN, CONFIGS, ROOT, environment, launch_command, log_of
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from accelerate_recipes import __main__
+from accelerate_recipes.launch.quiet import failure_in_words
+from accelerate_recipes.life import parent
+
+PAGE = (ROOT / "docs/errors.md").read_text()
+MISTAKES = re.findall(r"```console\n\$ (.*)\n([^`]*(?:`[^`]+`[^`]*)*)```", PAGE)
+TOY = CHILDREN / "toy.py"
+
+
+def typed(command: str) -> tuple[str, list[str]]:
+    """Return the name of a command and what follows, without variables of the environment and the program."""
+    words = shlex.split(command.removeprefix("HF_HUB_OFFLINE=1 "))  # tests always are offline
+    assert words[0] == "accelerate-recipes"
+    return words[1], words[2:]
+
+
+@pytest.mark.slow
+def test_mistakes_of_a_new_user(fork_server, tmp_path, monkeypatch, capfd):
+    """What the page shows is the end of what is printed; ranks run in forked processes, with the launcher's environment."""
+    assert len(MISTAKES) == 8
+    places = {"my_games.jsonl": tmp_path / "my_games.jsonl", "my_fsdp.yaml": tmp_path / "my_fsdp.yaml"}
+    places["my_games.jsonl"].write_text(json.dumps({"text": "1. e4 e5"}) + "\n")
+    strategy = (CONFIGS / "fsdp_full.yaml").read_text()
+    places["my_fsdp.yaml"].write_text(strategy.replace("offload_params:", "offload_parameters:"))
+    hub = psutil.Process(fork_server.process.pid).environ()["HF_HOME"] + "/hub"
+    monkeypatch.chdir(ROOT)
+    for number, (command, shown) in enumerate(MISTAKES):
+        name, words = typed(command)
+        words = [str(places.get(word, word)) for word in words]
+        if name == "launch":
+            script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+            flags, out = words[2:script], tmp_path / f"out-{number}"
+            args = [*words[script + 1 :], "--data_cache_dir", tmp_path / "data"]
+            code = fork_server.run(out, *args, script=ROOT / words[script], config=Path(words[1]).stem, flags=flags)
+            assert code == 2, log_of(out)[-3000:]
+            said = log_of(out)
+            said = re.sub(r"download \S*?recipes/chess.py --output_dir \S+", "download recipes/chess.py", said)
+            said = said.replace(f" --data_cache_dir {tmp_path / 'data'}", "").replace(hub, "~/.cache/huggingface/hub")
+        else:
+            monkeypatch.setattr(sys, "argv", ["accelerate-recipes", name, *words])
+            with pytest.raises(SystemExit, match="1"):
+                __main__.main()
+            said = capfd.readouterr().err
+        for word, place in places.items():
+            said = said.replace(str(place), word)
+        assert said.endswith(f"\n{shown}") or said == shown, (command, said[-3000:])
+
+
+@pytest.fixture
+def failed(tmp_path, monkeypatch):
+    """Make the failure of a rank as torch's launcher finds it: with the message that the rank has written, or without."""
+
+    def fail(rank: int, exitcode: int, message: str = "") -> ProcessFailure:
+        file = tmp_path / f"error-{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        file.unlink(missing_ok=True)
+        if message:
+            parent.tell_launcher(message)
+        return ProcessFailure(rank, 100 + rank, exitcode, str(file))
+
+    return fail
+
+
+def test_torchs_launcher_ends_with_the_message(failed):
+    """It names the rank that has failed, not one that it has ended in the same second; only its frame follows the message."""
+    error = ChildFailedError("recipe.py", {0: failed(0, -15), 1: failed(1, 2, "These rows are bad:\n  - row 17")})
+    assert error.get_first_failure()[0] == 1
+    *_, title, row, frame = str(error).splitlines()
+    assert title.endswith("traceback : These rows are bad:") and row.strip() == "- row 17" and set(frame) == {"="}
+
+
+def test_what_the_command_launch_adds(failed):
+    """Nothing, if one rank has printed its message; else it names the first rank that failed, and why."""
+    assert failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, 2, "no")})) == ""
+    words = failure_in_words(ChildFailedError("", {0: failed(0, -15), 1: failed(1, -9)}))
+    assert words == "rank 1: Signal 9 (SIGKILL) received by PID 101"
+    both = {0: failed(0, 1, "rank 1: gone"), 1: failed(1, 1, "ValueError: row 17")}
+    both[1].timestamp -= 1
+    assert failure_in_words(ChildFailedError("", both)) == "rank 1: ValueError: row 17"
+
+
+def test_without_torchs_launcher_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    parent.tell_launcher("no")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/error.json"))
+    parent.tell_launcher("a message is no reason for another error")
+
+
+def quiet_launch(config: str, *args: object) -> list[str]:
+    """Build the command line of `accelerate-recipes launch`."""
+    command = launch_command(config, TOY, *args)
+    place = command.index("accelerate.commands.launch")
+    return [*command[:place], "accelerate_recipes", "launch", *command[place + 1 :]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["single", "fsdp_full"])
+def test_launch_ends_with_the_message_alone(config, tmp_path):
+    command = quiet_launch(config, "--lerning_rate", 1)
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    *_, title, problem = done.stderr.splitlines()
+    assert title == "error: This run cannot start:" and problem.startswith("  - unknown argument 'lerning_rate' on the")
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_stack(tmp_path):
+    """The ranks save and say why they stop; c10d, whose store is gone, says nothing."""
+    log, out = tmp_path / "log", tmp_path / "out"
+    command = quiet_launch("fsdp_full", "--output_dir", out, "--save_steps", 0)
+    env = environment(tmp_path) | {"TOY_PACE": "0.5"}
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file) as launcher:
+        while "Step 2/" not in log.read_text():
+            assert launcher.poll() is None, log.read_text()
+            time.sleep(0.1)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    said = log.read_text()
+    assert said.endswith("Stopped by SIGTERM; the same command goes on from the newest checkpoint\n")
+    assert "frame #" not in said and json.loads((out / "status.json").read_text())["reason"] == "SIGTERM"
