@@ -1,4 +1,4 @@
-"""Do what the core can do, where optional packages are missing: check, plan and train recipes/template.py on made-up rows.
+"""Do what the core can do, where optional packages are missing: load recipes; check, plan and train the template on made-up rows.
 
 Takes a folder with a model and its tokenizer, and one for the output.
 """
@@ -59,6 +59,8 @@ template.make_data = make_data
 
 if __name__ == "__main__":
     model, out = sys.argv[1:]
+    for name in ("c4", "t5", "vit"):
+        recipe.load(ROOT / f"recipes/{name}.py")
     words = ["--model_name_or_path", model, "--output_dir", out, "--max_steps", "4", "--dataloader_num_workers", "1"]
     run = [str(ROOT / "accelerate_configs/single.yaml"), "--mixed_precision", "no", __file__, *words]
     print(preflight(["--no-plan", *run])[0])
