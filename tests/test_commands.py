@@ -62,15 +62,16 @@ def test_without_a_command(program, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", [["plan"], ["preflight"], ["prepare", "recipes/template.py"], ["checkpoint", "list"]]
+    "command", [["plan"], ["preflight"], ["prepare", "recipes/template.py"], ["checkpoint", "list"], ["launch"]]
 )
 def test_usage_names_the_command(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/somewhere/accelerate_recipes/__main__.py", *command, "--help"])
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match="0"):
         __main__.main()
-    name = " ".join(command).removesuffix(" recipes/template.py")
-    assert capsys.readouterr().out.startswith(f"usage: python -m accelerate_recipes {name} ")
+    name = "python -m accelerate_recipes " + " ".join(command).removesuffix(" recipes/template.py")
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: {'accelerate launch' if command == ['launch'] else name} "), said[:200]
 
 
 def cut(file: Path) -> None:

@@ -257,6 +257,8 @@ def test_patterns_that_are_none(pattern, tmp_path):
     [
         ["python", "/venv/bin/accelerate", "launch"],
         ["python", "-m", "accelerate.commands.launch"],
+        ["python", "-m", "accelerate_recipes", "launch"],
+        ["python", "/env/bin/accelerate-recipes", "launch"],
         ["/venv/bin/python3", "-u", "-m", "accelerate.commands.accelerate_cli", "launch"],
         ["python", "/venv/bin/accelerate-launch"],
     ],

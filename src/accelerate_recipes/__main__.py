@@ -39,9 +39,10 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
 
     def add(
-        name: str, call: Callable[..., None], help: str, words: str = "", to: Any = commands
+        name: str, call: Callable[..., None], help: str, words: str = "", to: Any = commands, **settings: Any
     ) -> argparse.ArgumentParser:
-        command = to.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
+        said = f"{help[0].upper()}{help[1:]}."
+        command = to.add_parser(name, help=help, description=said, allow_abbrev=False, **settings)
         command.set_defaults(call=call)
         if words:  # what follows the command, with the flags of another parser
             command.usage = f"{command.prog} {words}"
@@ -64,12 +65,8 @@ def command_parser() -> argparse.ArgumentParser:
     job = add("k8s", print_manifest, "print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
     job.add_argument("argv", nargs=argparse.REMAINDER, metavar=f"[FLAGS] {RUN}")
-    add(
-        "launch",
-        launch_run,
-        "launch a run; what stands on the screen last is its message",
-        "[LAUNCH FLAGS] RECIPE [ARGS...]",
-    )
+    said = "launch a run, as accelerate launch does; the message of the run is the end of the screen"
+    add("launch", launch_run, said, "[LAUNCH FLAGS] RECIPE [ARGS...]", add_help=False)
     ended = add("requeue", requeue, "decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail")
     ended.add_argument("output_dir", type=Path)
     ended.add_argument("--signalled", action="store_true", help="Slurm asked for the nodes back")
@@ -90,7 +87,7 @@ def main() -> None:
     if args.command is None and not rest:
         parser.print_help()
         return
-    if args.command == "launch":
+    if args.command == "launch":  # also --help is for the other parser
         args.argv, rest = sys.argv[2:], []
     elif args.command in ("preflight", "plan"):  # flags may stand before CONFIG
         args.argv, rest = [*rest, *args.argv], []

@@ -141,7 +141,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
         raise ConfigError(f"accelerate launch refuses: {message}")
 
     parser = launch_command_parser()
-    parser.error = refuse
+    parser.prog, parser.error = "accelerate launch", refuse
     return parser.parse_args(argv)
 
 

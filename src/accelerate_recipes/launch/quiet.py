@@ -39,6 +39,8 @@ def launch(argv: Sequence[str]) -> None:
         leave_with(f"the process got {signal.Signals(-error.returncode).name}" if error.returncode < 0 else "")
     except SignalException:  # the processes have been stopped, and have said so
         leave_with("")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except ValueError as error:
         raise ConfigError(f"accelerate launch refuses: {error}") from error
 

@@ -96,7 +96,8 @@ class Watch:
 
     def _check_store(self) -> None:
         """Raise DistError if the store is lost: a call to it would print a stack of c10d, each second."""
-        if self.store_is_lost or launcher_is_gone():
+        holds_store = os.environ.get("GROUP_RANK", "0") == "0"  # the launcher of this machine
+        if self.store_is_lost or (holds_store and launcher_is_gone()):
             raise dist.DistError(NO_STORE)
 
     def _run(self) -> None:
