@@ -1,6 +1,7 @@
 """Commands for use before, between and after runs: `python -m accelerate_recipes COMMAND ...`"""
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,9 @@ def command_parser() -> argparse.ArgumentParser:
         "prepare", help="prepare the data that a run will read, and show its first rows", add_help=False
     )
     ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="RECIPE [ARGS...]")
+    told = commands.add_parser("schema", help="describe the arguments of a recipe, for editors and tools")
+    told.add_argument("--json", action="store_true", required=True, help="as JSON Schema of its presets")
+    told.add_argument("recipe", metavar="RECIPE")
     ended = commands.add_parser(
         "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
     )
@@ -92,6 +96,10 @@ def main() -> None:
             if not args.argv:
                 parser.error("prepare needs a recipe: prepare RECIPE [ARGS...]")
             prepare_data(args.argv)
+        elif args.command == "schema":
+            from accelerate_recipes import arguments, recipe
+
+            print(json.dumps(arguments.schema(recipe.load(args.recipe).Args, args.recipe), indent=1))
         elif args.command == "k8s":
             from accelerate_recipes.launch.kubernetes import render_manifest
 
