@@ -21,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # Our modules and folders that a folder, or a flat module, may import. A module that is not listed may import any.
 MAY_IMPORT = {
     "disk": set(),
-    "gpus": set(),
+    "gpus": {"errors"},
     "kernels": set(),
     "page": {"disk"},
     "picture": set(),

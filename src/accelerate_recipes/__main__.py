@@ -4,11 +4,13 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.gpus import check_gpu
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -22,7 +24,7 @@ def command_parser() -> argparse.ArgumentParser:
     ahead.add_argument(
         "argv",
         nargs=argparse.REMAINDER,
-        metavar="CONFIG [--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no-search] RECIPE [ARGS...]",
+        metavar="CONFIG [--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no_search] RECIPE [ARGS...]",
     )
     job = commands.add_parser("k8s", help="print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
@@ -61,6 +63,8 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     if args.command in ("preflight", "plan"):  # flags may stand before CONFIG
         args.argv, rest = [*rest, *args.argv], []
+    if args.command == "preflight" and "--shell" in args.argv:  # it may stand after other flags
+        args.argv, args.shell = [word for word in args.argv if word != "--shell"], True
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
 
@@ -76,6 +80,8 @@ def main() -> None:
         sys.exit(code)
 
     try:
+        if args.command in ("preflight", "plan"):
+            check_gpu(args.argv)
         # The imports below load torch and transformers, which a usage message does not need.
         if args.command == "preflight":
             from accelerate_recipes.launch.preflight import preflight
@@ -89,7 +95,7 @@ def main() -> None:
         elif args.command == "plan":
             from accelerate_recipes.launch.planning import plan
 
-            print(plan(args.argv).text)
+            plan(args.argv, tell=partial(print, flush=True))
         elif args.command == "prepare":
             from accelerate_recipes.recipe import prepare_data
 
