@@ -31,6 +31,7 @@ from test_simulate import (  # noqa: F401  with fixtures
     simulator,
 )
 from torch.optim.adamw import adamw
+from transformers import LlamaConfig
 
 from accelerate_recipes.__main__ import main
 from accelerate_recipes.errors import ConfigError
@@ -54,7 +55,8 @@ from accelerate_recipes.plan.simulate import (
     add_ddp,
     load_trial,
 )
-from accelerate_recipes.trial import NotSimulatedError
+from accelerate_recipes.recipe import load as load_recipe
+from accelerate_recipes.trial import NotSimulatedError, config_of
 
 CUDA_C4 = [
     *C4,
@@ -506,6 +508,19 @@ def test_the_first_answer_comes_at_once(monkeypatch):
     assert [text for text in told if text.endswith(" jobs")] == ["1 jobs"]
 
 
+def test_a_config_alone_is_enough_of_a_model(tmp_path):
+    """The message that a model is missing says so."""
+    args = load_recipe(ROOT / "recipes/sft.py").Args(model_name_or_path=str(tmp_path))
+    with pytest.raises(NotSimulatedError, match=r"; a folder with the model's config\.json alone is enough here"):
+        config_of(args)
+    LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
+    assert config_of(args).hidden_size == 64
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(NotSimulatedError, match="cannot be read") as caught:
+        config_of(args)
+    assert "is enough here" not in str(caught.value)
+
+
 def test_what_is_faster_and_the_largest_batch():
     """Of a run that fits: changes are proposed that fit and take less time, the fastest first; batches grow until one does not fit."""
     batches = {2: 3, 4: 3.5, 8: 3.9, 16: 5}  # GiB, by rows
@@ -606,7 +621,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
     with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
         plan(["--gpu", "tpu", *laptop])
-    with pytest.raises(ConfigError, match=r"the config.json of no/model cannot be read: "):
+    with pytest.raises(ConfigError, match=r"config.json of no/model cannot be read: "):
         plan([*laptop, "--model_name_or_path", "no/model"])
 
 
