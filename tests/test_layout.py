@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "environment": set(),
     "flags": {"errors"},
     "adapter_args": {"flags"},
-    "arguments": {"flags"},
+    "arguments": {"errors", "flags"},
     "args": {"adapter_args", "arguments", "errors", "flags", "ranks"},
     "attention": {"environment", "errors"},
     "hub": {"disk", "errors"},

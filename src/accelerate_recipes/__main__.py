@@ -42,6 +42,8 @@ def command_parser() -> argparse.ArgumentParser:
     told = commands.add_parser("schema", help="describe the arguments of a recipe, for editors and tools")
     told.add_argument("--json", action="store_true", required=True, help="as JSON Schema of its presets")
     told.add_argument("recipe", metavar="RECIPE")
+    shell = commands.add_parser("completion", help="print a script that completes commands, flags and files in a shell")
+    shell.add_argument("shell", choices=["bash", "zsh"])
     ended = commands.add_parser(
         "requeue", help="decide what a Slurm job does next; exit code 0: nothing, 75: requeue, 1: fail"
     )
@@ -106,6 +108,10 @@ def main() -> None:
             from accelerate_recipes import arguments, recipe
 
             print(json.dumps(arguments.schema(recipe.load(args.recipe).Args, args.recipe), indent=1))
+        elif args.command == "completion":
+            from accelerate_recipes.arguments import completion_script
+
+            print(completion_script(parser, args.shell))
         elif args.command == "k8s":
             from accelerate_recipes.launch.kubernetes import render_manifest
 

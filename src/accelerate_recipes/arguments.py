@@ -1,4 +1,4 @@
-"""Description of a recipe's arguments: --help in groups, and a JSON Schema of its presets for editors and tools."""
+"""Descriptions of arguments: --help in groups, a JSON Schema of presets for editors and tools, completion for shells."""
 
 import argparse
 import math
@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.hf_argparser import string_to_bool
 
+from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.flags import MAX_INT, Merge, Parser, Range, declarations
 
 # In the order of --help. The rare ones are shown by `--help all`.
@@ -173,3 +174,24 @@ def as_schema(argument: Argument) -> dict[str, Any]:
         value = {"enum": list(action.choices)}
     many = [{"type": "array", "items": value}] if action.nargs == "+" else []
     return found | {"anyOf": [value, *many, {"type": "null"}]}
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Write a script with which a shell completes the commands of `accelerate-recipes`, their flags, and names of files.
+
+    Raises:
+        ConfigError: if shtab is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise ConfigError("shtab is not installed; run: pip install shtab") from error
+    parsers = [parser]
+    for known in parsers:
+        for action in known._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif not action.option_strings and not action.choices:
+                action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
+    parser.prog = "accelerate-recipes"
+    return shtab.complete(parser, shell)
