@@ -61,7 +61,9 @@ def test_help_shows_choices_ranges_and_defaults(capsys, monkeypatch):
     assert re.search(r"--adam_beta1 X +AdamW's beta1\. \(at least 0, and below 1; default: 0\.9\)\n", whole)
     assert re.search(r"--reduce_dtype TEXT .+\(fp32, bf16; default: fp32\)\n", whole)
     assert "--async_save, --no_async_save " in whole
-    brief = shown_by(TrainArgs, "-h", capsys=capsys)
+    assert shown_by(TrainArgs, "-h", "all", capsys=capsys) == whole
+    brief = shown_by(TrainArgs, "--lora_target_modules", "all", "-h", capsys=capsys)
+    assert re.search(r"--eval_steps N +Steps between evaluations\. \(default: 0\)\n", brief)
     assert re.search(r"--max_steps N +Optimizer steps\. \(default: -1\)\n", brief) and "adam_beta1" not in brief
     # One rank prints it.
     monkeypatch.setenv("RANK", "1")

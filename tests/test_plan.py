@@ -37,6 +37,7 @@ from accelerate_recipes.__main__ import main
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.launch import planning
+from accelerate_recipes.launch import preflight as preflight_module
 from accelerate_recipes.launch.planning import job_of, plan
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import read_request
@@ -593,6 +594,29 @@ def test_flags_may_stand_before_the_config(monkeypatch, capsys, flags):
     with pytest.raises(SystemExit):
         main()
     assert "--gpu tpu: not known; known are a10g" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "2", "--shell", "a.yaml", "b.py"],
+        ["--shell", "--nodes=2", "a.yaml", "b.py"],
+        ["a.yaml", "--shell", "b.py"],
+    ],
+)
+def test_shell_may_stand_anywhere(monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "preflight", *words])
+    monkeypatch.setattr(preflight_module, "preflight", lambda argv: ("said", " ".join(argv)))
+    main()
+    assert capsys.readouterr() == (" ".join(word for word in words if word != "--shell") + "\n", "said\n")
+
+
+def test_the_usage_names_the_command():
+    for argv in ([], ["a.yaml"], ["--no_search"]):
+        with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes plan CONFIG"):
+            plan(argv)
+    with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes preflight CONFIG"):
+        read_request([])
 
 
 @pytest.mark.slow

@@ -350,9 +350,10 @@ def resolve(
     """
     argv = list(argv)
     parser = recipe_parser(args_class)
-    if {"-h", "--help", "--help=all"} & set(argv):
+    if asked := [" ".join(argv[i : i + 2]) for i, word in enumerate(argv) if word in ("-h", "--help", "--help=all")]:
         if is_first():
-            print(help_text(args_class, parser, everything={"all", "--help=all"} & set(argv) != set()))
+            everything = any(words.endswith(" all") or words.startswith("--help=all") for words in asked)
+            print(help_text(args_class, parser, everything=everything))
         raise SystemExit(0)
 
     flags, stray = group_flags(argv)

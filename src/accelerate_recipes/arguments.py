@@ -78,7 +78,7 @@ class Argument:
         notes = []
         if choices and (everything or not isinstance(choices, Range)):
             notes.append(str(choices) if isinstance(choices, Range) else ", ".join(map(str, choices)))
-        if default not in (None, "", [], {}, False):
+        if default not in (None, "", [], {}) and default is not False:
             shown = " ".join(map(str, default)) if isinstance(default, list) else default
             notes.append(f"default: {'true' if default is True else shown}")
         return said + (f" ({'; '.join(notes)})" if notes else "")
