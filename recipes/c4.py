@@ -53,7 +53,10 @@ class Args(TextArgs, TrainArgs, Architecture, Stretch):
     )
     attn_implementation: str = arg("auto", "Attention kernel, see docs/levers.md.", choices=KERNELS, fixed=False)
     whole_logits: bool = arg(
-        False, "Compute the logits of all tokens at once: faster where the vocabulary is small.", fixed=False
+        False,
+        "Compute the logits of all tokens at once: faster where the vocabulary is small.",
+        fixed=False,
+        group="memory",
     )
     max_length: int = arg(4096, "Tokens in a row.", min=2)
     document_mask: bool = arg(True, "Keep attention inside a document; --no_document_mask lets it cross the whole row.")

@@ -49,7 +49,10 @@ class Args(RowsArgs, GRPOArgs, GRPOConfig):
     output_dir: str = "outputs/grpo"
     tokenizes_first = True
     rewards: list[str] = arg(
-        [], "Rewards: my_rewards.py:function, whose code is run; accuracy_reward; think_format_reward.", fixed=False
+        [],
+        "Rewards: my_rewards.py:function, whose code is run; accuracy_reward; think_format_reward.",
+        fixed=False,
+        group="essential",
     )
     num_eval_prompts: int = arg(256, "Held-out prompts answered in each evaluation; 0: all.", fixed=False, min=0)
     num_samples: int = arg(8, "Number of answers that samples.html shows for a logged step.", fixed=False, min=0)

@@ -47,13 +47,16 @@ class Args(FormatArgs, NewModelArgs, SFTConfig):
         "Tokens to add to the vocabulary, such as a template's; their embedding rows are trained, also with adapters.",
     )
     accept_training_template: bool = arg(
-        False, "Train with trl's template for --assistant_only_loss although the exported template renders differently."
+        False,
+        "Train with trl's template for --assistant_only_loss although the exported template renders differently.",
+        group="rare",
     )
 
     fixed = frozenset({
         "dataset_text_field", "dataset_kwargs", "chat_template_path", "eos_token", "max_length", "truncation_mode",
         "packing", "packing_strategy", "shuffle_dataset", "assistant_only_loss", "completion_only_loss",
     })  # fmt: skip
+    groups = NewModelArgs.groups | dict.fromkeys(("packing", "assistant_only_loss", "completion_only_loss"), "task")
     ranges = NewModelArgs.ranges | {"dataset_num_proc": Range(min=1), "max_length": Range(min=2)}
 
     pads_rows = True

@@ -347,12 +347,6 @@ def test_negative_numbers_as_they_are_typed():
     assert parse(args_class, argv, world_size=1).generation_length_penalty == -1e-3
 
 
-def test_help_names_the_range(capsys):
-    with pytest.raises(SystemExit):
-        parse(TrainArgs, ["--help"], world_size=1)
-    assert "{at least 0, and below 1}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["c4", "chess", "sft", "t5", "vit"])
 def test_a_pretrained_model_has_no_sizes_of_a_new_one(name):
     """Neither the start, nor a checkpoint, nor the model card names what was not used."""

@@ -140,7 +140,7 @@ def test_sizes_of_files(size, tmp_path, monkeypatch, capfd):
 
 LONG = "x" * 5000
 COMMANDS = [
-    ["preflight"], ["plan"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],
+    ["preflight"], ["plan"], ["schema", "--json"], ["prepare"], ["download"], ["k8s", "pytorchjob"], ["k8s", "trainjob"], ["requeue"], ["verify"],
     ["list"], ["checkpoint"], ["checkpoint", "verify"], ["checkpoint", "list"], ["export"], ["check-export"], ["evaluate"],
     ["push"], ["nonsense"],
 ]  # fmt: skip

@@ -184,7 +184,7 @@ def test_peak_is_the_simulated_one(tmp_path):
         "plan",
         ROOT / "accelerate_configs/fsdp_full.yaml",
         *flags,
-        "--no-search",
+        "--no_search",
         "--json",
         tmp_path / "plan.json",
     ]

@@ -21,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 # Our modules and folders that a folder, or a flat module, may import. A module that is not listed may import any.
 MAY_IMPORT = {
     "disk": set(),
-    "gpus": set(),
+    "gpus": {"errors"},
     "kernels": set(),
     "page": {"disk"},
     "picture": set(),
@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "environment": set(),
     "flags": {"errors"},
     "adapter_args": {"flags"},
-    "args": {"adapter_args", "errors", "flags", "ranks"},
+    "arguments": {"errors", "flags"},
+    "args": {"adapter_args", "arguments", "errors", "flags", "ranks"},
     "attention": {"environment", "errors"},
     "hub": {"disk", "errors"},
     "metrics": {"attention", "disk", "gpus"},

@@ -1,7 +1,9 @@
 """Tests of formulas and of the log line, against values worked out by hand."""
 
+import io
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +90,8 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line == (
         "Step 120/1000 Loss: 2.50000, Speed: 32.00 samples/sec, 800 tokens/sec, lr: 0.000290, grad norm: 0.81, "
-        "MFU: 0.008 (counting full rows: 0.016), peak memory: 23.4 GiB, data wait: 4.0%, retries: 2"
+        "MFU: 0.008 (counting full rows: 0.016), peak memory: 23.4 GiB, data wait: 4.0%, retries: 2, "
+        "done: 12.0%"
     )
     assert re.match(r".*Loss:.*", line)  # HyperPod's hang detection
     (record,) = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -107,6 +110,32 @@ def test_log_line_and_record(tmp_path, capsys, monkeypatch):
         "tokens_seen": 4096,
         "retries": 2,
     }
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_time_to_the_end(tmp_path, capsys, monkeypatch):
+    """A resumed run counts only its own steps, and not its first; on a terminal there is a bar, else no trace of it."""
+    clock = iter([100.0, 130.0, 130.0, 130.0])
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=time.time))
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", terminal)
+        log = metrics.MetricsLog(Accelerator(cpu=True), tmp_path, total_steps=1000, flops=None, begun_at=500)
+        log.log_evaluation(500, {"loss": 2.0})
+        for step in range(501, 512):
+            log.completed(step)
+        log.log_evaluation(511, {"loss": 1.0})
+        log.log_evaluation(1000, {"loss": 1.0})
+        log.progress.close()
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].endswith("Evaluation loss: 2, done: 50.0%")
+    assert lines[1].endswith("Evaluation loss: 1, done: 51.1%, left: 24:27"), "489 steps of 3 s"
+    assert lines[2].endswith("done: 100.0%, left: 00:00")
+    assert re.search(r"51%\|.*\| 511/1000 \[\d\d:\d\d<", terminal.getvalue()), "the bar begins at the checkpoint"
 
 
 def test_a_window_of_a_loss_of_parts():

@@ -31,19 +31,22 @@ from test_simulate import (  # noqa: F401  with fixtures
     simulator,
 )
 from torch.optim.adamw import adamw
+from transformers import LlamaConfig
 
 from accelerate_recipes.__main__ import main
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.gpus import GIB, GPUS, OUTSIDE
 from accelerate_recipes.launch import planning
-from accelerate_recipes.launch.planning import job_of, plan, plan_with
+from accelerate_recipes.launch import preflight as preflight_module
+from accelerate_recipes.launch.planning import job_of, plan
 from accelerate_recipes.launch.preflight import preflight
 from accelerate_recipes.launch.request import read_request
+from accelerate_recipes.launcher import launch_environment
 from accelerate_recipes.plan.allocator import reserved
 from accelerate_recipes.plan.layers import predict_outcomes
 from accelerate_recipes.plan.ledger import ACTIVATIONS, HOST, Clock, Event, Ledger
 from accelerate_recipes.plan.predict import Prediction
-from accelerate_recipes.plan.search import Change, Search, prediction_of, reason_of, savings, speedups
+from accelerate_recipes.plan.search import Change, Search, in_words, prediction_of, reason_of, savings, speedups
 from accelerate_recipes.plan.simulate import (
     MICRO_BATCHES,
     Job,
@@ -53,7 +56,8 @@ from accelerate_recipes.plan.simulate import (
     add_ddp,
     load_trial,
 )
-from accelerate_recipes.trial import NotSimulatedError
+from accelerate_recipes.recipe import load as load_recipe
+from accelerate_recipes.trial import NotSimulatedError, config_of
 
 CUDA_C4 = [
     *C4,
@@ -249,9 +253,12 @@ def test_the_search_makes_it_fit(simulator, monkeypatch):  # noqa: F811
     before = planning.simulated(simulator, first)
     assert before.fits
 
+    told: list[str] = []
+
     def planned(memory: int) -> dict:
         monkeypatch.setitem(planning.GPUS, "h100", replace(GPUS["h100"], memory=memory))
-        return plan_with(simulator, first, request, searches=True).facts
+        prediction = planning.simulated(simulator, first)
+        return prediction.facts() | planning.searched(simulator, prediction, first, request, told.append)[1]
 
     facts = planned(before.needed - 1)
     assert not facts["memory"]["fits"] and facts["fits_with"]
@@ -341,14 +348,19 @@ def test_what_the_search_could_not_try_is_said():
 
     first = job("fsdp_full", C4)
     before = prediction_of(first, outcome(4 * GIB), replace(GPUS["l4"], memory=4 * GIB - 1))
-    search = Search(simulate, before, first, make_job)
+    told: list[str] = []
+    search = Search(simulate, before, first, make_job, tell=told.append)
     found = search.fitting()
     assert [str(p.changes[0]) for p in found] == [
         "--fsdp_activation_checkpointing true", "--fsdp_activation_checkpointing true --checkpoint_every_n_layers 4",
         "config fsdp_long.yaml --num_machines 1 --num_processes 2 --mixed_precision bf16 --parallelism_config_dp_replicate_size 1"
         " --parallelism_config_dp_shard_size 1 --parallelism_config_cp_size 2",
-        "--per_device_train_batch_size 1", "2 x as many nodes", "--mixed_precision no --optim adamw_bf16_kahan",
+        "--per_device_train_batch_size 1", "--mixed_precision no --optim adamw_bf16_kahan", "2 x as many nodes",
     ]  # fmt: skip
+    tried = len(found) + 2  # two could not be simulated
+    assert len(told) == tried and re.search(rf"; {tried - 2} left, about \d+ s$", told[0])
+    assert told[0].startswith("Tried --fsdp_activation_checkpointing true: 3.00 GiB, a step of at least 1 s")
+    assert "Tried --optim adafactor: could not be tried" in "\n".join(told)
     assert planning.failed(search) == {
         "--fsdp_offload_params true": "accelerate launch refuses: no CPU",
         "--fsdp_activation_checkpointing true --checkpoint_every_n_layers 2": "plan does not simulate such layers",
@@ -412,6 +424,102 @@ def test_fewer_replicas_have_more_shards(config, flags, expected):
         "--parallelism_config_dp_replicate_size", str(replicas), "--parallelism_config_dp_shard_size", str(shards),
         "--parallelism_config_cp_size", "1",
     )  # fmt: skip
+
+
+def test_pairs_on_the_named_machines_come_before_more_machines():
+    """If no single change on the machines that were named is enough, pairs of them are tried, and stand before more machines."""
+
+    def simulate(jobs: list[Job]) -> list[Outcome]:
+        """Two of the changes save a GiB each; with twice as many GPUs the run needs 3."""
+        return [
+            outcome(
+                3 * GIB
+                if one.env["WORLD_SIZE"] == "4"
+                else (5 - sum(word in ("false", "adafactor") for word in one.command)) * GIB
+            )
+            for one in jobs
+        ]
+
+    request = read_request([str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "2", *C4, "--whole_logits", "true"])
+    first = job_of(request, "l4")
+    before = prediction_of(first, outcome(5 * GIB), replace(GPUS["l4"], memory=4 * GIB - 1))
+    found = Search(simulate, before, first, lambda changes: job_of(request, "l4", changes)).fitting()
+    shown = [in_words(p.changes) for p in found]
+    assert shown == ["--whole_logits false and --optim adafactor", "2 x as many nodes"]
+
+
+@pytest.mark.parametrize(
+    "flags, change",
+    [
+        (["--num_processes", "2"], Change("rows", (), ("--per_device_train_batch_size", "1"))),
+        (["--num_processes", "2", *RECOMPUTE], Change("recompute", ("--fsdp_activation_checkpointing", "false"))),
+        (["--nodes", "2", "--gpus-per-node", "4"], Change("nodes", more_nodes=2)),
+        (["--num_processes", "4"], Change("config", ("--num_processes", "4"), config="ddp.yaml")),
+    ],
+)
+def test_a_proposal_can_be_pasted(flags, change):
+    """The command is the run that was simulated, and names nothing twice."""
+    request = read_request([str(CONFIGS / "fsdp_full.yaml"), *flags, *C4, "--config_overrides", "hidden_size=64"])
+    simulated = job_of(request, "h100", [change])
+    words = shlex.split(planning.to_paste(request, [change]))
+    assert words[:2] == ["accelerate", "launch"]
+    at = words.index(C4[0])
+    assert words[at:] == simulated.command
+    launch = [{"$MACHINE_RANK": "0", "$FIRST_MACHINE": "head"}.get(word, word) for word in words[2:at]]
+    launch += [] if "head" in launch else ["--main_process_ip", "head"]
+    assert launch_environment([*launch, *words[at:]]) == simulated.env
+    named = [word for word in words if word.startswith("--") and word != "--config_overrides"]
+    assert len(named) == len({*named})
+
+
+def test_the_first_answer_comes_at_once(monkeypatch):
+    """What the run needs is told before the search begins; then a line for each trial; then whole commands."""
+    told: list[str] = []
+
+    class Fake:
+        number = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            pass
+
+        def __call__(self, jobs: list[Job]) -> list[Outcome]:
+            told.append(f"{len(jobs)} jobs")
+            self.number += len(jobs)
+            return [outcome((3 if "adafactor" in one.command else 30) * GIB) for one in jobs]
+
+    monkeypatch.setattr(planning, "Simulator", Fake)
+    argv = [str(CONFIGS / "fsdp_full.yaml"), "--num_processes", "2", *C4]
+    found = plan(["--gpu", "l4", *argv], tell=told.append)
+    assert told[0] == "1 jobs" and "30.00 of 22.30 GiB on l4" in told[1] and told[2].endswith(" jobs")
+    trials = [text for text in told if text.startswith("Tried ")]
+    assert len(trials) == 9 and told[3] == trials[0]
+    last = told[-2].splitlines()
+    assert "Nothing that keeps the loss trajectory makes it fit" in last
+    at = last.index("It fits with these changes (another loss trajectory):")
+    assert last[at + 1].startswith("  --optim adafactor: 3.00 GiB")
+    assert last[at + 2].startswith("    accelerate launch --config_file ") and last[at + 2].endswith(
+        "--optim adafactor"
+    )
+    assert found.text == "\n".join(text for text in told if text not in trials and not text.endswith(" jobs"))
+    told.clear()
+    plan(["--no_search", "--gpu", "l4", *argv], tell=told.append)
+    assert [text for text in told if text.endswith(" jobs")] == ["1 jobs"]
+
+
+def test_a_config_alone_is_enough_of_a_model(tmp_path):
+    """The message that a model is missing says so."""
+    args = load_recipe(ROOT / "recipes/sft.py").Args(model_name_or_path=str(tmp_path))
+    with pytest.raises(NotSimulatedError, match=r"; a folder with the model's config\.json alone is enough here"):
+        config_of(args)
+    LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
+    assert config_of(args).hidden_size == 64
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(NotSimulatedError, match="cannot be read") as caught:
+        config_of(args)
+    assert "is enough here" not in str(caught.value)
 
 
 def test_what_is_faster_and_the_largest_batch():
@@ -480,12 +588,35 @@ def test_memory_of_a_node(bases):  # noqa: F811
     assert alone.host_peak == (8 + 4 * 4) * GIB
 
 
-@pytest.mark.parametrize("flags", [["--gpu", "tpu", "--no-search"], ["--no-search", "--gpu", "tpu"]])
+@pytest.mark.parametrize("flags", [["--gpu", "tpu", "--no_search"], ["--no_search", "--gpu", "tpu"]])
 def test_flags_may_stand_before_the_config(monkeypatch, capsys, flags):
     monkeypatch.setattr("sys.argv", ["accelerate_recipes", "plan", *flags, str(CONFIGS / "fsdp_full.yaml"), *C4])
     with pytest.raises(SystemExit):
         main()
     assert "--gpu tpu: not known; known are a10g" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "2", "--shell", "a.yaml", "b.py"],
+        ["--shell", "--nodes=2", "a.yaml", "b.py"],
+        ["a.yaml", "--shell", "b.py"],
+    ],
+)
+def test_shell_may_stand_anywhere(monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.argv", ["accelerate_recipes", "preflight", *words])
+    monkeypatch.setattr(preflight_module, "preflight", lambda argv: ("said", " ".join(argv)))
+    main()
+    assert capsys.readouterr() == (" ".join(word for word in words if word != "--shell") + "\n", "said\n")
+
+
+def test_the_usage_names_the_command():
+    for argv in ([], ["a.yaml"], ["--no_search"]):
+        with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes plan CONFIG"):
+            plan(argv)
+    with pytest.raises(ConfigError, match=r"usage: python -m accelerate_recipes preflight CONFIG"):
+        read_request([])
 
 
 @pytest.mark.slow
@@ -502,7 +633,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "1",
     ]
     written = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
-    found = plan(["--gpu", "a100", "--no-search", *written, *laptop])
+    found = plan(["--gpu", "a100", "--no_search", *written, *laptop])
     assert "Memory of a GPU: " in found.text and "fits" in found.text
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     facts = json.loads((tmp_path / "plan.json").read_text())
@@ -514,7 +645,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert facts["gpus"] == 16 and facts["step"]["collectives"]["allgather_base 16"]["inside_node"] is False
     with pytest.raises(ConfigError, match="--gpu tpu: not known; known are a10g"):
         plan(["--gpu", "tpu", *laptop])
-    with pytest.raises(ConfigError, match=r"the config.json of no/model cannot be read: "):
+    with pytest.raises(ConfigError, match=r"config.json of no/model cannot be read: "):
         plan([*laptop, "--model_name_or_path", "no/model"])
 
 
@@ -603,7 +734,7 @@ def test_what_is_not_simulated_is_named(simulator, bases, config, command, said)
 def test_a_simulator_that_is_killed():
     with pytest.raises(ConfigError, match="ended with exit code -9, perhaps for want of memory"), Simulator() as killed:
         killed.child.kill()
-        killed([Job({}, [])])
+        list(killed([Job({}, [])]))
 
 
 def test_allocator():

@@ -1,15 +1,18 @@
 """Commands for use before, between and after runs: `python -m accelerate_recipes COMMAND ...`, or `accelerate-recipes`."""
 
 import argparse
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.disk import print_any_text
 from accelerate_recipes.errors import ConfigError, DataError, printable
+from accelerate_recipes.gpus import check_gpu
 
 EXAMPLES = """\
 examples, in the order of a run's life:
@@ -58,9 +61,14 @@ def command_parser() -> argparse.ArgumentParser:
     ready = add("prepare", prepare_rows, "prepare the data that a run will read, and show its first rows")
     ready.add_argument("recipe", metavar="RECIPE")
     ready.add_argument("argv", nargs=argparse.REMAINDER, metavar="[ARGS...]")
+    told = add("schema", describe_arguments, "describe the arguments of a recipe, for editors and tools")
+    told.add_argument("--json", action="store_true", required=True, help="as JSON Schema of its presets")
+    told.add_argument("recipe", metavar="RECIPE")
+    shell = add("completion", complete, "print a script that completes commands, flags and files in a shell")
+    shell.add_argument("shell", choices=["bash", "zsh"])
     check = add("preflight", check_launch, "check a launch before it is queued", f"[--shell] [FLAGS] {RUN}")
     check.add_argument("--shell", action="store_true", help="print assignments for a job script; messages go to stderr")
-    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no-search]"
+    flags = "[--nodes N --gpus-per-node G --gpu NAME --json FILE --plot FILE --no_search]"
     add("plan", plan_run, "predict memory and time of a run, by simulating a step", f"{flags} {RUN}")
     job = add("k8s", print_manifest, "print a Kubernetes job for a run")
     job.add_argument("kind", choices=["pytorchjob", "trainjob"])
@@ -91,6 +99,8 @@ def main() -> None:
         args.argv, rest = sys.argv[2:], []
     elif args.command in ("preflight", "plan"):  # flags may stand before CONFIG
         args.argv, rest = [*rest, *args.argv], []
+    if args.command == "preflight" and "--shell" in args.argv:  # it may stand after other flags
+        args.argv, args.shell = [word for word in args.argv if word != "--shell"], True
     args.rest = rest
     if rest and args.command != "download":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -165,7 +175,20 @@ def prepare_rows(args: argparse.Namespace) -> None:
     prepare_data([args.recipe, *args.argv])
 
 
+def describe_arguments(args: argparse.Namespace) -> None:
+    from accelerate_recipes import arguments, recipe
+
+    print(json.dumps(arguments.schema(recipe.load(args.recipe).Args, args.recipe), indent=1))
+
+
+def complete(args: argparse.Namespace) -> None:
+    from accelerate_recipes.arguments import completion_script
+
+    print(completion_script(command_parser(), args.shell))
+
+
 def check_launch(args: argparse.Namespace) -> None:
+    check_gpu(args.argv)
     from accelerate_recipes.launch.preflight import preflight
 
     found, assignments = preflight(args.argv)
@@ -175,9 +198,10 @@ def check_launch(args: argparse.Namespace) -> None:
 
 
 def plan_run(args: argparse.Namespace) -> None:
+    check_gpu(args.argv)
     from accelerate_recipes.launch.planning import plan
 
-    print(plan(args.argv).text)
+    plan(args.argv, tell=partial(print, flush=True))
 
 
 def launch_run(args: argparse.Namespace) -> None:

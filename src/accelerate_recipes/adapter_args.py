@@ -13,23 +13,32 @@ ALL_LINEAR = "all-linear"
 class AdapterArgs:
     """Arguments of adapters, a part of `TrainArgs`."""
 
+    group = "adapters"
     use_peft: bool = arg(
-        False, "Freeze the model and train adapters (LoRA) in it; see accelerate_recipes/adapters.py.", fixed=True
+        False, "Train adapters (LoRA) in a frozen model; see accelerate_recipes/adapters.py.", fixed=True
     )
     load_in_4bit: bool = arg(
-        False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.", fixed=True
+        False, "Hold the frozen model in 4 bits; QLoRA: NF4, by bitsandbytes. Needs a GPU.", fixed=True
     )
     lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
-    lora_alpha: int = arg(32, "Scale of an adapter's output: this value / --lora_r.", fixed=True, min=1)
-    lora_dropout: float = arg(0.05, "Dropout on an adapter's input; 0 if experts get adapters.", min=0, below=1)
+    lora_alpha: int = arg(
+        32, "Scale of an adapter; its output is multiplied by this value / --lora_r.", fixed=True, min=1
+    )
+    lora_dropout: float = arg(
+        0.05, "Dropout on an adapter's input; 0 if experts get adapters.", min=0, below=1, group="rare"
+    )
     lora_target_modules: list[str] = arg(
         [ALL_LINEAR],
-        "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
+        "Layers that get an adapter; such as q_proj v_proj. all-linear: all but the output layer, and all experts.",
         fixed=True,
     )
-    use_rslora: bool = arg(False, "Scale adapters by --lora_alpha / sqrt(--lora_r): for high ranks.", fixed=True)
-    use_dora: bool = arg(False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True)
-    merge_adapter: bool = arg(False, "Export the model with the adapter merged in, and also the adapter.")
+    use_rslora: bool = arg(
+        False, "Scale adapters by --lora_alpha / sqrt(--lora_r): for high ranks.", fixed=True, group="rare"
+    )
+    use_dora: bool = arg(
+        False, "Train the length of each row of a weight apart from its direction (DoRA).", fixed=True, group="rare"
+    )
+    merge_adapter: bool = arg(False, "Export the merged model and the adapter.")
 
     # Whether the model gets a new output layer. Adapters would leave it untrained.
     has_new_layer: ClassVar[bool] = False

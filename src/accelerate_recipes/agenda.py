@@ -89,7 +89,7 @@ class Agenda:
         if checkpoint:
             check_not_beyond(checkpoint, self.total_steps)
         self.step = self.begun_at = self.trained_at = self.checkpointer.resume()
-        self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops)
+        self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops, self.step)
         self.log.restore(checkpoint)
         if args.trackers:
             # TensorBoard accepts only numbers and strings.
@@ -137,7 +137,7 @@ class Agenda:
         stop.step_took(seconds)
         if self.step_timeout is None:
             self.step_timeout = max(self.args.step_timeout, 4 * seconds)
-        self.log.progress.update()
+        self.log.completed(step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
         self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
 

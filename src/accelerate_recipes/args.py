@@ -5,11 +5,10 @@ precision, compile, activation checkpointing) have no flag here. Such a flag is 
 All problems are reported at once, in one `ConfigError`.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,9 +17,10 @@ import torch
 import yaml
 
 from accelerate_recipes.adapter_args import AdapterArgs
+from accelerate_recipes.arguments import help_text, recipe_parser
 from accelerate_recipes.errors import raise_problems
-from accelerate_recipes.flags import Merge, Parser, Range, arg, check_group, group_flags, read_preset, tokens
-from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
+from accelerate_recipes.flags import Merge, Range, arg, check_group, declarations, group_flags, read_preset, tokens
+from accelerate_recipes.ranks import data_world_size, is_first, ranks_a_row, readers
 
 # Flags of other scripts, with what decides them here: the accelerate YAML, or another argument.
 OWNED_ELSEWHERE = {
@@ -46,82 +46,119 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class TrainArgs(AdapterArgs):
     """Arguments that every recipe takes. A step is a completed optimizer step; the size of a batch counts sequences."""
 
-    output_dir: str = arg("outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.")
+    output_dir: str = arg(
+        "outputs/run", "Folder for checkpoints, metrics.jsonl, args.yaml and export/.", group="essential"
+    )
     resume_from_checkpoint: str = arg(
-        "latest", "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`."
+        "latest",
+        "Checkpoint to resume; `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
+        group="saving",
     )
     data_only: bool = arg(
-        False, "Prepare the data, show the first rows, and end before the model is loaded; see `prepare`."
+        False, "Prepare the data, show the first rows, and end; no model is loaded. See `prepare`.", group="data"
     )
-    seed: int = arg(42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0)
-    full_determinism: bool = arg(False, "Use slower algorithms on GPUs, so that the same run gives the same bits.")
-    num_train_epochs: float = arg(1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6)
-    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs needs.", min=-1)
+    seed: int = arg(
+        42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0, group="batch"
+    )
+    full_determinism: bool = arg(
+        False, "Use slower algorithms on GPUs, so that the same run gives the same bits.", group="rare"
+    )
+    num_train_epochs: float = arg(
+        1.0, "Passes over the training data, unless --max_steps is given.", min=0, max=1e6, group="essential"
+    )
+    max_steps: int = arg(-1, "Optimizer steps; -1: as many as --num_train_epochs needs.", min=-1, group="batch")
     total_batch_size: int = arg(
-        16, "Sequences per optimizer step, over all processes and accumulation.", fixed=True, min=1
+        16, "Sequences per optimizer step, over all processes and accumulation.", fixed=True, min=1, group="essential"
     )
-    per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.", min=1)
-    per_device_eval_batch_size: int = arg(8, "Sequences per forward pass on one process in evaluation.", min=1)
-    learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1)
+    per_device_train_batch_size: int = arg(1, "Sequences per forward pass on one process.", min=1, group="essential")
+    per_device_eval_batch_size: int = arg(
+        8, "Sequences per forward pass on one process in evaluation.", min=1, group="evaluation"
+    )
+    learning_rate: float = arg(1e-5, "Peak learning rate.", min=0, max=1, group="essential")
     lr_scheduler_type: str = arg(
-        "cosine", "Shape of the learning rate after the warm-up.", choices=["linear", "cosine", "constant_with_warmup"]
+        "cosine",
+        "Shape of the learning rate after the warm-up.",
+        choices=["linear", "cosine", "constant_with_warmup"],
+        group="optimizer",
     )
-    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1)
-    warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0)
-    weight_decay: float = arg(0.1, "Weight decay; norms and biases have none.", min=0, max=1000)
-    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1)
-    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1)
-    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1)
+    min_lr_ratio: float = arg(0.0, "Learning rate at the end, as a share of the peak.", min=0, max=1, group="rare")
+    warmup_steps: float = arg(0.03, "Steps of the warm-up; below 1: a share of all steps.", min=0, group="optimizer")
+    weight_decay: float = arg(0.1, "Weight decay; norms and biases have none.", min=0, max=1000, group="optimizer")
+    adam_beta1: float = arg(0.9, "AdamW's beta1.", min=0, below=1, group="rare")
+    adam_beta2: float = arg(0.95, "AdamW's beta2.", min=0, below=1, group="rare")
+    adam_epsilon: float = arg(1e-8, "AdamW's epsilon.", min=1e-30, max=1, group="rare")
     optim: str = arg(
         "adamw_torch_fused",
         "Optimizer; adamw_bf16_kahan keeps the weights in bf16 too.",
         choices=OPTIMIZERS,
         fixed=True,
+        group="optimizer",
     )
-    max_grad_norm: float = arg(1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0)
+    max_grad_norm: float = arg(
+        1.0, "Global gradient norm above which gradients are scaled down; 0: never.", min=0, group="optimizer"
+    )
     prefetch_layers: int = arg(
-        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0
+        0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0, group="rare"
     )
     checkpoint_every_n_layers: int = arg(
-        1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1
+        1, "Recompute only every n-th layer; the YAML must set fsdp_activation_checkpointing.", min=1, group="memory"
     )
     activation_memory_budget: float = arg(
         1.0,
         "Share of the activations that compiled layers keep; those that are cheapest to compute are recomputed.",
         min=0,
         max=1,
+        group="rare",
     )
-    reduce_dtype: str = arg("fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES))
-    logging_steps: int = arg(10, "Steps between log lines.", min=1)
-    eval_steps: int = arg(0, "Steps between evaluations; 0: evaluate only before and after training.", min=0)
+    reduce_dtype: str = arg(
+        "fp32", "Precision in which FSDP sums gradients over the ranks.", choices=list(DTYPES), group="memory"
+    )
+    logging_steps: int = arg(10, "Steps between log lines.", min=1, group="logging")
+    eval_steps: int = arg(
+        0, "Steps between evaluations; 0: evaluate only before and after training.", min=0, group="evaluation"
+    )
     save_steps: int = arg(
-        500, "Steps between checkpoints, with one more after the last step; 0: only after the last.", min=0
+        500, "Steps between checkpoints; one more follows the last step. 0: only that one.", min=0, group="saving"
     )
     save_minutes: float = arg(
-        0.0, "Minutes since the last checkpoint after which to save one more; 0: save by steps only.", min=0
+        0.0,
+        "Minutes since the last checkpoint after which to save one more; 0: save by steps only.",
+        min=0,
+        group="rare",
     )
-    save_total_limit: int = arg(2, "Number of newest complete checkpoints to keep; 0: all.", min=0)
-    keep_every_n_steps: int = arg(0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0)
+    save_total_limit: int = arg(2, "Newest complete checkpoints to keep; 0: all.", min=0, group="saving")
+    keep_every_n_steps: int = arg(
+        0, "Also keep the checkpoints at multiples of this number of steps; 0: none.", min=0, group="rare"
+    )
     metric_for_best_model: str = arg(
-        "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`."
+        "", "Also keep the best checkpoint by this value of the evaluation, such as `loss`.", group="saving"
     )
     greater_is_better: bool | None = arg(
-        None, "A higher value is better; default: true unless the name ends in `loss`."
+        None, "A higher value is better; default: true unless the name ends in `loss`.", group="rare"
     )
-    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.")
-    dataloader_num_workers: int = arg(0, "Worker processes that collate batches, per process.", min=0, max=1024)
-    ddp_timeout: int = arg(1800, "Seconds after which a collective that a process does not join is an error.", min=1)
+    async_save: bool = arg(True, "Write checkpoints in the background, from a copy in host memory.", group="rare")
+    dataloader_num_workers: int = arg(
+        0, "Worker processes that collate batches, per process.", min=0, max=1024, group="data"
+    )
+    ddp_timeout: int = arg(
+        1800, "Seconds after which a collective that a process does not join is an error.", min=1, group="rare"
+    )
     step_timeout: int = arg(
-        300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
+        300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1, group="rare"
     )
-    report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
+    report_to: str = arg(
+        "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
+    )
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
+        group="rare",
     )
     push_to_hub: str = arg(
-        "", "Repository on the Hub, ORG/NAME, to which the export is pushed at the end; a new one is made private."
+        "", "Repository for the export, ORG/NAME on the Hub; a new one is made private.", group="saving"
     )
+
+    usage: ClassVar[str] = "accelerate launch [LAUNCH FLAGS] RECIPE [FLAGS]"
 
     # Fields of other libraries that are not arguments here, each with what decides it instead.
     owned_elsewhere: ClassVar[dict[str, str]] = OWNED_ELSEWHERE
@@ -129,6 +166,14 @@ class TrainArgs(AdapterArgs):
     # Ranges of fields that another library declares, and the names of those fields that are fixed on a resume.
     ranges: ClassVar[dict[str, Range]] = {}
     fixed: ClassVar[frozenset[str]] = frozenset()
+
+    # Groups in --help of fields that several recipes declare, and of fields that another library declares.
+    groups: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("model_name_or_path", "dataset_name", "train_files", "max_length"), "essential"),
+        "tokenizer_name": "model",
+        "attn_implementation": "memory",
+        **dict.fromkeys(("dataset_revision", "data_cache_dir"), "rare"),
+    }
 
     # Whether ranks can share a row (parallelism_config_cp_size). For this, rows must be packed, and batches must say where
     # documents begin.
@@ -234,9 +279,8 @@ class TrainArgs(AdapterArgs):
         for name in (f.name for f in fields(cls)):
             if shared := TrainArgs.__dataclass_fields__.get(name):
                 is_fixed = shared.metadata["fixed"]
-            else:  # the first class that declares it by `arg` decides; one that only changes the default has no metadata
-                declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
-                said = [f.metadata["fixed"] for f in declared if f is not None and "fixed" in f.metadata]
+            else:  # the first class that declares it by `arg` decides
+                said = [metadata["fixed"] for _, metadata in declarations(cls, name) if "fixed" in metadata]
                 is_fixed = said and said[0] is not False
             if is_fixed:
                 found.add(name)
@@ -250,6 +294,11 @@ class TrainArgs(AdapterArgs):
         """Return all arguments by name. If the run begins at a pretrained model, leave out those named in `of_new_model`."""
         left_out = {*self.owned_elsewhere, *(getattr(self, "of_new_model", ()) if self.base_model else ())}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+    def changed(self) -> dict[str, Any]:
+        """Return the arguments of `values` that differ from their defaults, by name."""
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        return {name: value for name, value in self.values().items() if value != defaults[name]}
 
     def save(self, path: Path) -> None:
         """Write the arguments as YAML; the file is itself a valid `--config`."""
@@ -303,16 +352,11 @@ def resolve(
     `elsewhere` and `row_size` are fields of `TrainArgs`.
     """
     argv = list(argv)
-    # Do not exit at the first error, and allow no abbreviations: `--learning` must not silently mean --learning_rate.
-    parser = Parser(args_class, allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("--config", help="Preset: a YAML file with arguments listed below; flags override it.")
-    parser.add_argument("-h", "--help", action="help", help="Show this text and exit.")
-    for action in parser._actions:
-        action.choices = args_class.ranges.get(action.dest, action.choices)
-        if action.dest in args_class.owned_elsewhere:
-            action.help = argparse.SUPPRESS
-    if {"-h", "--help"} & set(argv):
-        parser.print_help()
+    parser = recipe_parser(args_class)
+    if asked := [" ".join(argv[i : i + 2]) for i, word in enumerate(argv) if word in ("-h", "--help", "--help=all")]:
+        if is_first():
+            everything = any(words.endswith(" all") or words.startswith("--help=all") for words in asked)
+            print(help_text(args_class, parser, everything=everything))
         raise SystemExit(0)
 
     flags, stray = group_flags(argv)

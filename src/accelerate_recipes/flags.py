@@ -1,6 +1,7 @@
 """Strict parser of presets and command lines: it finds every problem, and never changes the meaning of a value silently."""
 
 import argparse
+import inspect
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,6 +15,11 @@ from transformers import HfArgumentParser
 from accelerate_recipes.errors import ConfigError, suggestion
 
 MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
+
+# Names that users of other programs type, and what they mean here. By its letters, --lr would be nearest to --lora_r.
+USUAL_NAMES = {
+    "lr": "learning_rate", "model": "model_name_or_path", "data": "train_files", "batch_size": "total_batch_size",
+}  # fmt: skip
 
 
 class OutOfRangeError(ValueError):
@@ -47,14 +53,22 @@ class Range:
 
 
 def arg(
-    default: Any, help: str, *, choices: Sequence[str] | Range | None = None, fixed: bool | None = None, **bounds: float
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | Range | None = None,
+    fixed: bool | None = None,
+    group: str | None = None,
+    **bounds: float,
 ) -> Any:
     """Declare a dataclass field with its help text, as HfArgumentParser reads it. `bounds` of a number are those of `Range`.
 
     A `fixed` argument must not change when a checkpoint is continued, because it decides the model, the order of the
     data, or the optimizer's state. By default, the fields of a recipe are fixed, and those of TrainArgs are not.
+
+    `group` is the place in --help, one of `arguments.GROUPS`. By default, it is that of the class.
     """
-    metadata = {"help": help, "fixed": fixed}
+    metadata = {"help": help, "fixed": fixed, "group": group}
     if choices or bounds:
         metadata["choices"] = choices or Range(**bounds)
     if isinstance(default, list | dict):
@@ -62,11 +76,26 @@ def arg(
     return field(default=default, metadata=metadata)
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser that accepts a Range as `choices`, and the other metadata that `arg` sets."""
+def declarations(args_class: type, name: str) -> Iterator[tuple[type, Mapping[str, Any]]]:
+    """Yield each class that declares a field, with the field's metadata; a class that only changes the default has none."""
+    for owner in args_class.__mro__:
+        if name in inspect.get_annotations(owner):
+            yield owner, owner.__dataclass_fields__[name].metadata
 
-    def add_argument(self, *names: str, fixed: bool | None = None, **settings: Any) -> argparse.Action:
+
+class Parser(HfArgumentParser):
+    """HfArgumentParser that accepts a Range as `choices`, and the other metadata that `arg` sets.
+
+    A field whose default a class changes keeps the help and the range of the class that declares it.
+    """
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
         """Add an argument without the metadata of its field that argparse does not know; HfArgumentParser passes on all."""
+        dest = settings.get("dest", names[0].removeprefix("--"))
+        for args_class in self.dataclass_types:
+            said = next((found for _, found in declarations(args_class, dest) if "help" in found), {})
+            settings = {key: said[key] for key in ("help", "choices") if key in said} | settings
+        settings = {key: value for key, value in settings.items() if key not in ("fixed", "group")}
         if settings.get("type") is dict:
             settings |= {"type": settings_in, "nargs": "+", "action": Merge}
         return super().add_argument(*names, **settings)
@@ -262,10 +291,11 @@ def check_group(
         known = {
             option.removeprefix("--")
             for option, action in parser._option_string_actions.items()
-            if action.dest not in owned_elsewhere
+            if action.help != argparse.SUPPRESS
         }
-        hint = suggestion(name, known, cutoff=0.5)
-        if "config_overrides" in known:
+        meant = USUAL_NAMES.get(name)
+        hint = f"; did you mean {meant!r}?" if meant in known else suggestion(name, known, cutoff=0.5)
+        if "config_overrides" in known and meant not in known:
             hint += f"; a field of a new model's config.json is given by --config_overrides {name}=..."
         errors.append(f"unknown argument {name!r} {where}{hint}")
         return False

@@ -154,7 +154,9 @@ class MetricsLog:
     ...), each with its `step`.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops: Flops | None):
+    def __init__(
+        self, accelerator: Accelerator, output_dir: Path, total_steps: int, flops: Flops | None, begun_at: int = 0
+    ):
         self.accelerator = accelerator
         self.path = output_dir / "metrics.jsonl"
         self.total_steps = total_steps
@@ -165,8 +167,10 @@ class MetricsLog:
                 f"MFU is left out: the bf16 peak of {device_name(accelerator.device)} is not known"
             )
         self.records: list[dict] = []
+        self.first: tuple[int, float] | None = None  # first step that this process completed, and when
         self.progress = tqdm(
             total=total_steps,
+            initial=begun_at,
             unit="step",
             disable=not (accelerator.is_main_process and sys.stderr.isatty()),
             dynamic_ncols=True,
@@ -176,9 +180,24 @@ class MetricsLog:
         """Continue after the records of a checkpoint, or start anew. Later records of a killed run are dropped."""
         if checkpoint is not None:
             self.records = read_json_lines(checkpoint / self.path.name)
-            self.progress.update(self.records[-1]["step"] if self.records else 0)
         if self.accelerator.is_main_process:
             write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def completed(self, step: int) -> None:
+        """Count a step in the progress bar and for the time to the end."""
+        self.progress.update()
+        self.first = self.first or (step, time.perf_counter())
+
+    def outlook(self, step: int) -> str:
+        """Write the share of the steps that is done and, after two steps, the time to the end.
+
+        The time is that of the steps so far, with evaluations and saves. The first step is left out: it may compile.
+        """
+        said = f"done: {step / self.total_steps:.1%}"
+        if self.first is None or step == self.first[0]:
+            return said
+        seconds = (time.perf_counter() - self.first[1]) / (step - self.first[0]) * (self.total_steps - step)
+        return f"{said}, left: {tqdm.format_interval(seconds)}"
 
     def log_step(
         self, step: int, window: Window, grad_norm: float, lr: float, gib: float, counts: dict[str, float]
@@ -229,7 +248,7 @@ class MetricsLog:
         self.records.append(record)
         if self.accelerator.is_main_process:
             with self.progress.external_write_mode(file=sys.stdout):
-                print(line, flush=True)
+                print(f"{line}, {self.outlook(record['step'])}", flush=True)
             with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         values = {name: value for name, value in record.items() if name not in ("step", "time")}

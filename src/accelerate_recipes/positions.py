@@ -32,8 +32,9 @@ def check_length(name: str, max_length: int, flag: str = "max_length", multiple:
 class Stretch:
     """Arguments of a recipe that stretches the positions of a pretrained model."""
 
+    group = "rare"
     max_position_embeddings: int = arg(
-        0, "Longest sequence of a pretrained model after its positions are stretched, in tokens.", min=0
+        0, "Longest sequence of a pretrained model after its positions are stretched, in tokens.", min=0, group="model"
     )
     rope_theta: float = arg(0.0, "Base of a pretrained model's rotary embedding; 0: its own.", min=0)
     rope_scaling_factor: float = arg(

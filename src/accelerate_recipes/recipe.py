@@ -275,7 +275,7 @@ def run_recipe(
         with as_problem_of_the_disk():
             args = parse(args_class, other_problems=problems_here)
             if is_first():
-                arguments = {"arguments": args.values()}
+                arguments = {"arguments that differ from the defaults": args.changed()}
                 print(yaml.safe_dump(arguments, sort_keys=False, default_flow_style=None, width=120), flush=True)
             if args.dataloader_num_workers:
                 with contextlib.suppress(ImportError):

@@ -21,6 +21,7 @@ NUM_EXAMPLES = 6  # predictions shown in the result
 class GenerationArgs:
     """Arguments of a recipe that evaluates the texts that its model generates."""
 
+    group = "evaluation"
     metrics: list[str] = arg(
         ["chrf", "bleu"], f"Metrics of the generated texts: {', '.join(METRIC_VALUES)}.", fixed=False
     )
@@ -32,6 +33,7 @@ class GenerationArgs:
         fixed=False,
         min=-10,
         max=10,
+        group="rare",
     )
 
     def problems(self, world_size: int) -> list[str]:

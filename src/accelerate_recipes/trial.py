@@ -81,7 +81,10 @@ def config_of(args: TrainArgs) -> PreTrainedConfig:
     try:
         return load_text_config(args.base_model)
     except ConfigError as error:
-        raise NotSimulatedError(f"this run: {error}") from error
+        place = cache.folder("model", args.base_model)
+        is_here = place and (place / "config.json").is_file()
+        hint = "" if is_here else "; a folder with the model's config.json alone is enough here"
+        raise NotSimulatedError(f"this run: {error}{hint}") from error
 
 
 def packed_trial(args: Any, config: PreTrainedConfig | None, loss_fn: Callable) -> Trial:

@@ -28,6 +28,7 @@ TORCHS_GENERATOR = threading.Lock()  # several threads may augment at the same t
 class Augmentation:
     """Arguments of the random augmentation of training images."""
 
+    group = "data"
     crop_area: float = arg(0.08, "Smallest area of a random crop, as a share of the image; 1: no crop.", above=0, max=1)
     horizontal_flip: bool = arg(True, "Mirror each image with probability 1/2.")
     rand_augment: int = arg(

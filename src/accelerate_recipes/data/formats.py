@@ -81,8 +81,9 @@ DPO = (
 class FormatArgs(RowsArgs):
     """Arguments of a recipe that reads rows of several forms. Put it before TrainArgs in the bases of its arguments."""
 
+    group = "data"
     columns: list[str] = arg(
-        [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
+        [], "Columns with other names than in a form; NAME=COLUMN, such as prompt=question completion=answer."
     )
 
     @property

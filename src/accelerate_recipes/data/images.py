@@ -52,6 +52,7 @@ MOST_COMPARED = 50_000  # images that can be compared; each is compared with all
 class ImageArgs(Augmentation, StreamArgs, RowsArgs):
     """Arguments that say which images a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
+    group = "data"
     train_files: list[str] = arg(
         [],
         "Local .parquet files with images, or .tar shards with `NAME.jpg` and `NAME.cls`, instead of a dataset. Shards that "

@@ -61,6 +61,7 @@ def stream_problems(num_streams: int, world_size: int, row_size: int = 1) -> lis
 class StreamArgs:
     """Arguments of a recipe that reads streams. Put it before TrainArgs in the bases of a recipe's arguments."""
 
+    group = "rare"
     num_streams: int = arg(
         0,
         "Number of logical streams, a multiple of each number of processes on which the run may continue; 0: the number of "

@@ -38,6 +38,7 @@ class TextArgs(StreamArgs):
     shares_rows = True
     fills_caches = False
 
+    group = "data"
     dataset_name: str = arg(
         "allenai/c4", "Dataset on the Hub, or a folder with the same files, such as a mounted copy.", fixed=False
     )
@@ -66,7 +67,10 @@ class TextArgs(StreamArgs):
         "", "Folder for the tokens of all training text, which is then tokenised only once; empty: none.", fixed=False
     )
     min_document_tokens: int = arg(
-        0, "Leave out documents with fewer tokens, in training and validation: to train only on long ones.", min=0
+        0,
+        "Leave out documents with fewer tokens, in training and validation: to train only on long ones.",
+        min=0,
+        group="rare",
     )
 
     def problems(self, world_size: int) -> list[str]:

@@ -53,31 +53,34 @@ class PairArgs:
     """Arguments of a recipe that trains on pairs of texts."""
 
     # The pairs of a resumed run are compared by content, so the files may have moved.
+    group = "data"
     dataset_name: str = arg(
         "Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.", fixed=False
     )
-    dataset_config: str = arg("en-fr", "Configuration of the dataset, if it has several.")
+    dataset_config: str = arg("en-fr", "Configuration of the dataset; needed if it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
-    dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.")
+    dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.", group="rare")
     train_split: str = arg("train", "Split to train on.")
     eval_split: str = arg("", "Split to evaluate on; default: a share of the training pairs.")
-    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.", fixed=False)
+    eval_dataset_name: str = arg("", "Dataset to evaluate on; default: --dataset_name.", fixed=False, group="rare")
     train_files: list[str] = arg([], "Local .csv, .jsonl or .parquet files, instead of a dataset.", fixed=False)
     eval_files: list[str] = arg([], "Local files to evaluate on.", fixed=False)
     source_column: str = arg("translation.en", "Column of the source texts; an inner column is `translation.en`.")
     target_column: str = arg("translation.fr", "Column of the target texts, or of lists of correct texts.")
     eval_source_column: str = arg(
-        "", "Column of the source texts in evaluation; default: --source_column.", fixed=False
+        "", "Column of the source texts in evaluation; default: --source_column.", fixed=False, group="rare"
     )
     eval_target_column: str = arg(
-        "", "Column of the target texts in evaluation; default: --target_column.", fixed=False
+        "", "Column of the target texts in evaluation; default: --target_column.", fixed=False, group="rare"
     )
     task_prefix: str = arg("translate English to French: ", "Text to put before every source.")
     heldout_share: float = arg(
         0.02, "Share of the training pairs to evaluate on, chosen by a hash of the source.", above=0, below=1
     )
-    num_eval_pairs: int = arg(500, "Number of pairs to evaluate on, drawn with the seed.", fixed=False, min=1)
-    skip_bad_pairs: bool = arg(False, "Skip and count pairs with an empty text, instead of stopping.")
+    num_eval_pairs: int = arg(
+        500, "Number of pairs to evaluate on, drawn with the seed.", fixed=False, min=1, group="evaluation"
+    )
+    skip_bad_pairs: bool = arg(False, "Skip and count pairs with an empty text, instead of stopping.", group="rare")
     max_source_length: int = arg(512, "Longest source in tokens; longer texts are cut, and counted.", min=2)
     max_target_length: int = arg(128, "Longest target in tokens; longer texts are cut, and counted.", min=2)
     data_cache_dir: str = arg(".cache/data", "Folder for tokenised pairs.", fixed=False)

@@ -30,6 +30,7 @@ class GamesArgs:
     """Arguments that say which games a recipe reads. Put it before TrainArgs in the bases of a recipe's arguments."""
 
     # The games of a resumed run are compared by content, so the files may have moved.
+    group = "data"
     dataset_name: str = arg(
         "laion/strategic_game_chess", "Dataset on the Hub with a column Moves (list of UCI moves).", fixed=False
     )
@@ -37,10 +38,11 @@ class GamesArgs:
         "**/chess_game_0001.parquet", "Pattern of the dataset's files to read; each file has about 528 MB."
     )
     train_files: list[str] = arg([], "Local .parquet, .jsonl or .pgn files, instead of a dataset.", fixed=False)
-    skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.")
+    skip_bad_games: bool = arg(False, "Skip and count games with an illegal move, instead of stopping.", group="rare")
     piece_letters: str = arg(
         rules.LETTERS,
         "Letters of king, queen, rook, bishop and knight in .pgn files; KDTLS in German, RDTFC in French.",
+        group="rare",
     )
     heldout_share: float = arg(
         0.002,
@@ -49,7 +51,11 @@ class GamesArgs:
         below=1,
     )
     num_positions: int = arg(
-        600, "Positions of held-out games to predict the next move in.", fixed=False, min=len(rules.PHASES)
+        600,
+        "Positions of held-out games to predict the next move in.",
+        fixed=False,
+        min=len(rules.PHASES),
+        group="evaluation",
     )
     data_cache_dir: str = arg(".cache/data", "Folder for prepared games and positions.", fixed=False)
 
@@ -86,6 +92,7 @@ class GamesArgs:
 class PositionsArgs(GamesArgs):
     """Arguments of a recipe that begins with an export of chess.py, and trains the model on its own moves in positions."""
 
+    group = "data"
     model_name_or_path: str = arg("outputs/demo/export", "Chess model to begin with: a folder, or a name on the Hub.")
     num_train_positions: int = arg(
         20000, "Number of positions in training games in which the model moves.", min=len(rules.PHASES)

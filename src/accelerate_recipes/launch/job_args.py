@@ -63,6 +63,9 @@ class JobArgs:
     queue: str = arg("", "Name of a local queue of Kueue.")
     annotation: list[str] = arg([], "Annotations of the job and its pods, as KEY=VALUE.")
 
+    usage: ClassVar[str] = "python -m accelerate_recipes k8s KIND [FLAGS] CONFIG [LAUNCH FLAGS] RECIPE [ARGS]"
+    group = "job"
+    groups: ClassVar[dict[str, str]] = {}
     owned_elsewhere: ClassVar[dict[str, str]] = {}
     ranges: ClassVar[dict[str, Range]] = {}
 

@@ -2,18 +2,20 @@
 
 It simulates one optimizer step, without a GPU and without data (`plan/`). It reports the needs of a GPU and whether the run
 fits. If the run does not fit, it proposes the smallest changes that make it fit. Flags: those of preflight, and --gpu NAME,
---json FILE, --plot FILE and --no-search.
+--json FILE, --plot FILE and --no_search.
 """
 
 import argparse
 import json
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.errors import ConfigError, raise_problems
+from accelerate_recipes.flags import group_flags
 from accelerate_recipes.gpus import GIB, GPUS
 from accelerate_recipes.launch.request import Request, read_request
 from accelerate_recipes.launcher import launch_environment, yaml_problems
@@ -42,35 +44,98 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--no-search", action="store_true")
+    parser.add_argument("--no_search", "--no-search", action="store_true")
     return parser.parse_known_args(argv)
 
 
-def plan(argv: Sequence[str]) -> Plan:
+def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -> Plan:
     """Plan CONFIG [--nodes N --gpus-per-node G] [launch flags] RECIPE ARGS...; write the files that the flags name.
+
+    `tell` gets each part of the text when it is there, and a line for each trial of the search.
 
     Raises:
         ConfigError: for a wrong command line, and for a run that cannot start or cannot be simulated.
     """
     asked, argv = split_flags(argv)
-    request = read_request(argv)
+    request = read_request(argv, "plan")
     raise_problems("This run cannot start", request.config_problems)
     job = job_of(request, request.gpu or "h100")
     raise_problems("This run cannot start", environment_problems(job.env, int(job.env["LOCAL_WORLD_SIZE"])))
-    began = time.perf_counter()
+    began, lines = time.perf_counter(), []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        tell(text)
+
     with Simulator() as simulator:
-        found = plan_with(simulator, job, request, searches=not asked.no_search)
-        lines = [found.text]
+        found = simulated(simulator, job)
+        say(found.report())
+        facts = found.facts()
+        if not asked.no_search:
+            more, proposals = searched(simulator, found, job, request, tell)
+            say("\n".join(more))
+            facts |= proposals
         if asked.plot:
             (whole,) = simulator([replace(job, keeps_events=True)])
             draw(known(whole).events, asked.plot)
-            lines.append(f"Memory over a step, by kind: {asked.plot}")
-        lines.append(
-            f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s"
-        )
+            say(f"Memory over a step, by kind: {asked.plot}")
+        say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
     if asked.json:
-        asked.json.write_text(json.dumps(found.facts, indent=1) + "\n", encoding="utf-8")
-    return replace(found, text="\n".join(lines))
+        asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return Plan(found, "\n".join(lines), facts)
+
+
+def changed_words(request: Request, changes: Sequence[Change] = ()) -> tuple[list[str], list[str]]:
+    """Return the flags of `accelerate launch`, and the recipe with its arguments, of a request with changes.
+
+    Raises:
+        ConfigError: if the launcher would start nothing.
+    """
+    flags, command, more = list(request.launch), list(request.command), 1
+    for change in changes:
+        if change.config:
+            flags[1] = str(request.config.parent / change.config)
+            if problems := yaml_problems(Path(flags[1])):
+                raise ConfigError(", ".join(problems))
+        flags = replaced(flags, change.launch)
+        command = [command[0], *replaced(command[1:], change.recipe)]
+        more *= change.more_nodes
+    if more > 1:
+        env = environment_of(flags, command)
+        replicas, shards = (int(env.get(f"PARALLELISM_CONFIG_DP_{of}_SIZE", 1)) for of in ("REPLICATE", "SHARD"))
+        sizes = {"num_machines": nodes_of(env), "num_processes": int(env["WORLD_SIZE"])}
+        if replicas > 1:
+            sizes["parallelism_config_dp_replicate_size"] = replicas
+        elif "PARALLELISM_CONFIG_DP_SHARD_SIZE" in env:
+            sizes["parallelism_config_dp_shard_size"] = shards
+        flags = replaced(flags, [word for name, size in sizes.items() for word in (f"--{name}", str(more * size))])
+    return flags, command
+
+
+def replaced(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Put changed flags with their values at the end, in place of the same flags."""
+    new, _ = group_flags(list(changes))
+    names = {flag.replace("-", "_") for flag, _ in new}
+    kept, _ = group_flags(list(words))
+    return [word for flag, values in kept if flag.replace("-", "_") not in names for word in (flag, *values)] + list(
+        changes
+    )
+
+
+def environment_of(flags: Sequence[str], command: Sequence[str]) -> dict[str, str]:
+    """Return what `accelerate launch` gives the first process.
+
+    Raises:
+        ConfigError: if it would start nothing.
+    """
+    try:
+        return launch_environment([*flags, "--main_process_ip", "head", *command])  # any address will do
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch refuses: {error}") from error
+
+
+def nodes_of(env: Mapping[str, str]) -> int:
+    return int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
 
 
 def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
@@ -79,30 +144,17 @@ def job_of(request: Request, gpu: str, changes: Sequence[Change] = ()) -> Job:
     Raises:
         ConfigError: if the launcher would start nothing.
     """
-    flags = [*request.launch, "--main_process_ip", "head"]  # any address will do
-    more = 1
-    for change in changes:
-        if change.config:
-            flags[1] = str(request.config.parent / change.config)
-            if problems := yaml_problems(Path(flags[1])):
-                raise ConfigError(", ".join(problems))
-        flags += change.launch
-        more *= change.more_nodes
-    command = [*request.command, *(word for change in changes for word in change.recipe)]
-    try:
-        env = launch_environment([*flags, *command])
-        if more > 1:
-            replicas, shards = (int(env.get(f"PARALLELISM_CONFIG_DP_{of}_SIZE", 1)) for of in ("REPLICATE", "SHARD"))
-            flags += ["--num_machines", str(more * (int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])))]
-            flags += ["--num_processes", str(more * int(env["WORLD_SIZE"]))]
-            if replicas > 1:
-                flags += ["--parallelism_config_dp_replicate_size", str(more * replicas)]
-            elif "PARALLELISM_CONFIG_DP_SHARD_SIZE" in env:
-                flags += ["--parallelism_config_dp_shard_size", str(more * shards)]
-            env = launch_environment([*flags, *command])
-    except ValueError as error:
-        raise ConfigError(f"accelerate launch refuses: {error}") from error
-    return Job(env, command, gpu)
+    flags, command = changed_words(request, changes)
+    return Job(environment_of(flags, command), command, gpu)
+
+
+def to_paste(request: Request, changes: Sequence[Change]) -> str:
+    """Write the whole command of a run with changes. On several machines, the shell sets the two variables in it."""
+    flags, command = changed_words(request, changes)
+    words = shlex.join(["accelerate", "launch", *flags])
+    if nodes_of(environment_of(flags, command)) > 1:
+        words += ' --machine_rank "$MACHINE_RANK" --main_process_ip "$FIRST_MACHINE"'
+    return f"{words} {shlex.join(command)}"
 
 
 def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> tuple[str, list[str], list[str]]:
@@ -134,13 +186,6 @@ def memory_problems(request: Request, env: dict[str, str], *, is_here: bool) -> 
     return "", [], [f"memory was not checked: {reason_of(outcome)}"]
 
 
-def plan_with(simulator: Simulator, job: Job, request: Request, *, searches: bool) -> Plan:
-    """Predict a run, and search for better settings."""
-    prediction = simulated(simulator, job)
-    lines, proposals = searched(simulator, prediction, job, request) if searches else ([], {})
-    return Plan(prediction, "\n".join([prediction.report(), *lines]), prediction.facts() | proposals)
-
-
 def simulated(simulator: Simulator, job: Job) -> Prediction:
     """Predict a run; raise ConfigError if the run is refused or cannot be simulated."""
     (outcome,) = predict_outcomes(simulator, [job])
@@ -159,36 +204,38 @@ def known(outcome: Outcome | Refusal) -> Outcome:
 
 
 def searched(
-    simulator: Simulator, prediction: Prediction, job: Job, request: Request
+    simulator: Simulator, prediction: Prediction, job: Job, request: Request, tell: Callable[[str], None]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Search for better settings; return them as lines of text, and for --json."""
+    """Search for better settings, and tell each trial; return them as lines of text, and for --json."""
 
     def make_job(changes: Sequence[Change]) -> Job:
         return job_of(request, job.gpu, changes)
 
-    search = Search(simulator, prediction, job, make_job)
+    def commands(proposals: Sequence[Proposal]) -> list[str]:
+        return [
+            line
+            for proposal in proposals[:SHOWN]
+            for line in (f"  {proposal}", f"    {to_paste(request, proposal.changes)}")
+        ]
+
+    search = Search(simulator, prediction, job, make_job, tell=tell)
     if prediction.fits:
         faster, largest = search.faster(), search.largest_batch()
         rows = f"The largest --per_device_train_batch_size that fits (of doublings): {largest}"
         title = "Faster, and it fits:" if faster else "Nothing that was tried is faster and fits"
         facts = {"largest_batch": largest, "faster": as_json(faster)}
-        return [rows, title, *listed(faster), *failures(search)], facts | {"failed": failed(search)}
+        return [rows, title, *commands(faster), *failures(search)], facts | {"failed": failed(search)}
     fitting = search.fitting()
-    keeping = [proposal for proposal in fitting if proposal.keeps_trajectory]
-    changing = [proposal for proposal in fitting if not proposal.keeps_trajectory]
-    lines = [
-        "It fits with these changes (same loss trajectory):"
-        if keeping
-        else "Nothing that keeps the loss trajectory makes it fit",
-        *listed(keeping),
-    ]
-    if changing:
-        lines += ["It fits with these changes (another loss trajectory):", *listed(changing)]
+    here = [proposal for proposal in fitting if not proposal.has_more_nodes]
+    sorts = {
+        "It fits with these changes (same loss trajectory):": [p for p in here if p.keeps_trajectory],
+        "It fits with these changes (another loss trajectory):": [p for p in here if not p.keeps_trajectory],
+        "It fits on more machines:": [p for p in fitting if p.has_more_nodes],
+    }
+    lines = [line for title, found in sorts.items() if found for line in (title, *commands(found))]
+    if not any(proposal.keeps_trajectory for proposal in fitting):
+        lines.insert(0, "Nothing that keeps the loss trajectory makes it fit")
     return [*lines, *failures(search)], {"fits_with": as_json(fitting), "failed": failed(search)}
-
-
-def listed(proposals: Sequence[Proposal]) -> list[str]:
-    return [f"  {proposal}" for proposal in proposals[:SHOWN]]
 
 
 def failures(search: Search) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 
 from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.gpus import GPUS, known_as
+from accelerate_recipes.gpus import check_gpu, known_as
 from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
 from accelerate_recipes.strategy import num_accelerators
 
@@ -38,8 +38,8 @@ class Request(NamedTuple):
         return env, ignored_flags(self.config, self.launch, env)
 
 
-def read_request(argv: Sequence[str]) -> Request:
-    """Read a command line. Raises ConfigError if it names no run."""
+def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
+    """Read the command line of preflight, or of another command. Raises ConfigError if it names no run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus-per-node", "--gpus_per_node", type=int)
@@ -53,14 +53,11 @@ def read_request(argv: Sequence[str]) -> Request:
         raise ConfigError(str(error)) from None
     if len(argv) < 2 or argv[0].startswith("-"):
         first = f"; the accelerate YAML comes first, not {argv[0]}" if len(argv) > 1 else ""
-        raise ConfigError(
-            f"usage: python -m accelerate_recipes preflight CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}"
-        )
+        raise ConfigError(f"usage: python -m accelerate_recipes {name} CONFIG [LAUNCH FLAGS] RECIPE [ARGS...]{first}")
     for name, least in {"nodes": 1, "gpus_per_node": 0, "cpus_per_node": 1}.items():
         if (number := getattr(asked, name)) is not None and number < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
-    if asked.gpu and asked.gpu not in GPUS:
-        raise ConfigError(f"--gpu {asked.gpu}: not known; known are {', '.join(GPUS)}")
+    check_gpu(["--gpu", asked.gpu])
     config = Path(argv[0])
     launch = ["--config_file", *argv]
     is_counted = asked.nodes or asked.gpus_per_node or asked.cpus_per_node

@@ -107,24 +107,32 @@ def extrapolate(outcomes: Sequence[Outcome], num_layers: int) -> Outcome | None:
 
 def predict_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
     """Simulate each job; where it is exact, extrapolate from three models with fewer layers."""
-    found: list[Any] = []
-    for job in jobs:
-        try:
-            found.append([replace(job, num_layers=n) for n in sizes_of(job)])
-        except (ConfigError, NotSimulatedError) as error:
-            found.append(error)
-    simulator([small for item in found if isinstance(item, list) for small in item])  # all at once
+    found = dict(arriving_outcomes(simulator, jobs))
+    return [found[i] for i in range(len(jobs))]
+
+
+def arriving_outcomes(simulator: Simulator, jobs: Sequence[Job]) -> Iterator[tuple[int, Outcome | Refusal]]:
+    """Yield the number of each job and its outcome, as `predict_outcomes` finds it, when it is there."""
+    few: dict[int, list[Job]] = {}
     for i, job in enumerate(jobs):
-        if isinstance(found[i], list):
-            outcomes = simulator(found[i])
-            if len(outcomes) == 1 or not isinstance(outcomes[0], Outcome):
-                found[i] = outcomes[0]
-            elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
-                found[i] = extrapolate(outcomes, depth_of(job)[0]) or job
-            else:
-                found[i] = job
-    again = iter(simulator([job for job in found if isinstance(job, Job)]))
-    return [next(again) if isinstance(item, Job) else item for item in found]
+        try:
+            few[i] = [replace(job, num_layers=n) for n in sizes_of(job)]
+        except (ConfigError, NotSimulatedError) as error:
+            yield i, error
+    arriving, whole = iter(simulator([small for smaller in few.values() for small in smaller])), []
+    for i, smaller in few.items():
+        outcomes = [next(arriving) for _ in smaller]
+        found = None
+        if len(outcomes) == 1 or not isinstance(outcomes[0], Outcome):
+            found = outcomes[0]
+        elif all(isinstance(outcome, Outcome) and outcome.is_uniform for outcome in outcomes):
+            found = extrapolate(outcomes, depth_of(jobs[i])[0])
+        if found is None:
+            whole.append(i)
+        else:
+            yield i, found
+    if whole:
+        yield from zip(whole, simulator([jobs[i] for i in whole]), strict=True)
 
 
 def sizes_of(job: Job) -> list[int]:

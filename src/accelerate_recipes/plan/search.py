@@ -4,13 +4,14 @@ Each proposal is simulated. Proposals that leave the loss trajectory as it is co
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.errors import ConfigError, first_line
 from accelerate_recipes.gpus import Gpu
-from accelerate_recipes.plan.layers import predict_outcomes
+from accelerate_recipes.plan.layers import arriving_outcomes
 from accelerate_recipes.plan.predict import Prediction, in_gib
 from accelerate_recipes.plan.simulate import Job, Outcome, Simulator, load_trial
 from accelerate_recipes.ranks import ranks_a_row
@@ -51,6 +52,10 @@ class Proposal:
     @property
     def keeps_trajectory(self) -> bool:
         return all(change.keeps_trajectory for change in self.changes)
+
+    @property
+    def has_more_nodes(self) -> bool:
+        return any(change.more_nodes > 1 for change in self.changes)
 
     def __str__(self) -> str:
         needed, seconds = self.prediction.needed, self.prediction.outcome.seconds
@@ -180,44 +185,61 @@ def prediction_of(job: Job, outcome: Outcome, gpu: Gpu) -> Prediction:
 
 @dataclass
 class Search:
-    """Search around a predicted run; `failed` gives the reason for each change without a prediction."""
+    """Search around a predicted run; `failed` gives the reason for each change without a prediction.
+
+    `tell` gets a line for each trial.
+    """
 
     simulator: Simulator
     before: Prediction
     job: Job
     make_job: MakeJob
     failed: dict[tuple[Change, ...], str] = field(default_factory=dict)
+    tell: Callable[[str], None] = lambda line: None
 
     def simulate(self, choices: Iterable[tuple[Change, ...]]) -> list[Proposal]:
         """Simulate the run under each choice of changes."""
-        jobs = {}
+        jobs, began = {}, time.perf_counter()
         for choice in choices:
             try:
                 jobs[choice] = self.make_job(choice)
             except ConfigError as error:
                 self.failed[choice] = reason_of(error)
-        found = []
-        for (choice, job), outcome in zip(
-            jobs.items(), predict_outcomes(self.simulator, list(jobs.values())), strict=True
-        ):
+        found, tried = {}, list(jobs)
+        for done, (i, outcome) in enumerate(arriving_outcomes(self.simulator, list(jobs.values())), start=1):
+            choice, left = tried[i], len(jobs) - done
             if isinstance(outcome, Outcome):
-                found.append(Proposal(choice, prediction_of(job, outcome, self.before.gpu)))
+                found[i] = Proposal(choice, prediction_of(jobs[choice], outcome, self.before.gpu))
+                said = f"{found[i]}{'' if found[i].prediction.fits else ', does not fit'}"
             else:
                 self.failed[choice] = reason_of(outcome)
-        return found
+                said = f"{in_words(choice)}: could not be tried"
+            seconds = (time.perf_counter() - began) / done * left
+            self.tell(f"Tried {said}{f'; {left} left, about {seconds:.0f} s' if left else ''}")
+        return [found[i] for i in sorted(found)]
 
     def fitting(self) -> list[Proposal]:
-        """Find single changes that make the run fit; if none keeps the loss trajectory, also pairs; the best first."""
+        """Find changes that make the run fit; the best first, and those that need more machines last.
+
+        Single changes come first. If none keeps the loss trajectory, pairs are tried, of changes on the machines that were
+        named, then of all.
+        """
+        fitting, saving = [], []
         candidates = savings(self.before.args, self.job.env)
-        singles = self.simulate([(change,) for change in candidates])
-        fitting = [proposal for proposal in singles if proposal.prediction.fits]
-        if not any(proposal.keeps_trajectory for proposal in fitting):
-            saving = [
+        for more in (False, True):
+            singles = self.simulate([(change,) for change in candidates if (change.more_nodes > 1) == more])
+            fitting += [proposal for proposal in singles if proposal.prediction.fits]
+            saving += [
                 p.changes[0] for p in singles if p.prediction.needed < self.before.needed and not p.prediction.fits
             ]
-            pairs = [pair for pair in itertools.combinations(saving, 2) if pair[0].kind != pair[1].kind]
-            fitting += [proposal for proposal in self.simulate(pairs) if proposal.prediction.fits]
-        return sorted(fitting, key=lambda p: (not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds))
+            if not any(proposal.keeps_trajectory for proposal in fitting):
+                pairs = [(a, b) for a, b in itertools.combinations(saving, 2) if a.kind != b.kind]
+                pairs = [pair for pair in pairs if any(change.more_nodes > 1 for change in pair) == more]
+                fitting += [proposal for proposal in self.simulate(pairs) if proposal.prediction.fits]
+        return sorted(
+            fitting,
+            key=lambda p: (p.has_more_nodes, not p.keeps_trajectory, len(p.changes), p.prediction.outcome.seconds),
+        )
 
     def first_fitting(self) -> Proposal | None:
         """Find a change that makes the run fit and keeps the loss trajectory; try one change after the other."""

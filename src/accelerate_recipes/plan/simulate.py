@@ -326,14 +326,15 @@ def fake_batch(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer each list of jobs on standard input with a list of outcomes; jobs run in forks, one for each core."""
+    """Answer each list of jobs on standard input with their outcomes; jobs run in forks, one for each core."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # recipes print
     with contextlib.suppress(EOFError):
         while jobs := pickle.load(sys.stdin.buffer):
             import_for(jobs[0])
-            pickle.dump(list(in_forks(jobs, len(os.sched_getaffinity(0)))), out)
-            out.flush()
+            for outcome in in_forks(jobs, len(os.sched_getaffinity(0))):
+                pickle.dump(outcome, out)
+                out.flush()
 
 
 def import_for(job: Job) -> None:
@@ -393,8 +394,10 @@ class Simulator:
     def __exit__(self, *args):
         self.child.communicate()  # closes the child's input, so the child ends
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Outcome | Refusal]:
+    def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | Refusal]:
         """Simulate each job, once; a job that is refused, cannot be simulated or fails has an error as its result.
+
+        The results come in order, each when it is there. Read all of them before the next call.
 
         Raises:
             ConfigError: if the child is gone.
@@ -405,13 +408,17 @@ class Simulator:
             with contextlib.suppress(BrokenPipeError):
                 pickle.dump([*new.values()], self.child.stdin)
                 self.child.stdin.flush()
+            self.number += len(new)
+        return map(self.result, keys)
+
+    def result(self, key: str) -> Outcome | Refusal:
+        """Return the result of a job that was simulated, or is the next to be."""
+        if key not in self.cache:
             try:
-                found = pickle.load(self.child.stdout)
+                self.cache[key] = pickle.load(self.child.stdout)
             except (EOFError, pickle.UnpicklingError):
                 raise ConfigError(
                     f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "
                     "is more, or leave it out (preflight --no_plan)"
                 ) from None
-            self.number += len(new)
-            self.cache |= dict(zip(new, found, strict=True))
-        return [self.cache[key] for key in keys]
+        return self.cache[key]

@@ -67,15 +67,18 @@ class GRPOArgs(TrainerArgs):
     """Arguments of every recipe on trl's GRPOTrainer, in addition to the fields of GRPOConfig. Put it before that class."""
 
     max_prompt_length: int = arg(
-        0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0
+        0, "Longest prompt in tokens; longer ones are left out. 0: as long as the model can read.", min=0, group="data"
     )
     per_device_train_batch_size: int = arg(8, "Answers per forward pass on one process.", min=1)
     total_batch_size: int = arg(128, "Answers per optimizer step, over all processes and accumulation.", min=1)
     num_generations: int = arg(8, "Answers to each prompt, which are compared with each other.", min=2)
-    max_completion_length: int = arg(512, "Longest answer in tokens.", min=1)
+    max_completion_length: int = arg(512, "Longest answer in tokens.", min=1, group="essential")
     learning_rate: float = arg(1e-6, "Peak learning rate.", min=0, max=1)
     weight_decay: float = arg(0.0, "Weight decay; norms and biases have none.", min=0, max=1000)
 
+    groups = TrainerArgs.groups | dict.fromkeys(
+        ("temperature", "beta", "loss_type", "num_iterations", "reward_weights", "mask_truncated_completions"), "task"
+    )
     fixed = frozenset({"num_iterations", "num_generations"})
     ranges = (
         TrainerArgs.ranges

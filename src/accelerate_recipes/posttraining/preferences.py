@@ -55,8 +55,10 @@ class DPOArgs(TrainerArgs):
         True,
         "Compute the reference's values once, before training, with the model itself; else keep a second model in memory.",
         fixed=False,
+        group="memory",
     )
 
+    groups = TrainerArgs.groups | dict.fromkeys(("beta", "loss_type", "label_smoothing"), "task")
     fixed = frozenset({"max_length", "truncation_mode"})
     ranges = (
         TrainerArgs.ranges

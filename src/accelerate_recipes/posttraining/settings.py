@@ -41,11 +41,12 @@ class TrainerArgs(TrainArgs):
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg(
         "auto",
-        "Attention kernel, as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
+        "Attention kernel; as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
         "in bf16 on a GPU if possible, else sdpa, or eager for a model without sdpa.",
         fixed=False,
     )
 
+    groups = TrainArgs.groups | dict.fromkeys(("chat_template_path", "dataset_num_proc"), "data")
     ranges = dict.fromkeys(("router_aux_loss_coef",), Range(min=0))
     owned_elsewhere = (
         dict.fromkeys(REPLACED, "it is of the loop of transformers' Trainer; this loop is that of all recipes, see --help")
@@ -83,9 +84,9 @@ class TrainerArgs(TrainArgs):
 class NewModelArgs(TrainerArgs, Architecture):
     """Arguments of a recipe that may also begin with a new, small model."""
 
-    tokenizer_name: str = arg("", "Tokenizer of a new model: a name on the Hub, or a folder (with --from_scratch).")
+    tokenizer_name: str = arg("", "Tokenizer of a new model; a name on the Hub, or a folder (with --from_scratch).")
     router_aux_loss_coef: float | None = arg(
-        None, "Weight of the loss that balances experts; default: the model's own."
+        None, "Weight of the loss that balances experts; default: the model's own.", group="rare"
     )
 
     def problems(self, world_size: int) -> list[str]:
