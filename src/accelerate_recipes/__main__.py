@@ -47,6 +47,9 @@ def command_parser() -> argparse.ArgumentParser:
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     saved.add_parser("verify", help="check every file of a checkpoint").add_argument("directory", type=Path)
     saved.add_parser("list", help="list the checkpoints of a run").add_argument("directory", type=Path)
+    seen = commands.add_parser("report", help="write the report of a run, or compare several runs on one page")
+    seen.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory")
+    seen.add_argument("--out", type=Path, default="comparison.html", help="page that compares several runs")
     add_export_commands(commands)
     return parser
 
@@ -109,6 +112,10 @@ def main() -> None:
             from accelerate_recipes.hub.download import listing, verify
 
             print(verify() if args.command == "verify" else listing())
+        elif args.command == "report":
+            from accelerate_recipes.report import compare
+
+            print(compare(args.runs, args.out))
         elif args.command == "check-export":
             from accelerate_recipes.checkpoint.check_export import check_export
 

@@ -15,7 +15,9 @@ from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.profiling import StepProfiler
 from accelerate_recipes.ranks import max_over_ranks
+from accelerate_recipes.report import write_report
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
@@ -107,7 +109,7 @@ class Agenda:
             update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
         # An evaluation is due before the first step. After a resume it may be due again: skip it if it is in the log.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
-            self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+            self.evaluate()
             forget_evaluated_shapes()
         best = args.metric_for_best_model
         found = {name for record in self.log.records for name in record if name.startswith("eval_")}
@@ -115,8 +117,16 @@ class Agenda:
         if best and best not in measured:
             known = ", ".join(sorted(measured))
             raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
+        self.profiler = StepProfiler(args, self.accelerator.process_index, self.step, self.accelerator.device)
+        self.profiler.start()
         self.last_save = time.perf_counter()
         return self.step
+
+    def evaluate(self) -> None:
+        """Evaluate and log; rank 0 writes the report, unless the run is about to end, when it is written anyway."""
+        self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+        if self.accelerator.is_main_process and not self.ends:
+            write_report(self.output_dir, self.log.records)
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
         """Tell the watch what this rank does next. The first step has more time: it may compile, and start workers."""
@@ -138,6 +148,7 @@ class Agenda:
         if self.step_timeout is None:
             self.step_timeout = max(self.args.step_timeout, 4 * seconds)
         self.log.progress.update()
+        self.profiler.completed(step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
         self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
 
@@ -191,7 +202,7 @@ class Agenda:
             limit = self.args.ddp_timeout
             watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
-                self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+                self.evaluate()
             except Stopped as error:
                 self.stopped = error
             watch.expect(f"what follows step {self.step}", limit)
@@ -199,6 +210,7 @@ class Agenda:
             self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
+            self.profiler.stop()
             self.checkpointer.wait()
         if self.stopped:
             self.accelerator.end_training()

@@ -115,6 +115,8 @@ class TrainArgs(AdapterArgs):
         300, "Seconds after which a step that hangs is an error; the first step has --ddp_timeout.", min=1
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
+    profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12; the report shows them.")
+    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.")
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
@@ -174,6 +176,13 @@ class TrainArgs(AdapterArgs):
             )
         if self.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
             found.append("--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes")
+        steps, num_processes = self.profiled_steps, world_size * self.row_size
+        if self.profile_steps and not steps:
+            found.append(f"--profile_steps is {self.profile_steps}; give the first and the last step, such as 10-12")
+        elif steps and 0 < self.max_steps < steps[-1]:
+            found.append(f"--profile_steps {self.profile_steps} is beyond the last step, --max_steps {self.max_steps}")
+        if missing := [rank for rank in self.profile_ranks if not 0 <= rank < num_processes]:
+            found.append(f"--profile_ranks has {missing}; the {num_processes} processes are 0 to {num_processes - 1}")
         for tracker in self.trackers:
             if tracker not in ("tensorboard", "trackio", "wandb"):
                 found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")
@@ -224,6 +233,13 @@ class TrainArgs(AdapterArgs):
     def trackers(self) -> list[str]:
         return [] if self.report_to == "none" else [name.strip() for name in self.report_to.split(",")]
 
+    @property
+    def profiled_steps(self) -> range:
+        """Steps of --profile_steps; empty if there are none."""
+        first, _, last = self.profile_steps.partition("-")
+        numbers = [int(text) if text.isdecimal() else 0 for text in (first, last or first)]
+        return range(numbers[0], numbers[1] + 1) if all(numbers) else range(0)
+
     @classmethod
     def fixed_on_resume(cls) -> set[str]:
         """Return the names of the arguments that must not change when a checkpoint is continued; see `arg`."""
@@ -247,6 +263,11 @@ class TrainArgs(AdapterArgs):
         """Return all arguments by name. If the run begins at a pretrained model, leave out those named in `of_new_model`."""
         left_out = {*self.owned_elsewhere, *(getattr(self, "of_new_model", ()) if self.base_model else ())}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+    def changed(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults, by name."""
+        defaults = type(self)().values()
+        return {name: value for name, value in self.values().items() if name not in defaults or value != defaults[name]}
 
     def save(self, path: Path) -> None:
         """Write the arguments as YAML; the file is itself a valid `--config`."""

@@ -3,6 +3,17 @@
 import os
 from collections.abc import Mapping
 
+import accelerate
+import torch
+import transformers
+
+import accelerate_recipes
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes, by name."""
+    return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
+
 
 def is_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "false").lower() in ("true", "1")
