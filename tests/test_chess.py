@@ -86,6 +86,8 @@ def test_it_leaves_exactly(undisturbed):
         "args.yaml",
         "metrics.jsonl",
         "status.json",
+        "attempts.jsonl",
+        "report.html",
         "result.png",
         "rows.txt",
         "rows.html",

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import set_seed
 
@@ -24,18 +25,20 @@ EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
 
 
-def tracker_settings(output_dir: Path, is_resumed: bool) -> dict[str, dict[str, str]]:
+def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[str, Any]]:
     """Return the settings by which each tracker recognises a run, and finds it again when it is resumed.
 
     status.json keeps the run's id. A new run in the directory of an old one gets a new id. The id is part of the name in
-    trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder.
+    trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder, and
+    drops what a killed run has logged after the step that is `resumed`.
     """
-    known = read_status(output_dir).get("run") if is_resumed else None
+    known = read_status(output_dir).get("run") if resumed is not None else None
     number = known or uuid.uuid4().hex[:8]
     update_status(output_dir, run=number)
     name = output_dir.resolve().name
     trackio = {"name": f"{name}-{number}", "resume": "allow" if known else "never"}
-    return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio}
+    tensorboard = {} if resumed is None else {"purge_step": resumed + 1}
+    return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio, "tensorboard": tensorboard}
 
 
 class Agenda:
@@ -100,10 +103,12 @@ class Agenda:
                 for name, value in args.values().items()
             }
             # The tracker's project is named after the script, the run after its output directory.
-            settings = (
-                tracker_settings(self.output_dir, checkpoint is not None) if self.accelerator.is_main_process else {}
-            )
-            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config, init_kwargs=settings)
+            resumed = self.step if checkpoint else None
+            settings = tracker_settings(self.output_dir, resumed) if self.accelerator.is_main_process else {}
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=settings)
+            for tracker in self.accelerator.trackers:
+                if not (checkpoint and tracker.name == "tensorboard"):  # it would show another run for each attempt
+                    tracker.store_init_configuration(config)
         if self.accelerator.is_main_process:
             newest = str(self.checkpointer.newest or "")
             update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")

@@ -116,7 +116,7 @@ class TrainArgs(AdapterArgs):
     )
     report_to: str = arg("none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.")
     profile_steps: str = arg("", "Steps that torch's profiler records, such as 10-12; the report shows them.")
-    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.")
+    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0)
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
@@ -236,9 +236,9 @@ class TrainArgs(AdapterArgs):
     @property
     def profiled_steps(self) -> range:
         """Steps of --profile_steps; empty if there are none."""
-        first, _, last = self.profile_steps.partition("-")
-        numbers = [int(text) if text.isdecimal() else 0 for text in (first, last or first)]
-        return range(numbers[0], numbers[1] + 1) if all(numbers) else range(0)
+        parts = self.profile_steps.split("-")
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        return range(numbers[0], numbers[-1] + 1) if len(numbers) == len(parts) < 3 and numbers[0] else range(0)
 
     @classmethod
     def fixed_on_resume(cls) -> set[str]:

@@ -10,7 +10,7 @@ import transformers
 import accelerate_recipes
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Return the versions of what computes, by name."""
     return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
 

@@ -20,7 +20,8 @@ h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; } h3 { font-
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: .2em .9em .2em 0; border-top: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } .sorts th { cursor: pointer; text-decoration: underline dotted; }
-td { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3em; } td.number { text-align: right; white-space: nowrap; }
+td:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3em; }
+td.number { text-align: right; }
 pre, .row { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .row { color: var(--soft); } .row span { border-right: 1px solid var(--line); }
 .row .target { background: var(--good); color: var(--on-good); font-weight: 600; }
@@ -52,7 +53,7 @@ def element(tag: str, *content: Any, **attributes: Any) -> Html:
     return Html(f"<{tag}{given}>{inner}</{tag}>")
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, sorts: bool = False) -> Html:
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, sorts: bool = False) -> Html:
     """Write a table; numbers stand at the right, None is a dash. If it `sorts`, a click on a head sorts the rows by it."""
     head = element("thead", element("tr", *(element("th", name) for name in heads))) if heads else Html()
     body = element("tbody", *(element("tr", *map(cell, row)) for row in rows))

@@ -16,7 +16,7 @@ from accelerate_recipes.disk import read_json, read_json_lines
 from accelerate_recipes.errors import ConfigError, one_line
 from accelerate_recipes.life.attempts import of_this_run, read_attempts
 from accelerate_recipes.life.status import read_status
-from accelerate_recipes.page import Html, element, folded, picture, table, write_page
+from accelerate_recipes.page import Html, element, folded, html_table, picture, write_page
 
 MOST_POINTS = 600  # of a curve
 MOST_SAMPLES = 200
@@ -41,7 +41,7 @@ LABELS = {"eval_sampled_reward": "held out, drawn"}
 
 
 class Seen(NamedTuple):
-    """What a run has written so far; what is missing is empty."""
+    """Files of a run as they are so far; what is missing is empty."""
 
     folder: Path
     records: list[dict]  # of metrics.jsonl
@@ -113,10 +113,11 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
 
 
 def write_report(folder: Path, records: list[dict] | None = None) -> None:
-    """Write report.html of a run, which also may go on. An error is a warning: a report is not worth a run."""
+    """Write report.html of a run that has begun to train. An error is a warning: a report is not worth a run."""
     try:
-        seen = read_run(folder, records)
-        write_page(folder / "report.html", f"Run {seen.name}", page_of(seen))
+        if (folder / "metrics.jsonl").exists():
+            seen = read_run(folder, records)
+            write_page(folder / "report.html", f"Run {seen.name}", page_of(seen))
     except Exception as error:
         with contextlib.suppress(OSError):
             print(f"warning: report.html could not be written: {one_line(error)}", file=sys.stderr, flush=True)
@@ -140,14 +141,14 @@ def compare(folders: Sequence[Path], out: Path) -> Path:
 def page_of(seen: Seen) -> list[Html]:
     """Write the parts of the page of one run."""
     last = seen.attempts[-1] if seen.attempts else {}
-    parts = [element("h1", f"{last.get('recipe', 'run')}: {seen.name}"), table((), facts_of(seen).items())]
+    parts = [element("h1", f"{last.get('recipe', 'run')}: {seen.name}"), html_table((), facts_of(seen).items())]
     parts.append(panels([seen]))
     if rows := seen.evaluations:
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))
         heads = ["step", *(name.removeprefix("eval_") for name in names)]
         parts += [
             element("h2", "Evaluations"),
-            table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
+            html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
         ]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file)]
@@ -168,13 +169,13 @@ def page_of(seen: Seen) -> list[Html]:
     changed = last.get("changed", seen.args)
     parts += [
         element("h2", "Arguments that differ from their defaults"),
-        table((), ((k, shown(v)) for k, v in changed.items())),
+        html_table((), ((k, shown(v)) for k, v in changed.items())),
     ]
-    parts += [element("h2", "Versions"), table((), last.get("versions", {}).items())]
+    parts += [element("h2", "Versions"), html_table((), last.get("versions", {}).items())]
     return parts
 
 
-def facts_of(seen: Seen) -> dict[str, Any]:
+def facts_of(seen: Seen) -> dict[str, str]:
     """List what a reader asks first."""
     steps = [record for record in seen.records if "samples_per_second" in record]
     last, after = steps[-1] if steps else {}, seen.evaluations[-1] if seen.evaluations else {}
@@ -186,7 +187,7 @@ def facts_of(seen: Seen) -> dict[str, Any]:
         "loss, held out": after.get("eval_loss"),
         "reward": last.get("reward"),
         "targets a second": last.get("tokens_per_second"),
-        "peak memory": memory_of(seen, last.get("peak_memory_gib")),
+        "peak memory": memory_of(seen, max((record.get("peak_memory_gib", 0) for record in steps), default=None)),
         "effective time": None,
         "launch": seen.attempts[-1].get("launch") if seen.attempts else None,
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -195,9 +196,15 @@ def facts_of(seen: Seen) -> dict[str, Any]:
         lost = sum(seconds or 0 for seconds in seen.lost[1:])
         facts["effective time"] = (
             f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
-            f"that count; {len(seen.attempts) - 1} restarts lost {duration(lost)}"
+            "that count"
         )
-    return {name: value for name, value in facts.items() if value is not None}
+        if len(seen.attempts) > 1:
+            facts["effective time"] += f"; restarts: {len(seen.attempts) - 1}, which lost {duration(lost)}"
+    return {
+        name: f"{value:.5g}" if isinstance(value, float) else str(value)
+        for name, value in facts.items()
+        if value is not None
+    }
 
 
 def memory_of(seen: Seen, measured: float | None) -> str | None:
@@ -227,7 +234,7 @@ def panels(runs: Sequence[Seen]) -> Html:
     for title, values in (PANELS | own).items():
         if curves := curves_of(runs, values):
             keys = [key(curve) for curve in curves] if len(runs) == 1 and len(curves) > 1 else []
-            found.append(element("div", element("h3", title.removeprefix("eval_")), *keys, draw(curves)))
+            found.append(element("div", element("h3", title.removeprefix("eval_")), *keys, draw_curves(curves)))
     return element("div", *found, class_="panels")
 
 
@@ -266,7 +273,7 @@ def key(curve: Curve) -> Html:
     return element("span", element("span", "━ ", style=f"color:{curve.color}"), curve.label, class_="key")
 
 
-def draw(curves: Sequence[Curve]) -> Html:
+def draw_curves(curves: Sequence[Curve]) -> Html:
     """Draw curves as SVG inside a page, whose colour of text it takes."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -274,8 +281,8 @@ def draw(curves: Sequence[Curve]) -> Html:
 
     settings = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "text.color"), INK)
     with matplotlib.rc_context(settings | {"svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(4.8, 2.5))
-        axes = figure.add_axes((0.13, 0.12, 0.85, 0.82))
+        figure = Figure(figsize=(4.8, 2.5), facecolor="none")
+        axes = figure.add_axes((0.13, 0.12, 0.85, 0.82), facecolor="none")
         for curve in curves:
             style = {"marker": "o", "linestyle": "--", "markersize": 3} if curve.is_heldout else {}
             axes.plot(*zip(*curve.points, strict=True), color=curve.color, linewidth=1.2, **style)
@@ -296,7 +303,7 @@ def sample_table(rows: Iterable[dict]) -> Html:
         [row["step"], row["source"], *(as_read(row.get(n)) for n in texts), *(row["rewards"].get(n) for n in rewards)]
         for row in rows
     )
-    return table(heads, lines, sorts=True)
+    return html_table(heads, lines, sorts=True)
 
 
 def as_read(said: Any) -> Any:
@@ -322,7 +329,7 @@ def attempts_of(seen: Seen) -> list[Html]:
         for attempt, lost in zip(seen.attempts, seen.lost, strict=True)
     ]
     heads = ["began", "lasted", "from step", "ended", "saved step", "lost before its first step", "launch", "host"]
-    return [element("h2", "Attempts"), table(heads, rows)] if rows else []
+    return [element("h2", "Attempts"), html_table(heads, rows)] if rows else []
 
 
 def profile_of(found: dict) -> list[Html]:
@@ -344,7 +351,7 @@ def profile_of(found: dict) -> list[Html]:
     return [
         element("h2", f"Profile of steps {first} to {last}, rank {found['rank']}"),
         element("p", f"{found['seconds']:.3g} s: {shares}"),
-        folded("Operators by their own time", table(("operator", "calls", "seconds", "share"), rows, sorts=True)),
+        folded("Operators by their own time", html_table(("operator", "calls", "seconds", "share"), rows, sorts=True)),
     ]
 
 
@@ -354,19 +361,19 @@ def page_of_several(runs: Sequence[Seen]) -> list[Html]:
         element("span", "━ ", element("b", str(run.folder)), style=f"color:{COLORS[i % len(COLORS)]}")
         for i, run in enumerate(runs)
     ]
-    facts = [facts_of(run) | run.evaluations[-1] if run.evaluations else facts_of(run) for run in runs]
-    names = dict.fromkeys(name for fact in facts for name in fact if name not in ("step", "time", "written"))
-    values = {
-        name: [run.args.get(name) for run in runs] for name in dict.fromkeys(name for run in runs for name in run.args)
-    }
+    results = [facts_of(run) | (run.evaluations[-1] if run.evaluations else {}) for run in runs]
+    no_result = ("step", "time", "written", "eval_loss")  # the loss is a fact already
+    measures = dict.fromkeys(name for result in results for name in result if name not in no_result)
+    names = dict.fromkeys(name for run in runs for name in run.args if name != "output_dir")
+    values = {name: [run.args.get(name) for run in runs] for name in names}
     differ = {name: row for name, row in values.items() if any(value != row[0] for value in row)}
     return [
         element("h1", f"{len(runs)} runs"),
-        table(("", *colored), ([name.removeprefix("eval_"), *(fact.get(name) for fact in facts)] for name in names)),
+        html_table(("", *colored), ([name.removeprefix("eval_"), *(r.get(name) for r in results)] for name in measures)),
         element("p", "Dashed curves are of held-out data."),
         panels(runs),
         element("h2", "Arguments that differ"),
-        table(("", *colored), ([name, *map(shown, row)] for name, row in differ.items())),
+        html_table(("", *colored), ([name, *map(shown, row)] for name, row in differ.items())),
     ]
 
 

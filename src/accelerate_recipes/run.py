@@ -38,7 +38,7 @@ from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.environment import versions
+from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.attempts import begin_attempt
@@ -267,11 +267,12 @@ def start(args: Args) -> Run[Args]:
     accelerator = make_accelerator(args)
     run = Run(args, accelerator, agree_on_resume(accelerator, args))
     if run.is_first:
+        device = device_name(accelerator.device).removeprefix("this ")
         facts = {
             "recipe": Path(sys.argv[0]).stem,
-            "launch": f"{strategy_name(accelerator)}, {run.world_size} x {device_name(accelerator.device).removeprefix('this ')}",
+            "launch": f"{strategy_name(accelerator)}, {run.world_size} x {device}",
             "host": socket.gethostname(),
-            "versions": versions(),
+            "versions": library_versions(),
             "changed": args.changed(),
         }
         step = step_of(run.resumed_from) if run.resumed_from else 0

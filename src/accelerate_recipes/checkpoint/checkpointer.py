@@ -47,7 +47,7 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.checkpoint.weight_files import write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines
-from accelerate_recipes.environment import versions
+from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
@@ -270,7 +270,7 @@ class Checkpointer:
             "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
             "base_model": self.base,
             "model_checksum": self.model_checksum,
-            "versions": versions(),
+            "versions": library_versions(),
             "files": files,
         }
         write_marker(unfinished, marker)
