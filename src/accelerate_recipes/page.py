@@ -20,7 +20,7 @@ h1 { font-size: 1.5em; } h2 { font-size: 1.2em; margin: 2em 0 .4em; } h3 { font-
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: .2em .9em .2em 0; border-top: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } .sorts th { cursor: pointer; text-decoration: underline dotted; }
-td:not(:first-child) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 3em; }
+td:not(:first-child, .number) { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 7em; }
 td.number { text-align: right; }
 pre, .row { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .row { color: var(--soft); } .row span { border-right: 1px solid var(--line); }

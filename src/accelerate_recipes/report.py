@@ -152,9 +152,9 @@ def page_of(seen: Seen) -> list[Html]:
         ]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file)]
-    if (file := seen.folder / "samples.jsonl").exists() and (
-        samples := read_json_lines(file)[: -MOST_SAMPLES - 1 : -1]
-    ):
+    if (file := seen.folder / "samples.jsonl").exists():
+        *lines, _ = file.read_text("utf-8").split("\n")  # a last line that is not complete is left out
+        samples = map(json.loads, lines[: -MOST_SAMPLES - 1 : -1])
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
     if (file := seen.folder / "rows.txt").exists():
         parts += [
@@ -166,11 +166,9 @@ def page_of(seen: Seen) -> list[Html]:
     for file in sorted((seen.folder / "profile").glob("rank-*.json")):
         parts += profile_of(read_json(file))
     parts += attempts_of(seen)
-    changed = last.get("changed", seen.args)
-    parts += [
-        element("h2", "Arguments that differ from their defaults"),
-        html_table((), ((k, shown(v)) for k, v in changed.items())),
-    ]
+    which = "Arguments that differ from their defaults" if "changed" in last else "Arguments"
+    arguments = ((name, shown(value)) for name, value in last.get("changed", seen.args).items())
+    parts += [element("h2", which), html_table((), arguments)]
     parts += [element("h2", "Versions"), html_table((), last.get("versions", {}).items())]
     return parts
 
@@ -200,11 +198,7 @@ def facts_of(seen: Seen) -> dict[str, str]:
         )
         if len(seen.attempts) > 1:
             facts["effective time"] += f"; restarts: {len(seen.attempts) - 1}, which lost {duration(lost)}"
-    return {
-        name: f"{value:.5g}" if isinstance(value, float) else str(value)
-        for name, value in facts.items()
-        if value is not None
-    }
+    return {name: short(value) for name, value in facts.items() if value is not None}
 
 
 def memory_of(seen: Seen, measured: float | None) -> str | None:
@@ -357,10 +351,8 @@ def profile_of(found: dict) -> list[Html]:
 
 def page_of_several(runs: Sequence[Seen]) -> list[Html]:
     """Write the parts of a page that compares runs: results, curves, and the arguments that differ."""
-    colored = [
-        element("span", "━ ", element("b", str(run.folder)), style=f"color:{COLORS[i % len(COLORS)]}")
-        for i, run in enumerate(runs)
-    ]
+    colors = [f"color:{COLORS[i % len(COLORS)]}" for i in range(len(runs))]
+    heads = ["", *(element("b", f"━ {run.folder}", style=color) for run, color in zip(runs, colors, strict=True))]
     results = [facts_of(run) | (run.evaluations[-1] if run.evaluations else {}) for run in runs]
     no_result = ("step", "time", "written", "eval_loss")  # the loss is a fact already
     measures = dict.fromkeys(name for result in results for name in result if name not in no_result)
@@ -369,12 +361,18 @@ def page_of_several(runs: Sequence[Seen]) -> list[Html]:
     differ = {name: row for name, row in values.items() if any(value != row[0] for value in row)}
     return [
         element("h1", f"{len(runs)} runs"),
-        html_table(("", *colored), ([name.removeprefix("eval_"), *(r.get(name) for r in results)] for name in measures)),
+        html_table(
+            heads, ([name.removeprefix("eval_"), *(short(r.get(name, "")) for r in results)] for name in measures)
+        ),
+        element("h2", "Arguments that differ"),
+        html_table(heads, ([name, *map(shown, row)] for name, row in differ.items())),
         element("p", "Dashed curves are of held-out data."),
         panels(runs),
-        element("h2", "Arguments that differ"),
-        html_table(("", *colored), ([name, *map(shown, row)] for name, row in differ.items())),
     ]
+
+
+def short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def shown(value: Any) -> str:

@@ -69,6 +69,7 @@ def plan(argv: Sequence[str]) -> Plan:
             f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s"
         )
     if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(found.facts, indent=1) + "\n", encoding="utf-8")
     return replace(found, text="\n".join(lines))
 
