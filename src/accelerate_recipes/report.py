@@ -80,11 +80,10 @@ class Seen(NamedTuple):
         """
         found, spans, since = [], self.spans, None
         for attempt in self.attempts:
-            begun, ended = attempt.get("begun"), attempt.get("ended") or math.inf
-            own = [span for span in spans if begun and begun < span[1] <= ended]
-            first, last = (own[0][0], own[-1][1]) if own else (attempt.get("ended"), attempt.get("ended"))
-            known = begun and first
-            found.append(max(0.0, first - (since or begun)) if known else None)
+            begun, ended = attempt.get("begun"), attempt.get("ended")
+            own = [span for span in spans if begun and begun < span[1] <= (ended or math.inf)]
+            first, last = (own[0][0], own[-1][1]) if own else (ended, ended)
+            found.append(max(0.0, first - (since or begun)) if begun and first else None)
             since = last or since
         return found
 
@@ -152,7 +151,7 @@ def page_of(seen: Seen) -> list[Html]:
         ]
     if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
         parts += [element("h2", "Result"), picture(file)]
-    if (file := seen.folder / "samples.jsonl").exists():
+    if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
         *lines, _ = file.read_text("utf-8").split("\n")  # a last line that is not complete is left out
         samples = map(json.loads, lines[: -MOST_SAMPLES - 1 : -1])
         parts += [element("h2", "Samples, newest first"), sample_table(samples)]
