@@ -181,6 +181,14 @@ def test_hostile_text_stays_text(write_run):
     assert base64.b64decode(policy) == hashlib.sha256(script.encode()).digest() and "default-src 'none'" in text
 
 
+def test_without_matplotlib_there_are_no_curves(write_run, monkeypatch):
+    folder = write_run("run", [record(2, 10), record(4, 20)])
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    report.write_report(folder)
+    text = (folder / "report.html").read_text()
+    assert "<svg" not in text and "since matplotlib is not installed" in text and "<td>last step</td><td>4</td>" in text
+
+
 def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     """What goes wrong is one line; a run that has not begun to train has no report."""
     folder = write_run("run", [record(2, 10)])
@@ -308,7 +316,7 @@ def test_shares_of_a_profile():
     def event(start: float, end: float) -> SimpleNamespace:
         return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end))
 
-    assert profiling.covered([event(5, 9), event(0, 2), event(1, 3), event(6, 7)]) == 7
+    assert profiling.covered([event(5, 9), event(0, 2), event(1, 3), event(6, 7), event(8, 9)]) == 7
     assert profiling.covered([]) == 0
 
 

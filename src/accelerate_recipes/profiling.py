@@ -20,7 +20,7 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.disk import write_atomically
 
 NUM_OPERATORS = 30
-MOST_ALLOCATIONS = 200_000  # in a snapshot of CUDA's memory
+MOST_ALLOCATIONS = 100_000  # in a snapshot of CUDA's memory
 
 
 class StepProfiler:
@@ -51,8 +51,6 @@ class StepProfiler:
         if self.profile:
             self.profile.step()
             self.watch_memory(step + 1)
-            if step >= self.steps[-1]:
-                self.stop()
 
     def stop(self) -> None:
         """End the profile, also if the run ends before the last of its steps."""
@@ -63,7 +61,7 @@ class StepProfiler:
     def watch_memory(self, step: int) -> None:
         """Let CUDA's allocator remember its calls from the first of the steps on."""
         if self.device.type == "cuda" and step == max(self.steps[0], self.begun_at + 1):
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
 
     def write(self, done: profile) -> None:
         try:

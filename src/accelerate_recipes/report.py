@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,6 +224,8 @@ def panels(runs: Sequence[Seen]) -> Html:
     known = {name for values in PANELS.values() for name in values}
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     own = {name: (name,) for name in names if name.startswith("eval_") and name not in known}
+    if find_spec("matplotlib") is None:
+        return element("p", "There are no curves, since matplotlib is not installed.")
     found = []
     for title, values in (PANELS | own).items():
         if curves := curves_of(runs, values):

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -315,7 +316,10 @@ def finish(
         before, *_, after = filter(is_evaluation, records)
         result = result_fn(before, after)
         picture = run.output_dir / "result.png"
-        draw_run(picture, records, result.bars, result.curves)
+        if find_spec("matplotlib"):
+            draw_run(picture, records, result.bars, result.curves)
+        else:
+            picture = "none, since matplotlib is not installed"
         settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
         export(run.checkpointer.newest, out, description, **settings)
         run.print(f"{result.text}\nModel: {out}   picture: {picture}")
