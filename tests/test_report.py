@@ -205,6 +205,10 @@ def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     with pytest.raises(ConfigError, match="is not the output directory of a run that has begun to train"):
         report.compare([folder], Path())
+    (folder / "metrics.jsonl").touch()
+    (folder / "args.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is not the output directory of a run that has begun to train"):
+        report.compare([folder], Path())
 
 
 def test_thinned_points_keep_peaks():

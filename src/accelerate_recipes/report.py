@@ -106,8 +106,8 @@ def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
     """
     try:
         found = read_json_lines(folder / "metrics.jsonl") if records is None else records
-        args = yaml.safe_load((folder / "args.yaml").read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
     return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
 
@@ -340,14 +340,12 @@ def profile_of(found: dict) -> list[Html]:
             "idle": "idle",
         }.items()
     )
-    rows = (
-        [row["name"], row["calls"], row["seconds"], f"{row['seconds'] / found['seconds']:.1%}"]
-        for row in found["operators"]
-    )
+    whole = found["seconds"]
+    rows = ([f"{row['seconds'] / whole:.1%}", row["seconds"], row["calls"], row["name"]] for row in found["operators"])
     return [
         element("h2", f"Profile of steps {first} to {last}, rank {found['rank']}"),
         element("p", f"{found['seconds']:.3g} s: {shares}"),
-        folded("Operators by their own time", html_table(("operator", "calls", "seconds", "share"), rows, sorts=True)),
+        folded("Operators by their own time", html_table(("share", "seconds", "calls", "operator"), rows, sorts=True)),
     ]
 
 
