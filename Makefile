@@ -36,7 +36,7 @@ test: .venv/dev
 
 # For the inner loop of an editor: the tests that start no runs.
 FAST := args arguments attention changed_data checkpoint chess_rules configs core data engine errors layout metrics \
-	metrics_of_texts models optim recipe requeue rows upstream weights
+	metrics_of_texts models optim recipe report requeue rows upstream weights
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 

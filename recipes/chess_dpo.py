@@ -151,7 +151,7 @@ def main(args: Args) -> None:
 
     # Result
     def result(before: dict, after: dict) -> Result:
-        return Result(next_moves.summary({"before": before, "after": after}))
+        return Result(next_moves.summary({"before": before, "after": after}), curves=[next_moves.curves])
 
     description = f"{args.model_name_or_path}, trained by DPO to prefer the moves of {args.game_source} to its own."
     finish(run, records, description, result)

@@ -23,6 +23,7 @@ from accelerate_recipes.flags import Range
 from accelerate_recipes.games.games import PositionsArgs, prepare_positions
 from accelerate_recipes.games.next_moves import NextMoves, longest_move, prompt_of
 from accelerate_recipes.games.rewards import REWARDS, StockfishArgs, stockfish_reward
+from accelerate_recipes.picture import Curves
 from accelerate_recipes.posttraining.answers import AnswerTrainer, GRPOArgs, room_for_prompts
 from accelerate_recipes.posttraining.answers_trial import answers_trial
 from accelerate_recipes.posttraining.settings import make_model, trl_config
@@ -118,7 +119,8 @@ def main(args: Args) -> None:
 
     # Result
     def result(before: dict, after: dict) -> Result:
-        return Result(next_moves.summary({"before": before, "after": after}))
+        curves = [Curves({"training": "reward"}, "Reward"), next_moves.curves]
+        return Result(next_moves.summary({"before": before, "after": after}), curves=curves)
 
     begin = f"{args.model_name_or_path}, trained by GRPO for legal and played moves"
     finish(run, records, f"{begin} in positions of {args.game_source}.", result)

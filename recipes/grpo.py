@@ -26,6 +26,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.generation import Sampling
 from accelerate_recipes.picture import Bars, Curves
 from accelerate_recipes.posttraining.answers import (
+    EXPECTED,
     GRPOArgs,
     HeldoutAnswers,
     RewardTrainer,
@@ -108,12 +109,15 @@ class Trainer(RewardTrainer):
         if self.samples and self.run.args.num_samples and step != self.shown:  # once, even if a step is logged twice
             drawn, self.shown = self._logs, step
             every = max(1, len(drawn["prompt"]) // self.run.args.num_samples)
-            columns = zip(drawn["prompt"], drawn["completion"], *drawn["rewards"].values(), strict=True)
+            texts = (drawn["prompt"], drawn["completion"], drawn["extra"][EXPECTED])
             rows = [
-                {"prompt": prompt, "completion": said, "rewards": dict(zip(drawn["rewards"], values, strict=True))}
-                for prompt, said, *values in list(columns)[::every][: self.run.args.num_samples]
+                dict(zip(("prompt", "completion", "expected"), said, strict=True))
+                | {"rewards": dict(zip(drawn["rewards"], values, strict=True))}
+                for *said, values in list(zip(*texts, zip(*drawn["rewards"].values(), strict=True), strict=True))[
+                    ::every
+                ]
             ]
-            self.samples.add(step, "drawn in training", rows)
+            self.samples.add(step, "drawn in training", rows[: self.run.args.num_samples])
 
 
 def trial(args: Args) -> Trial:

@@ -26,7 +26,7 @@ OURS = {
     "prefetch_layers", "checkpoint_every_n_layers", "activation_memory_budget", "reduce_dtype",
     "merge_adapter",
     "text_only_export",
-    "data_only",
+    "data_only", "profile_steps", "profile_ranks",
 }  # fmt: skip
 
 
@@ -74,6 +74,8 @@ DEFAULTS = {
     "ddp_timeout": (1800, "at least 1"),
     "step_timeout": (300, "at least 1"),
     "report_to": ("none", None),
+    "profile_steps": ("", None),
+    "profile_ranks": ([0], "at least 0"),
     "use_peft": (False, None),
     "load_in_4bit": (False, None),
     "lora_r": (16, "at least 1, and at most 65536"),

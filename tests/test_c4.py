@@ -177,8 +177,10 @@ def test_errors_are_one_message(forks, arguments, tmp_path, wrong, message):
     out, log = tmp_path / "out", tmp_path / "out.log"
     assert forks.run(out, *arguments, *wrong) == 2
     assert message in log.read_text() and "Traceback" not in log.read_text(), log.read_text()[-3000:]
-    left = [path.name for path in out.iterdir()] if out.exists() else []
-    assert left == (["status.json"] if wrong[0] == "--text_column" else []), "for a job script: it would fail again"
+    left = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    assert left == (["attempts.jsonl", "status.json"] if wrong[0] == "--text_column" else []), (
+        "for a job script: it would fail again"
+    )
 
 
 def test_rows_longer_than_a_pretrained_model_reads(forks, arguments, undisturbed, tmp_path):

@@ -61,6 +61,7 @@ def killed(forks, tiny, tmp_path_factory) -> Path:
     assert forks.run(out, *tiny, **AFTER_STEP_18) == -9, out.with_suffix(".log").read_text()[-3000:]
     assert max(losses(out)) == 18
     assert [path.name for path in complete_checkpoints(out)] == ["checkpoint-10"]
+    assert "<h2>Evaluations</h2>" in (out / "report.html").read_text(), "since the first evaluation"
     return out
 
 
@@ -86,6 +87,8 @@ def test_it_leaves_exactly(undisturbed):
         "args.yaml",
         "metrics.jsonl",
         "status.json",
+        "attempts.jsonl",
+        "report.html",
         "result.png",
         "rows.txt",
         "rows.html",
@@ -250,8 +253,10 @@ def test_wrong_arguments_are_one_message_of_the_first_rank(run_forked, tiny, tmp
 
 
 def assert_failed_without_a_trace(out: Path) -> None:
-    """Assert that only status.json was written, which tells the job script not to try again."""
-    assert [path.name for path in out.iterdir()] == ["status.json"] and read_status(out)["state"] == "failed"
+    """Assert that only files were written which tell the job script not to try again."""
+    assert {path.name for path in out.iterdir()} == {"status.json", "attempts.jsonl"} and read_status(out)[
+        "state"
+    ] == "failed"
 
 
 def test_an_illegal_move_is_named_by_file_and_row(run_forked, games_file, tiny, tmp_path):

@@ -6,6 +6,7 @@ The base is a new Llama of two layers, made by sft.py; the reward is the share o
 import copy
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,8 +111,14 @@ def test_grpo(killed_and_resumed, forks, arguments, base, rewards_file, tmp_path
     assert len(drawn) == 4 * STEPS and len({row["prompt"] for row in drawn if row["step"] == 2}) > 1
     for row in rows:
         assert row["rewards"]["ones"] == pytest.approx(row["completion"].count("1") / 6, abs=1e-6)
+    solutions = dict(re.findall(r'"prompt": "(.*?)", "solution": "(.*?)"', (DATA / "rl.jsonl").read_text()))
+    assert all(row["expected"] == solutions[row["prompt"]] for row in drawn)
     page = (out / "samples.html").read_text()
-    assert page.count("<h2>") == STEPS + 4 and page.index(f"Step {STEPS},") < page.index("Step 1,")
+    assert page.count("<tr>") == len(rows) + 1 and page.index(f">{STEPS}</td>") < page.index(">1</td>")
+    assert "<th>expected</th><th>ones</th><th>short</th>" in page and page.count(drawn[-1]["prompt"]) >= 1
+    report = (out / "report.html").read_text()
+    assert report.index("<h3>Reward</h3>") < report.index("<h3>Loss</h3>"), "the reward comes first"
+    assert "<th>expected</th><th>ones</th><th>short</th>" in report
     assert (out / "result.png").stat().st_size > 20_000
 
     # The most likely answers of the exported model, without this project, earn what the last evaluation says.
@@ -215,7 +222,7 @@ def test_conversations(forks, base, rewards_file, tmp_path, name):
     if name == "grpo":
         rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         assert {row["step"] for row in rows} == {0, 1, 2}
-        assert "<td class=text>user: " in (out / "samples.html").read_text()
+        assert "<td>user: " in (out / "samples.html").read_text()
 
 
 @pytest.mark.slow
@@ -467,7 +474,8 @@ def test_samples_of_an_interrupted_run(tmp_path):
         (3, "é\n2\u2028\x85"),
     ]
     page = again.page.read_text()
-    assert "user: &lt;b&gt;1&lt;/b&gt;" in page and "Step 4" not in page and "<td class=number>-</td>" in page
+    assert "user: &lt;b&gt;1&lt;/b&gt;" in page and '<td class="number">-</td>' in page
+    assert ">3</td>" in page and ">4</td>" not in page
     Samples(tmp_path, None).write_page()
     assert not samples.path.read_text()
 

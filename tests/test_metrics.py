@@ -160,8 +160,8 @@ def test_a_step_has_its_evaluation_or_not(tmp_path):
 def test_a_tracker_knows_a_run_again(tmp_path, monkeypatch):
     """A run is named after its output directory; resumed there it is the same one, begun anew or elsewhere another one."""
 
-    def settings(folder: Path, is_resumed: bool = False) -> dict:
-        return tracker_settings(folder, is_resumed)
+    def settings(folder: Path, resumed: int | None = None) -> dict:
+        return tracker_settings(folder, resumed)
 
     for name in ("tall", "two/tall", "new"):
         (tmp_path / name).mkdir(parents=True)
@@ -169,9 +169,9 @@ def test_a_tracker_knows_a_run_again(tmp_path, monkeypatch):
     assert first["wandb"]["name"] == "tall" and first["trackio"]["name"].startswith("tall-")
     assert first["trackio"]["resume"] == "never"
     monkeypatch.chdir(tmp_path)
-    again = settings(Path("tall"), is_resumed=True)
-    assert again == first | {"trackio": first["trackio"] | {"resume": "allow"}}
-    others = [settings(tmp_path / "tall"), settings(tmp_path / "two/tall"), settings(tmp_path / "new", is_resumed=True)]
+    again = settings(Path("tall"), resumed=20)
+    assert again == first | {"trackio": first["trackio"] | {"resume": "allow"}, "tensorboard": {"purge_step": 21}}
+    others = [settings(tmp_path / "tall"), settings(tmp_path / "two/tall"), settings(tmp_path / "new", resumed=20)]
     assert len({other["wandb"]["id"] for other in [first, *others]}) == 4
     assert others[-1]["trackio"]["resume"] == "never"
     update_status(tmp_path / "tall", state="running")

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from accelerate_recipes import recipe
 from accelerate_recipes.checkpoint.files import candidates, step_of
 from accelerate_recipes.checkpoint.resume import find_resume
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.life.attempts import read_attempts
+from accelerate_recipes.report import read_run
 from accelerate_recipes.tokenizers import new_word_tokenizer
 
 PAGE = (ROOT / "docs/your-recipe.md").read_text()
@@ -66,8 +69,9 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
 
     Meanwhile the model was moved; another model cannot take its place.
     """
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert forks.run(whole, *arguments, script=typed) == 0, log_of(whole)[-3000:]
+    whole, killed, begun = tmp_path / "whole", tmp_path / "killed", time.time()
+    profiled = ("--profile_steps", "3-4", "--profile_ranks", 1, "--eval_steps", 4)
+    assert forks.run(whole, *arguments, *profiled, script=typed) == 0, log_of(whole)[-3000:]
     fault = {"rank": 1, "event": "open", "path": "checkpoint-8.partial/rng-1.pt", "count": 1, "everyone": True}
     arguments = [*arguments, "--dataloader_num_workers", 1]
     assert forks.run(killed, *arguments, script=typed, TOY_FAULT=json.dumps(fault)) != 0
@@ -85,13 +89,30 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert "Strategy: FSDP2 full shard | 2 x cpu" in log_of(killed) and "(step 6, saved by 2 x" in log_of(killed)
     assert losses(killed) == losses(whole)
     evaluations = [record for record in read_metrics(whole) if "eval_accuracy" in record]
-    assert [record["step"] for record in evaluations] == [0, 8]
+    assert [record["step"] for record in evaluations] == [0, 4, 8]
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.05
     assert f"accuracy: before {evaluations[0]['eval_accuracy']:.4f}, after" in log_of(whole)
     exported, again = (
         AutoModelForSequenceClassification.from_pretrained(out / "export").state_dict() for out in (whole, killed)
     )
     assert all(torch.equal(again[name], weight) for name, weight in exported.items())
+
+    # What a reader sees: classes by name, the attempts, the result, and the profile of rank 1.
+    assert "row 1, label odd: " in (whole / "rows.txt").read_text() + (killed / "rows.txt").read_text()
+    first, second = read_attempts(killed)
+    assert (first["state"], first["step"], second["state"], second["from"]) == ("killed", 6, "finished", 6)
+    assert first["begun"] < first["ended"] < second["begun"] < second["ended"]
+    assert first["launch"] == "FSDP2 full shard, 2 x CPU" and first["recipe"] == "my_recipe"
+    assert second["changed"]["model_name_or_path"] == str(moved) and "seed" not in second["changed"]
+    seconds, since = read_run(killed).effective
+    assert 0 < seconds < since < time.time() - begun
+    reports = [(out / "report.html").read_text() for out in (whole, killed)]
+    assert "restarts: 1, which lost" in reports[1] and ">killed<" in reports[1] and ">finished<" in reports[1]
+    assert "<h3>accuracy</h3>" in reports[0] and "label odd" in reports[0] and "Attempts" in reports[0]
+    assert all((out / "result.png").read_bytes().startswith(b"\x89PNG") for out in (whole, killed))
+    assert "Profile of steps 3 to 4, rank 1" in reports[0] and not (whole / "profile/rank-0.json").exists()
+    found = json.loads((whole / "profile/rank-1.json").read_text())
+    assert 0 < found["communication"] < 1 and 0 < found["computation"] < 1 and 0 <= found["idle"] < 1
 
 
 def test_other_data_are_noticed(forks, typed, arguments, tmp_path):

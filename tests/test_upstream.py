@@ -159,6 +159,9 @@ TOUCHED = [
     (GRPOTrainer, "_entropy_bonus_enabled", "answers", "the entropy is a part of its own", None),
     (GRPOTrainer, "_entropy_bonus_enabled", "answers_trial", "the same", None),
     (GRPOTrainer, "_logs", "grpo", "answers of a step", None),
+    (GRPOTrainer, "_pending_extra_logs", "answers", "what a row expects, beside its answers", None),
+    (torch.cuda.memory, "_record_memory_history", "profiling", "a GPU's memory over some steps", "enabled context stacks max_entries device clear_history compile_context global_record_annotations skip_actions"),
+    (torch.cuda.memory, "_dump_snapshot", "profiling", "the same, as a file", "filename augment_with_fx_traces"),
     (datasets.Dataset, "_indices", "prepared", "rows that only point to a table", None),
     (torch._dynamo, "pgo", "upstream", "forgets the sizes that an evaluation had", None),
     (huggingface_hub.utils._verification, "compute_file_hash", "download", "checksums of the Hub's kinds", "path algorithm"),
@@ -168,6 +171,7 @@ SOURCES = [*(ROOT / "src/accelerate_recipes").rglob("*.py"), *(ROOT / "recipes")
 # Names of the standard library, or names that are public in spite of the underscore.
 NOT_UPSTREAM = {
     "_C",
+    "_SubParsersAction",
     "_actions",
     "_asdict",
     "_check_value",

@@ -82,6 +82,9 @@ def command_parser() -> argparse.ArgumentParser:
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument("directory", type=Path)
     add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", type=Path)
+    seen = add("report", report_runs, "write the report of a run, or compare several runs on one page")
+    seen.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory")
+    seen.add_argument("--out", type=Path, default="comparison.html", help="page that compares several runs")
     add_export_commands(add)
     return parser
 
@@ -254,6 +257,12 @@ def list_checkpoints(args: argparse.Namespace) -> None:
         hours = (time.time() - path.stat().st_mtime) / 3600
         state = files.defect(path) or "complete"
         print(f"{path.name:<20} {size / 2**30:>10.3f} GiB {hours:>10.1f} h ago   {state}")
+
+
+def report_runs(args: argparse.Namespace) -> None:
+    from accelerate_recipes.report import compare
+
+    print(compare(args.runs, args.out))
 
 
 def export_checkpoint(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import set_seed
 
@@ -15,25 +16,29 @@ from accelerate_recipes.life import stop, watch
 from accelerate_recipes.life.status import read_status, update_status
 from accelerate_recipes.life.stop import Stopped
 from accelerate_recipes.metrics import Flops, MetricsLog, Window, peak_memory_gib
+from accelerate_recipes.profiling import StepProfiler
 from accelerate_recipes.ranks import max_over_ranks
+from accelerate_recipes.report import write_report
 from accelerate_recipes.upstream import forget_evaluated_shapes
 
 EvaluateFn = Callable[[int], dict[str, float]]
 MOST_IDLE = 10  # steps in a row without a target, which may happen with few rows a step
 
 
-def tracker_settings(output_dir: Path, is_resumed: bool) -> dict[str, dict[str, str]]:
+def tracker_settings(output_dir: Path, resumed: int | None) -> dict[str, dict[str, Any]]:
     """Return the settings by which each tracker recognises a run, and finds it again when it is resumed.
 
     status.json keeps the run's id. A new run in the directory of an old one gets a new id. The id is part of the name in
-    trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder.
+    trackio, which finds a run by its name: names of directories are not unique. TensorBoard finds a run by its folder, and
+    drops what a killed run has logged after the step that is `resumed`.
     """
-    known = read_status(output_dir).get("run") if is_resumed else None
+    known = read_status(output_dir).get("run") if resumed is not None else None
     number = known or uuid.uuid4().hex[:8]
     update_status(output_dir, run=number)
     name = output_dir.resolve().name
     trackio = {"name": f"{name}-{number}", "resume": "allow" if known else "never"}
-    return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio}
+    tensorboard = {} if resumed is None else {"purge_step": resumed + 1}
+    return {"wandb": {"name": name, "id": number, "resume": "allow"}, "trackio": trackio, "tensorboard": tensorboard}
 
 
 class Agenda:
@@ -98,16 +103,18 @@ class Agenda:
                 for name, value in args.values().items()
             }
             # The tracker's project is named after the script, the run after its output directory.
-            settings = (
-                tracker_settings(self.output_dir, checkpoint is not None) if self.accelerator.is_main_process else {}
-            )
-            self.accelerator.init_trackers(Path(sys.argv[0]).stem, config=config, init_kwargs=settings)
+            resumed = self.step if checkpoint else None
+            settings = tracker_settings(self.output_dir, resumed) if self.accelerator.is_main_process else {}
+            self.accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=settings)
+            for tracker in self.accelerator.trackers:
+                if not (checkpoint and tracker.name == "tensorboard"):  # it would show another run for each attempt
+                    tracker.store_init_configuration(config)
         if self.accelerator.is_main_process:
             newest = str(self.checkpointer.newest or "")
             update_status(self.output_dir, state="running", step=self.step, checkpoint=newest, reason="")
         # An evaluation is due before the first step. After a resume it may be due again: skip it if it is in the log.
         if self.evaluation_is_due and not self.log.has_evaluation(self.step):
-            self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+            self.evaluate()
             forget_evaluated_shapes()
         best = args.metric_for_best_model
         found = {name for record in self.log.records for name in record if name.startswith("eval_")}
@@ -115,8 +122,16 @@ class Agenda:
         if best and best not in measured:
             known = ", ".join(sorted(measured))
             raise ConfigError(f"--metric_for_best_model {best}: the evaluation gives {known}; choose one of them")
+        self.profiler = StepProfiler(args, self.accelerator.process_index, self.step, self.accelerator.device)
+        self.profiler.start()
         self.last_save = time.perf_counter()
         return self.step
+
+    def evaluate(self) -> None:
+        """Evaluate and log; rank 0 writes the report, unless the run is about to end, when it is written anyway."""
+        self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+        if self.accelerator.is_main_process and not self.ends:
+            write_report(self.output_dir, self.log.records)
 
     def expect(self, what: str, progress: Callable[[], int | None] | None = None) -> None:
         """Tell the watch what this rank does next. The first step has more time: it may compile, and start workers."""
@@ -138,6 +153,7 @@ class Agenda:
         if self.step_timeout is None:
             self.step_timeout = max(self.args.step_timeout, 4 * seconds)
         self.log.completed(step)
+        self.profiler.completed(step)
         watch.expect(f"what follows step {step}", self.args.ddp_timeout)
         self.stopped = Stopped(stop.reason(self.accelerator)) if wants_stop else None
 
@@ -191,7 +207,7 @@ class Agenda:
             limit = self.args.ddp_timeout
             watch.expect(f"the evaluation after step {self.step}", limit, stop.evaluated_batches)
             try:
-                self.log.log_evaluation(self.step, self.evaluate_fn(self.step))
+                self.evaluate()
             except Stopped as error:
                 self.stopped = error
             watch.expect(f"what follows step {self.step}", limit)
@@ -199,6 +215,7 @@ class Agenda:
             self.checkpointer.save(self.step, self.data_state_fn())
             self.last_save = time.perf_counter()
         if self.ends:
+            self.profiler.stop()
             self.checkpointer.wait()
         if self.stopped:
             self.accelerator.end_training()

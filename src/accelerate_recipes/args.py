@@ -149,6 +149,10 @@ class TrainArgs(AdapterArgs):
     report_to: str = arg(
         "none", "Trackers, comma-separated: tensorboard, trackio, wandb; none: only metrics.jsonl.", group="logging"
     )
+    profile_steps: str = arg(
+        "", "Steps that torch's profiler records, such as 10-12; the report shows them.", group="logging"
+    )
+    profile_ranks: list[int] = arg([0], "Processes of which --profile_steps are recorded.", min=0, group="rare")
     text_only_export: bool = arg(
         False,
         "Export only the trained language model, without the untrained parts of the base, such as those for images.",
@@ -222,6 +226,13 @@ class TrainArgs(AdapterArgs):
             )
         if self.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
             found.append("--optim adamw_8bit: bitsandbytes is not installed; run: pip install bitsandbytes")
+        steps, num_processes = self.profiled_steps, world_size * self.row_size
+        if self.profile_steps and not steps:
+            found.append(f"--profile_steps is {self.profile_steps}; give the first and the last step, such as 10-12")
+        elif steps and 0 < self.max_steps < steps[-1]:
+            found.append(f"--profile_steps {self.profile_steps} is beyond the last step, --max_steps {self.max_steps}")
+        if missing := [rank for rank in self.profile_ranks if not 0 <= rank < num_processes]:
+            found.append(f"--profile_ranks has {missing}; the {num_processes} processes are 0 to {num_processes - 1}")
         for tracker in self.trackers:
             if tracker not in ("tensorboard", "trackio", "wandb"):
                 found.append(f"--report_to names {tracker!r}; known are none, tensorboard, trackio, wandb")
@@ -271,6 +282,13 @@ class TrainArgs(AdapterArgs):
     @property
     def trackers(self) -> list[str]:
         return [] if self.report_to == "none" else [name.strip() for name in self.report_to.split(",")]
+
+    @property
+    def profiled_steps(self) -> range:
+        """Steps of --profile_steps; empty if there are none."""
+        parts = self.profile_steps.split("-")
+        numbers = [int(part) for part in parts if part.isdecimal()]
+        return range(numbers[0], numbers[-1] + 1) if len(numbers) == len(parts) < 3 and numbers[0] else range(0)
 
     @classmethod
     def fixed_on_resume(cls) -> set[str]:

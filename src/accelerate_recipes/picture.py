@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,8 @@ class Curves(NamedTuple):
     title: str
 
 
-def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curves] = ()) -> None:
-    """Write a PNG. `records` are those of metrics.jsonl; a panel without values is left out."""
+def draw_run(path: Path, records: list[dict], bars: Bars | None = None, panels: Sequence[Curves] = ()) -> None:
+    """Write a PNG. `records` are those of metrics.jsonl; a panel without values is left out. A reward comes first."""
     import matplotlib  # imported here, since only one process needs it
     from matplotlib.figure import Figure
 
@@ -31,11 +31,13 @@ def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curve
     unit = "" if panels else " (nats per token)"  # with other panels, the loss is not one of tokens
     panels = [Curves({"training": "loss", "held out": "eval_loss"}, f"Loss{unit}"), *panels]
     panels = [panel for panel in panels if any(name in r for name in panel.names.values() for r in records)]
-    columns = 2 if len(panels) in (1, 3) else 3
-    rows = -(-(len(panels) + 1) // columns)
+    panels.sort(key=lambda panel: "reward" not in panel.names.values())
+    number = len(panels) + bool(bars)
+    columns = 2 if number in (2, 4) else min(3, number)
+    rows = -(-number // columns)
     figure = Figure(figsize=(5.5 * columns, 4.2 * rows), layout="constrained")
-    *places, chart = figure.subplots(rows, columns, squeeze=False).ravel()[: len(panels) + 1]
-    for curve, panel in zip(places, panels, strict=True):
+    places = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    for curve, panel in zip(places, panels, strict=False):
         for label, name in panel.names.items():
             values = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             is_heldout = name.startswith("eval_")
@@ -45,9 +47,15 @@ def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curve
         curve.set(xlabel="optimizer step", title=panel.title)
         curve.grid(alpha=0.3)
         curve.legend()
-    for unused in figure.axes[len(panels) + 1 :]:
+    if bars:
+        draw_bars(places[len(panels)], bars)
+    for unused in places[number:]:
         unused.remove()
+    figure.savefig(path, dpi=110)
 
+
+def draw_bars(chart: Any, bars: Bars) -> None:
+    """Draw a bar chart into axes of matplotlib."""
     width = 0.8 / len(bars.values)
     colors = ("0.75", "tab:orange", "tab:blue")
     for i, (series, values) in enumerate(bars.values.items()):
@@ -59,7 +67,6 @@ def draw_run(path: Path, records: list[dict], bars: Bars, panels: Sequence[Curve
     chart.margins(y=0.12)
     chart.grid(alpha=0.3, axis="y")
     chart.legend()
-    figure.savefig(path, dpi=110)
 
 
 def draw_matrix(path: Path, counts: np.ndarray, names: Sequence[str], title: str) -> None:

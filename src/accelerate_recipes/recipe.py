@@ -43,6 +43,7 @@ from accelerate_recipes.models import CAUSAL
 from accelerate_recipes.pretrained import Kind, check_model
 from accelerate_recipes.probes import check_packing
 from accelerate_recipes.ranks import is_first, is_first_of_machine, ranks_a_row
+from accelerate_recipes.report import write_report
 from accelerate_recipes.run import DataReady
 from accelerate_recipes.sharing import check_shared_masks, model_sharing_problems
 from accelerate_recipes.strategy import fp8_layers, launch_problems, num_accelerators, wrap_problems
@@ -395,12 +396,13 @@ def leave(code: int) -> NoReturn:
 
 
 def end_with(args: TrainArgs | None, **changes: str) -> None:
-    """Write to status.json how the run ended, if the run owns its output directory."""
+    """Write to status.json and the report how the run ended, if the run owns its output directory."""
     if lock.is_taken() and not lock.is_lost():
         try:
             update_status(Path(args.output_dir), **changes)
         except OSError as error:  # a full disk must not hide how the run ended
             say(f"warning: status.json could not be written: {error}")
+        write_report(Path(args.output_dir))
 
 
 def load(path: str | Path) -> ModuleType:

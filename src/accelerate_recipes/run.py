@@ -11,8 +11,11 @@
 
 import copy
 import os
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
@@ -30,20 +33,25 @@ from accelerate_recipes.base import described, is_decoder, open_base, untrained
 from accelerate_recipes.checkpoint.check_export import ROWS, compare_rows
 from accelerate_recipes.checkpoint.checkpointer import Checkpointer
 from accelerate_recipes.checkpoint.export import export, exported_files
+from accelerate_recipes.checkpoint.files import step_of
 from accelerate_recipes.checkpoint.published import Published
 from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
+from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
-from accelerate_recipes.metrics import Flops, is_evaluation
+from accelerate_recipes.life.attempts import begin_attempt
+from accelerate_recipes.life.status import attempt
+from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler
 from accelerate_recipes.picture import Bars, Curves, draw_run
 from accelerate_recipes.probes import mixers_in
 from accelerate_recipes.ranks import on_first_rank, ranks_a_row
 from accelerate_recipes.sharing import check_shared_masks
+from accelerate_recipes.strategy import strategy_name
 
 # Keeps the runs of this process until `recipe.leave` ends it without teardown. If a run were freed when a recipe's `main`
 # returns, gloo would hold the interpreter's lock while it waits for its threads, and one of these may need that lock: under
@@ -258,7 +266,19 @@ def start(args: Args) -> Run[Args]:
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # its mesh needs several processes
         return Run(args, Accelerator(cpu=True, mixed_precision="no"))  # fp8 would ask for packages
     accelerator = make_accelerator(args)
-    return Run(args, accelerator, agree_on_resume(accelerator, args))
+    run = Run(args, accelerator, agree_on_resume(accelerator, args))
+    if run.is_first:
+        device = device_name(accelerator.device).removeprefix("this ")
+        facts = {
+            "recipe": Path(sys.argv[0]).stem,
+            "launch": f"{strategy_name(accelerator)}, {run.world_size} x {device}",
+            "host": socket.gethostname(),
+            "versions": library_versions(),
+            "changed": args.changed(),
+        }
+        step = step_of(run.resumed_from) if run.resumed_from else 0
+        begin_attempt(run.output_dir, attempt(), step, **facts)
+    return run
 
 
 class Result(NamedTuple):
@@ -270,12 +290,13 @@ class Result(NamedTuple):
 
 
 def before_and_after(before: dict, after: dict) -> Result:
-    """Write one line for each measure, with its value before and after training."""
+    """Write one line for each measure, with its value before and after training; a panel shows each but the loss."""
     names = [name for name in after if name.startswith("eval_") and name in before]
     lines = [
         f"Held out, {name.removeprefix('eval_')}: before {before[name]:.4f}, after {after[name]:.4f}" for name in names
     ]
-    return Result("\n".join(lines))
+    panels = [Curves({"held out": name}, name.removeprefix("eval_")) for name in names if name != "eval_loss"]
+    return Result("\n".join(lines), curves=panels)
 
 
 def finish(
@@ -294,13 +315,14 @@ def finish(
     if run.is_first:
         before, *_, after = filter(is_evaluation, records)
         result = result_fn(before, after)
-        places = f"Model: {out}"
-        if result.bars:
-            draw_run(run.output_dir / "result.png", records, result.bars, result.curves)
-            places += f"   picture: {run.output_dir / 'result.png'}"
+        picture = run.output_dir / "result.png"
+        if find_spec("matplotlib"):
+            draw_run(picture, records, result.bars, result.curves)
+        else:
+            picture = "none, since matplotlib is not installed"
         settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
         export(run.checkpointer.newest, out, description, **settings)
-        run.print(f"{result.text}\n{places}")
+        run.print(f"{result.text}\nModel: {out}   picture: {picture}")
         if (run.output_dir / ROWS).exists():
             run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()

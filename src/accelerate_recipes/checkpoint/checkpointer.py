@@ -15,12 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
@@ -29,7 +27,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import GenerationConfig
 
-import accelerate_recipes
 from accelerate_recipes import adapters
 from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.checkpoint.files import (
@@ -50,6 +47,7 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.checkpoint.weight_files import write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines
+from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
@@ -272,9 +270,7 @@ class Checkpointer:
             "param_dtype": str(self.args.param_dtype).removeprefix("torch."),
             "base_model": self.base,
             "model_checksum": self.model_checksum,
-            "versions": {
-                module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)
-            },
+            "versions": library_versions(),
             "files": files,
         }
         write_marker(unfinished, marker)

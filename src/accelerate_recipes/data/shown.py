@@ -1,6 +1,5 @@
 """First rows of a run, as a reader sees them: which tokens are read, which are targets, and where documents begin."""
 
-import html
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from accelerate_recipes.disk import write_atomically
 from accelerate_recipes.errors import ConfigError, printable
-from accelerate_recipes.page import write_page
+from accelerate_recipes.page import Html, element, write_page
 from accelerate_recipes.picture import draw_images
 from accelerate_recipes.sequence import IGNORE_INDEX
 
@@ -21,12 +20,6 @@ NUM_ROWS = 3  # number of rows shown of each kind
 MAX_TOKENS = 2000  # number of tokens shown of a row
 CONTEXT = 8  # earlier tokens that are decoded with a token: they decide about a space, or complete a character
 COLOURS = {"target": "\033[1;32m", "read": "\033[0m", "special": "\033[33m", "end": "\033[0m"}
-STYLE = """
-body { font: 15px/1.6 ui-monospace, monospace; margin: 2em auto; max-width: 62em; color: #555; background: #fff; }
-h2 { font-size: 1.1em; color: #222; margin-top: 2em; } .row { white-space: pre-wrap; overflow-wrap: anywhere; }
-span { border-right: 1px solid #eee; } .target { background: #d9f2dc; color: #0b4d1a; font-weight: 600; }
-.special { outline: 1px solid #c78b00; color: #8a5a00; } hr { border: 0; border-top: 1px dashed #999; }
-"""
 
 
 class HasRows(Protocol):
@@ -219,24 +212,28 @@ def as_text(heading: str, rows: Iterable[ShownRow], *, in_colour: bool = False) 
     return "\n".join(lines) + "\n"
 
 
-def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[str]:
+def as_html(parts: Iterable[tuple[str, list[ShownRow]]], counted: str) -> list[Html]:
     """Write rows as parts of a page. The number of a token appears under the pointer."""
-    body = [
-        "<p>Tokens in <span class=target>green</span> are targets of the loss, the others are only read; <span "
-        "class=special>framed</span> tokens are special. A dashed line: another document begins.</p>"
-    ]
-    body += [f"<p>{html.escape(counted)}</p>"] if counted else []
+    green, framed = element("span", "green", class_="target"), element("span", "framed", class_="special")
+    said = element(
+        "p",
+        "Tokens in ", green, " are targets of the loss, the others are only read; ", framed,
+        " tokens are special. A dashed line: another document begins.",
+        class_="row",
+    )  # fmt: skip
+    body = [said, element("p", counted)]
     for heading, rows in parts:
-        body.append(f"<h1>{html.escape(heading)}</h1>")
+        body.append(element("h1", heading))
         for row in rows:
-            body.append(f"<h2>{html.escape(row.summary)}</h2>\n<div class=row>")
+            shown = []
             for number, document in enumerate(split_documents(row.tokens)):
-                body.append("<hr>" if number else "")
+                shown += [Html("<hr>")] if number else []
                 for token in document:
                     kinds = [name for name, on in (("target", token.is_target), ("special", token.is_special)) if on]
-                    text = html.escape(printable(token.text)).replace("\n", "↵\n")
-                    body.append(f'<span class="{" ".join(kinds)}" title="{token.id}">{text}</span>')
-            body.append("</div>")
+                    shown.append(
+                        element("span", token.text.replace("\n", "↵\n"), class_=" ".join(kinds), title=token.id)
+                    )
+            body += [element("h2", row.summary), element("div", *shown, class_="row")]
     return body
 
 
@@ -279,4 +276,4 @@ def write_rows(folder: Path, parts: Sequence[tuple[str, list[ShownRow]]], counte
     folder.mkdir(parents=True, exist_ok=True)
     begin = f"{counted}\n\n" if counted else ""
     write_atomically(folder / "rows.txt", begin + "\n".join(as_text(*part) for part in parts))
-    write_page(folder / "rows.html", "Rows as they are trained", STYLE, as_html(parts, counted))
+    write_page(folder / "rows.html", "Rows as they are trained", as_html(parts, counted))

@@ -13,6 +13,7 @@ from accelerate_recipes.data.shown import NUM_ROWS
 from accelerate_recipes.games import rules
 from accelerate_recipes.games.games import begin_token
 from accelerate_recipes.generation import generate_texts
+from accelerate_recipes.picture import Curves
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerBase, prefix: Sequence[str]) -> list[int]:
@@ -38,6 +39,8 @@ class NextMoves:
     `legal_move_rate` and `next_move_accuracy`; with the suffix `_<phase>` for each phase, and with `_unseen` for positions
     that occur in no training game.
     """
+
+    curves = Curves({"legal": "eval_legal_move_rate", "as played": "eval_next_move_accuracy"}, "Next moves, held out")
 
     def __init__(self, facts: dict, tokenizer: PreTrainedTokenizerBase, metric_file: Path):
         import evaluate

@@ -81,6 +81,7 @@ def plan(argv: Sequence[str], tell: Callable[[str], None] = lambda text: None) -
             say(f"Memory over a step, by kind: {asked.plot}")
         say(f"{simulator.number} simulation{'s' * (simulator.number != 1)} in {time.perf_counter() - began:.0f} s")
     if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)  # for the report, it lies in the output directory
         asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return Plan(found, "\n".join(lines), facts)
 

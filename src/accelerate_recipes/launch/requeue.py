@@ -1,11 +1,10 @@
 """Decision whether a Slurm job goes back into the queue after its processes have ended; slurm/submit.sh calls it."""
 
-import contextlib
-import json
 import os
+import time
 from pathlib import Path
 
-from accelerate_recipes.disk import write_atomically
+from accelerate_recipes.life.attempts import read_attempts, write_attempts
 from accelerate_recipes.life.status import attempt, is_wish_of_a_person, read_status
 
 MAX_WITHOUT_PROGRESS = 3  # attempts of a job that end at the same checkpoint
@@ -31,10 +30,12 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     saved = (marker.parent.name.removeprefix("checkpoint-") for marker in output_dir.glob("checkpoint-*/complete.json"))
     step = max([status.get("step", 0), *(int(name) for name in saved if name.isdecimal())])
     output_dir.mkdir(parents=True, exist_ok=True)
-    file = output_dir / "attempts.jsonl"
-    attempts = read_attempts(file)
-    attempts.append(this | {"state": state, "step": step, "reason": reason})
-    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in attempts))
+    attempts = read_attempts(output_dir)
+    entry, last = this | {"state": state, "step": step, "reason": reason}, attempts[-1] if attempts else {}
+    if last.get("begun") and this.items() <= last.items():  # the run itself noted when it began
+        entry = {"ended": time.time()} | attempts.pop() | entry
+    attempts.append(entry)
+    write_attempts(output_dir, attempts)
     if state == "finished":
         return 0, "finished"
     if state == "failed":
@@ -45,20 +46,9 @@ def after_attempt(output_dir: Path, signalled: bool, max_restarts: int) -> tuple
     newest = [(entry["job"], entry["step"]) for entry in attempts[-MAX_WITHOUT_PROGRESS:]]
     if newest == [(this["job"], step)] * MAX_WITHOUT_PROGRESS:
         return 1, (
-            f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see {file} and the logs, "
-            "and submit again once it is put right (or with a longer --time)"
+            f"{ended}; so ended {MAX_WITHOUT_PROGRESS} attempts without a newer checkpoint; see "
+            f"{output_dir / 'attempts.jsonl'} and the logs, and submit again once it is put right (or with a longer --time)"
         )
     if this["restarts"] >= max_restarts:
         return 1, f"{ended}; restarted {this['restarts']} times, MAX_RESTARTS is {max_restarts}"
     return os.EX_TEMPFAIL, ended
-
-
-def read_attempts(file: Path) -> list[dict]:
-    """Read attempts.jsonl without damaged lines. A full disk, for example, may have cut a line."""
-    found = []
-    for line in file.read_bytes().split(b"\n") if file.exists() else []:
-        with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and {"job", "step"} <= entry.keys():
-                found.append(entry)
-    return found

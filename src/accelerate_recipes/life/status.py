@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.disk import is_full, write_atomically
+from accelerate_recipes.life.attempts import update_attempt
 
 # Types of the values that are read again.
 KINDS = {"state": str, "step": int, "reason": str, "longest_save_seconds": int | float, "job": str, "restarts": int}
@@ -47,7 +48,7 @@ def read_status(output_dir: Path) -> dict:
 
 
 def update_status(output_dir: Path, **changes: object) -> None:
-    """Merge `changes` into status.json. The file is whole at any moment. For rank 0."""
+    """Merge `changes` into status.json, and into this attempt's line. The files are whole at any moment. For rank 0."""
     file = output_dir / "status.json"
     with _writing:  # a save in the background also writes the file
         text = json.dumps(read_status(output_dir) | changes | attempt(), indent=1) + "\n"
@@ -59,3 +60,4 @@ def update_status(output_dir: Path, **changes: object) -> None:
             with file.open("r+", encoding="utf-8") as opened:  # on a full disk, the file's own space is still there
                 opened.write(text)
                 opened.truncate()
+        update_attempt(output_dir, changes)

@@ -58,6 +58,8 @@ ADAPTIVE_ENTROPY = (
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
 )  # fmt: skip
 
+EXPECTED = "expected by the rewards"  # a column of trl's log that no reward has
+
 # Values of --loss_type that average over the tokens of all answers. The others average over answers.
 OVER_TOKENS = {"bnpo", "cispo", "dapo", "vespo"}
 
@@ -312,6 +314,12 @@ class AnswerTrainer(Objective, GRPOTrainer):
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
 
 
+def expected(row: dict[str, Any]) -> Any:
+    """Return what the rewards may compare an answer with: the other columns of a row, or the value of the only one."""
+    found = {k: v for k, v in row.items() if k not in ("prompt", *SETTINGS) and v is not None}
+    return next(iter(found.values()), None) if len(found) < 2 else found
+
+
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:
     """Make a batch of prompts, unchanged, with the columns that go to the rewards."""
     return {"rows": rows}
@@ -324,7 +332,14 @@ def numbers_of(seed: int, step: int, places: Sequence[int], length: int) -> torc
 
 
 class RewardTrainer(AnswerTrainer):
-    """AnswerTrainer that checks, before training, that the export will render the prompts as they are trained."""
+    """AnswerTrainer that checks, before training, that the export will render the prompts as they are trained.
+
+    It logs, beside each answer, what is EXPECTED of it.
+    """
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._pending_extra_logs[EXPECTED].extend(map(expected, inputs))
+        return super()._generate_and_score_completions(inputs)
 
     def examine(self) -> tuple[int, dict[str, int]]:
         on_first_rank(self.compare)
@@ -426,6 +441,7 @@ class HeldoutAnswers:
                     {
                         "prompt": self.prompts[i],
                         "completion": texts[i],
+                        "expected": expected({name: column[i] for name, column in self.columns.items()}),
                         "rewards": dict(zip(names, (row[i] for row in values), strict=True)),
                     }
                     for i in shown

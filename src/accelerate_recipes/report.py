@@ -1,0 +1,384 @@
+"""Report of a run, `<output_dir>/report.html`, and of several runs on one page, from the files that runs write anyway."""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from accelerate_recipes.disk import read_json, read_json_lines
+from accelerate_recipes.errors import ConfigError, one_line
+from accelerate_recipes.life.attempts import of_this_run, read_attempts
+from accelerate_recipes.life.status import read_status
+from accelerate_recipes.page import Html, element, folded, html_table, picture, write_page
+
+MOST_POINTS = 600  # of a curve
+MOST_SAMPLES = 200
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+INK = "#010203"  # replaced by the colour of the page's text
+# The first panels, with the values that each shows; other values of an evaluation get panels of their own.
+PANELS = {
+    "Reward": ("reward", "eval_reward", "eval_sampled_reward"),
+    "Loss": ("loss", "eval_loss"),
+    "Gradient norm": ("grad_norm",),
+    "Learning rate": ("learning_rate",),
+    "Samples a second": ("samples_per_second",),
+    "Targets a second": ("tokens_per_second",),
+    "MFU": ("mfu",),
+    "Peak memory, GiB": ("peak_memory_gib",),
+    "Waiting for data, share": ("data_wait",),
+    "Tokens of an answer": ("completions/mean_length", "eval_length"),
+    "KL divergence from the first model": ("kl",),
+    "Margin of rewards": ("rewards/margins", "eval_margin"),
+}
+LABELS = {"eval_sampled_reward": "held out, drawn"}
+
+
+class Seen(NamedTuple):
+    """Files of a run as they are so far; what is missing is empty."""
+
+    folder: Path
+    records: list[dict]  # of metrics.jsonl
+    args: dict[str, Any]
+    status: dict[str, Any]
+    attempts: list[dict]  # of this run; not those before it was begun anew
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [record for record in self.records if any(name.startswith("eval_") for name in record)]
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """Beginnings and ends of the times that went into steps which count, one for each log line.
+
+        What a killed run has computed after its checkpoint is no longer in the log. Steps between the last log line and
+        the checkpoint are: their time is estimated by the speed of the next line.
+        """
+        found, last, batch = [], 0, self.args.get("total_batch_size", 0)
+        for record in self.records:
+            if speed := record.get("samples_per_second"):
+                found.append((record["time"] - (record["step"] - last) * batch / speed, record["time"]))
+                last = record["step"]
+        return found
+
+    @property
+    def lost(self) -> list[float | None]:
+        """Seconds that each attempt cost before its first step that counts.
+
+        They count from the last step that counts before, else from the end of the attempt before; for the first attempt
+        from its start. An attempt without such a step cost all its time.
+        """
+        found, spans, since = [], self.spans, None
+        for attempt in self.attempts:
+            begun, ended = attempt.get("begun"), attempt.get("ended")
+            own = [span for span in spans if begun and begun < span[1] <= (ended or math.inf)]
+            first, last = (own[0][0], own[-1][1]) if own else (ended, ended)
+            found.append(max(0.0, first - (since or begun)) if begun and first else None)
+            since = last or since
+        return found
+
+    @property
+    def effective(self) -> tuple[float, float] | None:
+        """Seconds in steps that count, and since the first start; None if that start is not known."""
+        begun = [attempt["begun"] for attempt in self.attempts if attempt.get("begun")]
+        if not begun or not self.spans:
+            return None
+        ended = self.attempts[-1].get("ended") or self.records[-1]["time"]
+        return sum(end - start for start, end in self.spans), max(ended - begun[0], 1e-9)
+
+
+def read_run(folder: Path, records: list[dict] | None = None) -> Seen:
+    """Read what a run has written. A running process passes its `records`, which are those of metrics.jsonl.
+
+    Raises:
+        ConfigError: if there is no log of a run.
+    """
+    try:
+        found = read_json_lines(folder / "metrics.jsonl") if records is None else records
+        args = dict(yaml.safe_load((folder / "args.yaml").read_text("utf-8")))
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder} is not the output directory of a run that has begun to train: {error}") from error
+    return Seen(folder, found, args, read_status(folder), of_this_run(read_attempts(folder)))
+
+
+def write_report(folder: Path, records: list[dict] | None = None) -> None:
+    """Write report.html of a run that has begun to train. An error is a warning: a report is not worth a run."""
+    try:
+        if (folder / "metrics.jsonl").exists():
+            seen = read_run(folder, records)
+            write_page(folder / "report.html", f"Run {seen.name}", page_of(seen))
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            print(f"warning: report.html could not be written: {one_line(error)}", file=sys.stderr, flush=True)
+
+
+def compare(folders: Sequence[Path], out: Path) -> Path:
+    """Write the report of a run into its folder, or one page of several runs to `out`; return the page.
+
+    Raises:
+        ConfigError: if one of the folders holds no run.
+    """
+    runs = [read_run(folder) for folder in folders]
+    if len(runs) == 1:
+        out = folders[0] / "report.html"
+        write_page(out, f"Run {runs[0].name}", page_of(runs[0]))
+    else:
+        write_page(out, f"{len(runs)} runs", page_of_several(runs))
+    return out
+
+
+def page_of(seen: Seen) -> list[Html]:
+    """Write the parts of the page of one run."""
+    last = seen.attempts[-1] if seen.attempts else {}
+    parts = [element("h1", f"{last.get('recipe', 'run')}: {seen.name}"), html_table((), facts_of(seen).items())]
+    parts.append(panels([seen]))
+    if rows := seen.evaluations:
+        names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))
+        heads = ["step", *(name.removeprefix("eval_") for name in names)]
+        parts += [
+            element("h2", "Evaluations"),
+            html_table(heads, ([row["step"], *map(row.get, names)] for row in rows), sorts=True),
+        ]
+    if (file := seen.folder / "result.png").exists() and seen.status.get("state") == "finished":
+        parts += [element("h2", "Result"), picture(file)]
+    if (file := seen.folder / "samples.jsonl").exists() and file.stat().st_size:
+        *lines, _ = file.read_text("utf-8").split("\n")  # a last line that is not complete is left out
+        samples = map(json.loads, lines[: -MOST_SAMPLES - 1 : -1])
+        parts += [element("h2", "Samples, newest first"), sample_table(samples)]
+    if (file := seen.folder / "rows.txt").exists():
+        parts += [
+            element("h2", "Data"),
+            folded("The first rows as they are trained", element("pre", file.read_text("utf-8"))),
+        ]
+    if (file := seen.folder / "rows.png").exists():
+        parts += [element("h2", "Data"), picture(file)]
+    for file in sorted((seen.folder / "profile").glob("rank-*.json")):
+        parts += profile_of(read_json(file))
+    parts += attempts_of(seen)
+    which = "Arguments that differ from their defaults" if "changed" in last else "Arguments"
+    arguments = ((name, shown(value)) for name, value in last.get("changed", seen.args).items())
+    parts += [element("h2", which), html_table((), arguments)]
+    parts += [element("h2", "Versions"), html_table((), last.get("versions", {}).items())]
+    return parts
+
+
+def facts_of(seen: Seen) -> dict[str, str]:
+    """List what a reader asks first."""
+    steps = [record for record in seen.records if "samples_per_second" in record]
+    last, after = steps[-1] if steps else {}, seen.evaluations[-1] if seen.evaluations else {}
+    reason = seen.status.get("reason")
+    facts = {
+        "state": seen.status.get("state", "unknown") + (f": {reason}" if reason else ""),
+        "last step": last.get("step"),
+        "loss": last.get("loss"),
+        "loss, held out": after.get("eval_loss"),
+        "reward": last.get("reward"),
+        "targets a second": last.get("tokens_per_second"),
+        "peak memory": memory_of(seen, max((record.get("peak_memory_gib", 0) for record in steps), default=None)),
+        "effective time": None,
+        "launch": seen.attempts[-1].get("launch") if seen.attempts else None,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    if known := seen.effective:
+        lost = sum(seconds or 0 for seconds in seen.lost[1:])
+        facts["effective time"] = (
+            f"{known[0] / known[1]:.1%}: {duration(known[0])} of {duration(known[1])} since the first start went into steps "
+            "that count"
+        )
+        if len(seen.attempts) > 1:
+            facts["effective time"] += f"; restarts: {len(seen.attempts) - 1}, which lost {duration(lost)}"
+    return {name: short(value) for name, value in facts.items() if value is not None}
+
+
+def memory_of(seen: Seen, measured: float | None) -> str | None:
+    """Say the measured peak, beside that of `plan --json <output_dir>/plan.json`, if there is one."""
+    if measured is None:
+        return None
+    said, file = f"{measured:.2f} GiB", seen.folder / "plan.json"
+    if file.exists():
+        plan = read_json(file)
+        said += f" measured, {plan['memory']['in_use'] / 2**30:.2f} GiB planned for {plan['gpu']}"
+    return said
+
+
+class Curve(NamedTuple):
+    label: str
+    color: str
+    is_heldout: bool
+    points: list[tuple[float, float]]  # step, value
+
+
+def panels(runs: Sequence[Seen]) -> Html:
+    """Draw a panel for each kind of value: the values of one run in colours, of several runs each run in its colour."""
+    known = {name for values in PANELS.values() for name in values}
+    names = dict.fromkeys(name for run in runs for record in run.records for name in record)
+    own = {name: (name,) for name in names if name.startswith("eval_") and name not in known}
+    if find_spec("matplotlib") is None:
+        return element("p", "There are no curves, since matplotlib is not installed.")
+    found = []
+    for title, values in (PANELS | own).items():
+        if curves := curves_of(runs, values):
+            keys = [key(curve) for curve in curves] if len(runs) == 1 and len(curves) > 1 else []
+            found.append(element("div", element("h3", title.removeprefix("eval_")), *keys, draw_curves(curves)))
+    return element("div", *found, class_="panels")
+
+
+def curves_of(runs: Sequence[Seen], values: Sequence[str]) -> list[Curve]:
+    found = []
+    for i, run in enumerate(runs):
+        for j, name in enumerate(values):
+            is_heldout = name.startswith("eval_")
+            label = run.name if len(runs) > 1 else LABELS.get(name, "held out" if is_heldout else "training")
+            color = COLORS[(i if len(runs) > 1 else j) % len(COLORS)]
+            points = [(record["step"], record[name]) for record in run.records if is_finite(record.get(name))]
+            if len(points) > 1:
+                found.append(Curve(label, color, is_heldout, thinned(points)))
+    return found
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Keep the lowest and the highest of each group of neighbours, so that no peak is lost, and the first and last point."""
+    size = 2 * len(points) // MOST_POINTS
+    if size < 2:
+        return points
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    kept = [
+        point
+        for group in groups
+        for point in sorted({min(group, key=lambda point: point[1]), max(group, key=lambda point: point[1])})
+    ]
+    return [points[0], *kept, points[-1]]
+
+
+def key(curve: Curve) -> Html:
+    return element("span", element("span", "━ ", style=f"color:{curve.color}"), curve.label, class_="key")
+
+
+def draw_curves(curves: Sequence[Curve]) -> Html:
+    """Draw curves as SVG inside a page, whose colour of text it takes."""
+    import matplotlib  # imported here, since only one process needs it
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "text.color"), INK)
+    with matplotlib.rc_context(settings | {"svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(4.8, 2.5), facecolor="none")
+        axes = figure.add_axes((0.13, 0.12, 0.85, 0.82), facecolor="none")
+        for curve in curves:
+            style = {"marker": "o", "linestyle": "--", "markersize": 3} if curve.is_heldout else {}
+            axes.plot(*zip(*curve.points, strict=True), color=curve.color, linewidth=1.2, **style)
+        axes.grid(alpha=0.25)
+        text = StringIO()
+        FigureCanvasSVG(figure).print_svg(text, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = text.getvalue()
+    return Html(svg[svg.index("<svg") :].replace(INK, "currentColor"))
+
+
+def sample_table(rows: Iterable[dict]) -> Html:
+    """Write answers of samples.jsonl as a table that sorts by step, reward, or any other column."""
+    rows = list(rows)
+    rewards = dict.fromkeys(name for row in rows for name in row["rewards"])
+    texts = [name for name in ("prompt", "completion", "expected") if any(name in row for row in rows)]
+    heads = ["step", "source", *("answer" if name == "completion" else name for name in texts), *rewards]
+    lines = (
+        [row["step"], row["source"], *(as_read(row.get(n)) for n in texts), *(row["rewards"].get(n) for n in rewards)]
+        for row in rows
+    )
+    return html_table(heads, lines, sorts=True)
+
+
+def as_read(said: Any) -> Any:
+    """Write the messages of a conversation as people read them; anything else stays as it is."""
+    if not (isinstance(said, list) and said and all(isinstance(message, dict) for message in said)):
+        return said if said is None or isinstance(said, str) else shown(said)
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in said)
+
+
+def attempts_of(seen: Seen) -> list[Html]:
+    """List how each attempt began and ended, and the time that it cost before its first step that counts."""
+    rows = [
+        [
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt["begun"])) if attempt.get("begun") else None,
+            duration(attempt["ended"] - attempt["begun"]) if attempt.get("begun") and attempt.get("ended") else None,
+            attempt.get("from"),
+            f"{attempt.get('state')}{': ' if attempt.get('reason') else ''}{attempt.get('reason', '')}",
+            attempt["step"],
+            duration(lost) if lost is not None else None,
+            attempt.get("launch"),
+            attempt.get("host"),
+        ]
+        for attempt, lost in zip(seen.attempts, seen.lost, strict=True)
+    ]
+    heads = ["began", "lasted", "from step", "ended", "saved step", "lost before its first step", "launch", "host"]
+    return [element("h2", "Attempts"), html_table(heads, rows)] if rows else []
+
+
+def profile_of(found: dict) -> list[Html]:
+    """Write a profile: shares of the time, and operators."""
+    first, last = found["steps"]
+    shares = ", ".join(
+        f"{what} {found[name]:.1%}"
+        for name, what in {
+            "computation": "computation",
+            "communication": "communication",
+            "communication_alone": "of which nothing hides",
+            "idle": "idle",
+        }.items()
+    )
+    whole = found["seconds"]
+    rows = ([f"{row['seconds'] / whole:.1%}", row["seconds"], row["calls"], row["name"]] for row in found["operators"])
+    return [
+        element("h2", f"Profile of steps {first} to {last}, rank {found['rank']}"),
+        element("p", f"{found['seconds']:.3g} s: {shares}"),
+        folded("Operators by their own time", html_table(("share", "seconds", "calls", "operator"), rows, sorts=True)),
+    ]
+
+
+def page_of_several(runs: Sequence[Seen]) -> list[Html]:
+    """Write the parts of a page that compares runs: results, curves, and the arguments that differ."""
+    colors = [f"color:{COLORS[i % len(COLORS)]}" for i in range(len(runs))]
+    heads = ["", *(element("b", f"━ {run.folder}", style=color) for run, color in zip(runs, colors, strict=True))]
+    results = [facts_of(run) | (run.evaluations[-1] if run.evaluations else {}) for run in runs]
+    no_result = ("step", "time", "written", "eval_loss")  # the loss is a fact already
+    measures = dict.fromkeys(name for result in results for name in result if name not in no_result)
+    names = dict.fromkeys(name for run in runs for name in run.args if name != "output_dir")
+    values = {name: [run.args.get(name) for run in runs] for name in names}
+    differ = {name: row for name, row in values.items() if any(value != row[0] for value in row)}
+    return [
+        element("h1", f"{len(runs)} runs"),
+        html_table(
+            heads, ([name.removeprefix("eval_"), *(short(r.get(name, "")) for r in results)] for name in measures)
+        ),
+        element("h2", "Arguments that differ"),
+        html_table(heads, ([name, *map(shown, row)] for name, row in differ.items())),
+        element("p", "Dashed curves are of held-out data."),
+        panels(runs),
+    ]
+
+
+def short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{seconds:.1f} s" if minutes < 2 else f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60:02} min"

@@ -1,0 +1,343 @@
+"""Tests of reports: their times and curves, several runs on one page, hostile text, and that no report ends a run."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accelerate_recipes import page, profiling, report
+from accelerate_recipes.__main__ import main
+from accelerate_recipes.args import TrainArgs
+from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.launch.requeue import after_attempt
+from accelerate_recipes.life import attempts
+from accelerate_recipes.life.attempts import begin_attempt, of_this_run, read_attempts
+from accelerate_recipes.life.status import attempt, update_status
+from accelerate_recipes.profiling import StepProfiler
+
+NASTY = "</td></table><script>alert(1)</script><img src=https://example.com/x.png onerror=alert(2)>\x1b[31m\ud800"
+
+
+def record(step: int, time: float, **values: float) -> dict:
+    """Make the record of a log line; 2 samples a second."""
+    return {"step": step, "time": time, "samples_per_second": 2.0, "loss": 1 / step, "tokens_per_second": 9.0} | values
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Write the files of a run."""
+
+    def write(name: str, records: list[dict], *lines: dict, **args: object) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (folder / "args.yaml").write_text(json.dumps({"total_batch_size": 4, "output_dir": name} | args))
+        (folder / "attempts.jsonl").write_text(
+            "".join(json.dumps({"job": "", "step": 0} | line) + "\n" for line in lines)
+        )
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """Let the rest of the test be another process, which began at a time."""
+
+    def begin(time: float) -> None:
+        monkeypatch.setattr(attempts, "_begun", None)
+        monkeypatch.setattr(attempts.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: time))
+
+    return begin
+
+
+def test_every_attempt_has_a_line(tmp_path, as_process):
+    """One that is killed has no end of its own: it ended when it last wrote, at the newest checkpoint."""
+    as_process(1000.0)
+    begin_attempt(tmp_path, attempt(), 0, host="n1")
+    update_status(tmp_path, state="running", step=0, reason="")
+    update_status(tmp_path, step=10)
+    (tmp_path / "metrics.jsonl").touch()
+    as_process(2000.0)
+    begin_attempt(tmp_path, attempt(), 10, host="n2")
+    update_status(tmp_path, state="stopped", reason="SIGTERM")
+    killed, stopped = read_attempts(tmp_path)
+    assert (killed["state"], killed["step"], killed["host"], killed["from"]) == ("killed", 10, "n1", 0)
+    assert killed["ended"] == pytest.approx((tmp_path / "metrics.jsonl").stat().st_mtime, abs=1)
+    assert (stopped["begun"], stopped["state"], stopped["reason"], stopped["step"]) == (
+        2000.0,
+        "stopped",
+        "SIGTERM",
+        10,
+    )
+    as_process(3000.0)
+    update_status(tmp_path, state="failed", reason="it never began")
+    assert read_attempts(tmp_path) == [killed, stopped]
+
+
+def test_the_job_script_writes_into_the_line_of_the_run(tmp_path, as_process, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    as_process(1000.0)
+    begin_attempt(tmp_path, attempt(), 0)
+    update_status(tmp_path, state="running", step=4, reason="")
+    assert after_attempt(tmp_path, False, 9) == (75, "killed at step 4")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    after_attempt(tmp_path, False, 9)
+    first, second = read_attempts(tmp_path)
+    assert first["begun"] == 1000.0 and first["ended"] > 1000 and first["step"] == 4
+    assert "begun" not in second and second["restarts"] == 1
+
+
+def test_a_full_disk_loses_only_the_line(tmp_path, as_process):
+    as_process(1000.0)
+    begin_attempt(tmp_path, attempt(), 0)
+    (tmp_path / "attempts.jsonl.partial").symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="attempts.jsonl could not be written: .*No space left"):
+        update_status(tmp_path, state="finished")
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_run_begun_anew_does_not_count_the_attempts_of_an_older_one():
+    lines = [
+        {"step": 0, "from": 0},
+        {"step": 8, "from": 0},
+        {"step": 0, "from": 0},
+        {"step": 4, "from": 0},
+        {"step": 9, "from": 4},
+    ]
+    assert of_this_run(lines) == lines[2:]  # of two without a checkpoint, the second repeats the first
+    assert of_this_run(lines[:2]) == lines[:2] and of_this_run([]) == []
+
+
+def test_effective_time(write_run):
+    """Steps of 2 s. Killed after step 13, resumed from 10, which was not logged: its 2 steps count; again killed at once."""
+    records = [record(4, 1010), record(8, 1018), record(12, 1060), record(16, 1068)]
+    lines = [
+        {"begun": 1000.0, "ended": 1026.0, "from": 0, "step": 10, "state": "killed"},
+        {"begun": 1030.0, "ended": 1040.0, "from": 10, "step": 10, "state": "crashed"},
+        {"begun": 1045.0, "ended": 1078.0, "from": 10, "step": 16, "state": "finished"},
+    ]
+    seen = report.read_run(write_run("run", records, *lines))
+    assert seen.spans == [(1002, 1010), (1010, 1018), (1052, 1060), (1060, 1068)]
+    assert seen.effective == (32, 78)
+    assert seen.lost == [2, 22, 12], (
+        "to the first step; from the last step that counts to the end of the second; from there"
+    )
+    assert sum(seen.lost) + 32 + 10 == 78, "the rest is what follows the last step"
+    assert "41.0%: 32.0 s of 78.0 s since the first start" in report.facts_of(seen)["effective time"]
+    assert "restarts: 2, which lost 34.0 s" in report.facts_of(seen)["effective time"]
+    old = report.read_run(write_run("old", records, {"state": "finished"}))
+    assert old.effective is None and old.lost == [None]
+
+
+class Scripts(HTMLParser):
+    """Reader of a page: its scripts, images and links, and whether all tags of tables are closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found, self.text, self.inside = [], "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag
+        self.found += [(tag, dict(attrs))] if tag in ("script", "img", "a", "link", "iframe") else []
+        assert not {name for name, _ in attrs if name.startswith("on")}, (tag, attrs)
+
+    def handle_data(self, data):
+        self.text += data if self.inside not in ("script", "style") else ""
+
+
+def test_hostile_text_stays_text(write_run):
+    """In a conversation, an argument, a reason, the first rows and a file of a user; no page asks for another file."""
+    folder = write_run(
+        "run <b>$a$",
+        [record(2, 10), record(4, 20) | {"eval_<script>": 1.0}],
+        {"reason": NASTY, "state": NASTY},
+        text=NASTY,
+    )
+    sample = {"step": 4, "source": NASTY, "prompt": [{"role": "user", "content": NASTY}], "completion": NASTY}
+    (folder / "samples.jsonl").write_text(
+        json.dumps(sample | {"rewards": {NASTY: None}, "expected": {"a": NASTY}}) + "\n"
+    )
+    (folder / "rows.txt").write_text(NASTY[:-1])
+    update_status(folder, state="crashed", reason=NASTY)
+    other = write_run("other", [record(2, 10)], text="x")
+    report.compare([folder], Path())
+    report.compare([folder, other], folder.parent / "comparison.html")
+    for file in (folder / "report.html", folder.parent / "comparison.html"):
+        text = file.read_text("utf-8")
+        seen = Scripts(text)
+        assert [tag for tag, _ in seen.found] == ["script"], "only ours, which sorts"
+        assert seen.text.count("<script>alert(1)</script>") >= (8 if file.parent == folder else 2)
+        assert "\x1b" not in text and "http:" not in re.sub(r"xmlns\S*=\S+", "", text)
+    policy = re.search(r"script-src 'sha256-(.*?)'", text)[1]
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
+    assert base64.b64decode(policy) == hashlib.sha256(script.encode()).digest() and "default-src 'none'" in text
+
+
+def test_without_matplotlib_there_are_no_curves(write_run, monkeypatch):
+    folder = write_run("run", [record(2, 10), record(4, 20)])
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    report.write_report(folder)
+    text = (folder / "report.html").read_text()
+    assert "<svg" not in text and "since matplotlib is not installed" in text and "<td>last step</td><td>4</td>" in text
+
+
+def test_a_report_never_ends_a_run(write_run, capsys, monkeypatch):
+    """What goes wrong is one line; a run that has not begun to train has no report."""
+    folder = write_run("run", [record(2, 10)])
+    (folder / "report.html").mkdir()
+    report.write_report(folder)
+    monkeypatch.setattr(report, "page_of", lambda seen: 1 / 0)
+    report.write_report(folder)
+    (folder / "args.yaml").write_text("{")
+    report.write_report(folder)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and all(line.startswith("warning: report.html could not be written: ") for line in said)
+    (folder / "metrics.jsonl").unlink()
+    report.write_report(folder)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError, match="is not the output directory of a run that has begun to train"):
+        report.compare([folder], Path())
+    (folder / "metrics.jsonl").touch()
+    (folder / "args.yaml").write_text("")
+    with pytest.raises(ConfigError, match="is not the output directory of a run that has begun to train"):
+        report.compare([folder], Path())
+
+
+def test_thinned_points_keep_peaks():
+    points = [(step, 0.0) for step in range(10_000)]
+    points[5003], points[6001] = (5003, 9.0), (6001, -9.0)
+    kept = report.thinned(points)
+    assert len(kept) <= report.MOST_POINTS + 2 and {points[0], points[5003], points[6001], points[-1]} <= set(kept)
+    assert kept == sorted(kept) and report.thinned(points[:500]) == points[:500]
+
+
+def test_the_page_of_a_run(write_run):
+    """Curves with a reward first, evaluations, samples, attempts, a profile, and the plan's peak beside the measured one."""
+    evaluation = {"step": 4, "time": 20, "eval_loss": 0.5, "eval_accuracy": 0.25}
+    first = {"step": 0, "time": 1, "eval_loss": 2.0, "eval_accuracy": 0.0}
+    steps = [record(2, 10, reward=0.1, peak_memory_gib=2.0), record(4, 18, reward=float("nan"), peak_memory_gib=3.0)]
+    line = {"begun": 1.0, "recipe": "sft", "changed": {"learning_rate": 0.5}, "versions": {"torch": "9.9"}, "from": 0}
+    folder = write_run("run", [first, *steps, record(6, 30, reward=0.2), evaluation], line, learning_rate=0.5, seed=1)
+    (folder / "plan.json").write_text(json.dumps({"gpu": "H100", "memory": {"in_use": 5 * 2**29}}))
+    (folder / "profile").mkdir()
+    facts = dict.fromkeys(("computation", "communication", "communication_alone", "idle"), 0.25)
+    operators = [{"name": "aten::mm", "calls": 3, "seconds": 0.5}]
+    (folder / "profile/rank-1.json").write_text(
+        json.dumps({"rank": 1, "steps": [3, 4], "seconds": 2.0, "operators": operators} | facts)
+    )
+    samples = [
+        {
+            "step": n,
+            "source": "held out",
+            "prompt": "1+1=",
+            "completion": "3",
+            "expected": "2",
+            "rewards": {"right": 0.0},
+        }
+        for n in (0, 4)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    report.write_report(folder)
+    text = (folder / "report.html").read_text()
+    titles = re.findall(r"<h[23]>(.*?)</h", text)
+    assert titles[:3] == ["Reward", "Loss", "Samples a second"] and "accuracy" in titles
+    assert text.count("<svg") == titles.index("Evaluations") and "currentColor" in text and report.INK not in text
+    assert "3.00 GiB measured, 2.50 GiB planned for H100" in text
+    assert '<td>held out</td><td>1+1=</td><td>3</td><td>2</td><td class="number">0</td>' in text
+    assert "Profile of steps 3 to 4, rank 1" in text and "communication 25.0%" in text and ">25.0%</td>" in text
+    assert (
+        "<td>learning_rate</td><td>0.5</td>" in text
+        and "<td>seed</td>" not in text
+        and "<td>torch</td><td>9.9</td>" in text
+    )
+    assert "<h1>sft: run</h1>" in text and "prefers-color-scheme: dark" in text
+
+
+def test_several_runs_on_one_page(write_run, monkeypatch, capsys):
+    records = [record(2, 10), record(4, 18), {"step": 4, "time": 19, "eval_loss": 0.5}]
+    runs = [
+        str(write_run(name, records, {"changed": {}}, learning_rate=rate, seed=1))
+        for name, rate in (("a", 0.1), ("b", 0.2), ("c", 0.1))
+    ]
+    out = Path(runs[0]).parent / "all.html"
+    monkeypatch.setattr("sys.argv", ["accelerate-recipes", "report", *runs, "--out", str(out)])
+    main()
+    assert capsys.readouterr().out == f"{out}\n"
+    text = out.read_text()
+    assert "<td>learning_rate</td><td>0.1</td><td>0.2</td><td>0.1</td>" in text
+    assert not {"<td>seed</td>", "<td>output_dir</td>"} & set(re.findall("<td>[^<]*</td>", text))
+    assert all(text.count(f'"color:{color}"') == 2 for color in report.COLORS[:3]), (
+        "each run has its colour in both tables"
+    )
+    assert all(f"stroke: {color}" in text for color in report.COLORS[:3])
+
+
+def test_profile_of_steps(tmp_path):
+    """On a CPU: chosen steps on chosen ranks, also if the run begins or ends within them."""
+    args = TrainArgs(output_dir=str(tmp_path), profile_steps="3-4", profile_ranks=[0, 2])
+
+    def run(rank: int, begun_at: int, total: int) -> dict | None:
+        profiler = StepProfiler(args, rank, begun_at, torch.device("cpu"))
+        profiler.start()
+        for step in range(begun_at + 1, total + 1):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+            profiler.completed(step)
+        profiler.stop()
+        file = tmp_path / f"profile/rank-{rank}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    assert run(1, 0, 5) is None and run(0, 4, 6) is None
+    found = run(0, 0, 5)
+    (mm,) = (operator for operator in found["operators"] if operator["name"] == "aten::mm")
+    assert mm["calls"] == 2 and 0 < mm["seconds"] < found["seconds"]
+    assert 0 < found["computation"] <= 1 and found["communication"] == 0
+    assert found["computation"] + found["idle"] == pytest.approx(1)
+    assert (tmp_path / "profile/rank-0.trace.json.gz").exists()
+    (shorter,) = (operator for operator in run(2, 3, 9)["operators"] if operator["name"] == "aten::mm")
+    assert shorter["calls"] == 1
+
+
+def test_a_profile_never_ends_a_run(tmp_path, monkeypatch):
+    (tmp_path / "profile").touch()
+    args = TrainArgs(output_dir=str(tmp_path), profile_steps="1")
+    profiler = StepProfiler(args, 0, 0, torch.device("cpu"))
+    profiler.start()
+    with pytest.warns(UserWarning, match="the profile could not be written: FileExistsError"):
+        profiler.completed(1)
+
+
+def test_shares_of_a_profile():
+    """Times that overlap count once."""
+
+    def event(start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end))
+
+    assert profiling.covered([event(5, 9), event(0, 2), event(1, 3), event(6, 7), event(8, 9)]) == 7
+    assert profiling.covered([]) == 0
+
+
+def test_problems_of_the_profile():
+    def problems(**args: object) -> list[str]:
+        return [problem for problem in TrainArgs(**args).problems(2) if "profile" in problem]
+
+    assert problems(profile_steps="10-12") == problems(profile_steps="7") == problems() == []
+    for text in ("12-10", "0-3", "a", "-3", "3-", "1-2-3"):
+        assert "such as 10-12" in problems(profile_steps=text)[0]
+    assert "beyond the last step, --max_steps 5" in problems(profile_steps="4-6", max_steps=5)[0]
+    assert "has [2]; the 2 processes are 0 to 1" in problems(profile_ranks=[0, 2])[0]
+
+
+def test_elements():
+    assert (
+        page.element("p", "a & b", page.Html("<br>"), class_="x", title='"')
+        == '<p class="x" title="&quot;">a &amp; b<br></p>'
+    )
+    assert page.element("span", "", title=0) == '<span title="0"></span>'
