@@ -171,6 +171,7 @@ def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) ->
             path, _, key = weight.rpartition(".")
             setattr(loaded.get_submodule(path), key, loaded.get_parameter(origin))
     loaded.source = source
+    loaded.resize_token_embeddings = partial(resize, loaded, source)  # trl calls it too
     return loaded
 
 
@@ -203,15 +204,11 @@ def tensor_of(parameter: nn.Parameter, model: PreTrainedModel, source: Source) -
 
 
 @torch.no_grad()
-def resize(model: PreTrainedModel, num_tokens: int) -> None:
-    """Give embedding and output layer a row for each of `num_tokens`; transformers makes the new rows from the others.
+def resize(model: PreTrainedModel, source: Source, new_num_tokens: int, pad_to_multiple_of: int | None = None) -> None:
+    """Give embedding and output layer of a model without values `new_num_tokens` rows, as transformers does.
 
-    If the model has no values yet, the first rank reads both layers for this, and sends the new rows to the other ranks.
+    transformers makes the new rows from the others. The first rank reads both layers for this, and sends the new rows.
     """
-    source = source_of(model)
-    if source is None:
-        model.resize_token_embeddings(num_tokens)
-        return
 
     def replace(new: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Give both layers new parameters, one where they share one."""
@@ -229,7 +226,7 @@ def resize(model: PreTrainedModel, num_tokens: int) -> None:
         return parameter.to("meta")
 
     on_first_rank(lambda: replace(lambda value: source.read(tensor_of(value, model, source)).to(value.dtype)))
-    model.resize_token_embeddings(num_tokens, mean_resizing=is_first())
+    type(model).resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, mean_resizing=is_first())
     replace(cut)
     source.new_rows = on_first_rank(lambda: source.new_rows)
 

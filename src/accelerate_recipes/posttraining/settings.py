@@ -23,7 +23,7 @@ from accelerate_recipes.pretrained import load_text_config
 from accelerate_recipes.probes import Packing, packing_of
 from accelerate_recipes.ranks import ranks_a_row
 from accelerate_recipes.run import Run
-from accelerate_recipes.slices import resize, source_of
+from accelerate_recipes.slices import source_of
 from accelerate_recipes.weights import initialize, seed_of
 
 # Fields of transformers.TrainingArguments that are not arguments here: they would repeat or contradict the engine.
@@ -212,7 +212,7 @@ def make_or_load_model(
         if added:
             with torch.random.fork_rng([]):
                 torch.manual_seed(seed_of("new rows", args.seed))
-                resize(model, len(tokenizer))
+                model.resize_token_embeddings(len(tokenizer))
         vocabulary = tokenizer.get_vocab()
         return model, sorted({*added, *(vocabulary[token] for token in new_tokens)})
     model = args.new_model(tokenizer)
