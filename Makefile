@@ -5,11 +5,13 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-serving test-slurm test-image models plans \
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-serving test-slurm test-image models plans \
 	coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
+
+venv: .venv/recipes
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
