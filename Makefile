@@ -100,6 +100,11 @@ models: .venv/dev
 plans: .venv/dev
 	$(BIN)/python benchmarks/plans.py $(ARGS)
 
+# The documentation as a site in .cache/site, without the network; a warning is an error.
+docs: .venv/dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs -d .cache/doctrees . .cache/site
+	@echo "Open .cache/site/index.html"
+
 # Lines that no test of `make test` runs, in launched and forked processes too. Takes twice as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data
 coverage: .venv/dev

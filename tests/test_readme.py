@@ -4,6 +4,7 @@ A command is shortened and run; if it needs GPUs, Slurm or Kubernetes, it is che
 tests/test_download.py, with a Hub of the tests; sbatch's own flags are checked in tests/test_slurm.py.
 """
 
+import inspect
 import json
 import re
 import shlex
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from helpers import CONFIGS, ROOT, blocks, environment
+from helpers import CONFIGS, ROOT, blocks, environment, read_metrics
 from kubernetes_schemas import problems
 from tiny import tiny_model
+from trl import DPOTrainer, GRPOTrainer
 
 from accelerate_recipes import __main__
 from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
@@ -220,6 +222,7 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
     """The first screen's commands for a laptop run, with its rows and a small model; the model is asked afterwards."""
     monkeypatch.chdir(tmp_path)
     section = README.partition("## Fine-tune your model on your file")[2].partition("\n## ")[0]
+    section = re.sub(r"\\\n\s*", "", section)
     (shown,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
     assert len(shown.splitlines()) == 5
     rows = "".join(line.replace("?", f" ({number})?") + "\n" for number in range(20) for line in shown.splitlines())
@@ -255,6 +258,8 @@ def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
         num_processes=1,
     )
     assert "messages (messages), read as conversations" in log
+    values = {name for record in read_metrics(out) for name in record} - {"step", "time"}
+    assert [name for name in values if f"`{name}`" not in PAGES["health"]] == []
     monkeypatch.setattr(sys, "argv", [*shlex.split(asked)[2:], "--max_new_tokens", "2"])
     __main__.main()
     assert "Where is my parcel?" in (said := capsys.readouterr().out) and "2 tokens, ended by" in said
@@ -307,6 +312,20 @@ def test_every_lever_exists_and_has_its_line():
         "fsdp_activation_checkpointing_offload",
     ):
         assert lever in page
+
+
+def test_values_of_trl_are_on_the_page_of_a_runs_health():
+    """What trl's losses log has its line; values of generation by vLLM, of tools and of other losses are not logged here."""
+    names = set()
+    for trainer in (DPOTrainer, GRPOTrainer):
+        names |= set(re.findall(r'_metrics\[mode\]\["([^"]+)"\]', inspect.getsource(trainer)))
+    names = {re.sub(r"^clip_ratio/.*", "clip_ratio/...", name) for name in names}
+    names = {re.sub(r"^completions/.*length$", "completions/...length", name) for name in names}
+    missing = {name for name in names if f"`{name}`" not in PAGES["health"]}
+    assert {name for name in missing if not name.startswith(("sampling/", "tools/", "vespo/"))} <= {
+        "cispo_clip_ratio",
+        "entropy_coef",
+    }
 
 
 def test_memory_of_adapters_is_as_measured():
