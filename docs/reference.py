@@ -13,7 +13,9 @@ from accelerate_recipes.args import TrainArgs
 from accelerate_recipes.flags import Range
 from accelerate_recipes.recipe import load
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "src/accelerate_recipes"
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def arguments() -> str:
@@ -85,9 +87,11 @@ def functions() -> str:
     for recipe in RECIPES:
         for node in ast.walk(ast.parse(recipe.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accelerate_recipes."):
-                used[node.module] |= {alias.name for alias in node.names if not alias.name.endswith("Args")}
+                folder = LIBRARY.joinpath(*node.module.split(".")[1:])
+                names = {alias.name for alias in node.names if not (folder / f"{alias.name}.py").is_file()}
+                used[node.module] |= {name for name in names if not name.endswith("Args")}
     parts = []
-    for module in sorted(used):
+    for module in sorted(name for name in used if used[name]):
         members = ", ".join(sorted(used[module]))
         parts.append(f"## {module.removeprefix('accelerate_recipes.')}")
         parts.append(f"```{{eval-rst}}\n.. automodule:: {module}\n   :members: {members}\n```")
