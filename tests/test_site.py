@@ -18,7 +18,7 @@ from helpers import REPOSITORY, environment
 
 from accelerate_recipes.recipe import load
 
-WIDTHS = (360, 1280)
+WIDTHS = (360, 1280, 1400)
 # Loads each page in a frame of each width, and writes what is wrong as JSON.
 INSPECTION = """<!doctype html><body><pre id=found>running</pre><script>
 async function inspect(page, width) {
@@ -32,6 +32,10 @@ async function inspect(page, width) {
     await image.decode().catch(() => found.push(`broken picture ${image.getAttribute("src")}`))
   }
   if (root.scrollWidth > width) found.push(`${root.scrollWidth} pixels wide`)
+  for (const part of inner.querySelectorAll(".content, .toc-drawer")) {  // a fixed one slides in when it is asked for
+    const cut = part.getBoundingClientRect().right - width
+    if (cut > 1 && frame.contentWindow.getComputedStyle(part).position != "fixed") found.push(`${part.className} is cut`)
+  }
   if (!root.innerText.trim()) found.push("empty")
   frame.remove()
   return found.map(problem => `${page} at ${width}: ${problem}`)
