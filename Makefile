@@ -5,11 +5,13 @@ BIN := .venv/bin
 export HF_HOME ?= $(CURDIR)/.cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/.cache/matplotlib
 
-.PHONY: demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-serving test-slurm test-image models plans \
+.PHONY: venv docs demo demo-c4 demo-t5 demo-vit test test-fast test-slow test-long test-hub test-eval test-serving test-slurm test-image models plans \
 	coverage mutants check fix lock
 
 # More arguments for the recipe: make demo ARGS="--max_steps 100"
 ARGS =
+
+venv: .venv/recipes
 
 demo: .venv/recipes
 	$(BIN)/accelerate launch --config_file accelerate_configs/fsdp_full.yaml --mixed_precision no \
@@ -40,7 +42,10 @@ FAST := args arguments attention changed_data checkpoint chess_rules configs cor
 test-fast: .venv/dev
 	$(BIN)/python -m pytest -q -m "not slow and not long" $(FAST:%=tests/test_%.py)
 
+# A browser looks at the site; as root it is installed, else that test is skipped where there is none.
 test-slow: .venv/dev
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends chromium >/dev/null; fi
 	$(PYTEST) -m "slow and not long"
 
 # The demos to their end, compared with the README's results; each kind of compilation; a whole ablation; plans of deep models, with
@@ -98,6 +103,11 @@ models: .venv/dev
 plans: .venv/dev
 	$(BIN)/python benchmarks/plans.py $(ARGS)
 
+# The documentation as a site in .cache/site, without the network; a warning is an error.
+docs: .venv/dev
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs -d .cache/doctrees . .cache/site
+	@echo "Open .cache/site/index.html"
+
 # Lines that no test of `make test` runs, in launched and forked processes too. Takes twice as long as `make test`.
 coverage: export COVERAGE_FILE = $(CURDIR)/.cache/coverage/data
 coverage: .venv/dev
@@ -129,15 +139,26 @@ lock: .venv/dev
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.11 \
 		--python-platform x86_64-manylinux_2_28 --no-emit-package accelerate-recipes --output-file requirements.lock requirements.txt
 
+# Without an NVIDIA GPU, PyTorch comes from its index for CPUs: a tenth of the download. make HAS_GPU=yes takes that for CUDA.
+HAS_GPU := $(shell command -v nvidia-smi)
+# A person sees the progress; a log does not need it.
+QUIET = $$([ -t 1 ] || echo --quiet)
+
 # Each of these files stands for an installed requirements file, which is installed again only when it changes.
 .venv/recipes: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, this is $$($(PYTHON) --version); try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { echo "On Debian or Ubuntu: sudo apt-get install python3-venv"; exit 1; }
-	@echo "Setting up .venv (once; downloads PyTorch)"
-	@$(BIN)/pip install --quiet -r requirements.txt
+	@echo "Setting up .venv, once: a few minutes, 3 GB on disk, with CUDA 6 GB"
+	@torch=$$(grep '^torch==' requirements.txt); \
+	if [ "$$torch" ] && [ -z "$(HAS_GPU)$$PIP_NO_INDEX" ] && [ "$$(uname)" = Linux ]; then \
+		$(BIN)/pip install --quiet "$$(grep '^uv==' requirements-dev.txt)" && \
+		$(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "$$torch" || \
+		echo "The index with PyTorch for CPUs cannot be reached: taking what pip finds, which may bring CUDA"; \
+	fi
+	@$(BIN)/pip install $(QUIET) -r requirements.txt
 	@touch $@
 
 .venv/dev: .venv/recipes requirements-dev.txt
-	@$(BIN)/pip install --quiet -r requirements-dev.txt
+	@$(BIN)/pip install $(QUIET) -r requirements-dev.txt
 	@touch $@

@@ -1,4 +1,4 @@
-"""Tests of slurm/create_env.sh, in a copy of the repository that needs one tiny package, from a folder of wheels."""
+"""Tests of .venv, as slurm/create_env.sh and make set it up, in a copy of the repository that needs one tiny package."""
 
 import os
 import shutil
@@ -56,3 +56,29 @@ def test_what_fails_leaves_the_shell_alive(copy):
     assert not (copy / ".venv/recipes").exists()
     done = bash(copy, "slurm/create_env.sh nowhere")
     assert done.returncode == 1 and "nowhere is no folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables, fails, calls, said",
+    [
+        ("HAS_GPU=", 0, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"], ""),
+        ("HAS_GPU=", 1, ["pip install --quiet uv==1.0", "uv pip install --python .venv/bin/python --torch-backend cpu torch==2.0"],
+         "cannot be reached: taking what pip finds"),
+        ("HAS_GPU=/usr/bin/nvidia-smi", 0, [], ""),
+        ("HAS_GPU= PIP_NO_INDEX=1", 0, [], ""),
+    ],
+    ids=["cpu", "unreachable", "gpu", "from wheels"],
+)  # fmt: skip
+def test_torch_for_cpus_where_there_is_no_gpu(copy, variables, fails, calls, said):
+    """pip and uv are replaced by scripts that write down how they are called."""
+    (copy / "requirements.txt").write_text("torch==2.0\n")
+    (copy / "requirements-dev.txt").write_text("uv==1.0\n")
+    (copy / ".venv/bin").mkdir(parents=True)
+    for name, code in (("pip", 0), ("uv", fails)):
+        script = copy / f".venv/bin/{name}"
+        script.write_text(f"#!/bin/bash\necho {name} $@ >>{copy}/calls\nexit {code}\n")
+        script.chmod(0o755)
+    done = bash(copy, f"make --silent {variables} .venv/recipes")
+    assert done.returncode == 0, done.stderr
+    assert (copy / "calls").read_text().splitlines() == [*calls, "pip install --quiet -r requirements.txt"]
+    assert said in done.stdout and (bool(said) or "reached" not in done.stdout)

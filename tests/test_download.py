@@ -477,8 +477,8 @@ def test_preflight_says_what_is_not_here(commands, tmp_path):
 
 
 def test_commands_of_the_pages(commands, tmp_path):
-    """Run the downloads and checks of the README and docs/offline.md with what this Hub has under those names."""
-    pages = (ROOT / "README.md").read_text() + (ROOT / "docs/offline.md").read_text()
+    """Run the downloads and checks of docs/start.md and docs/offline.md with what this Hub has under those names."""
+    pages = (ROOT / "docs/start.md").read_text() + (ROOT / "docs/offline.md").read_text()
     blocks = re.findall(r"```bash\n# (?:where|on) .*?```", pages, re.DOTALL)
     commands_shown = ("python -m accelerate_recipes download", "python -m accelerate_recipes preflight")
     lines = {line for block in blocks for line in block.splitlines() if line.startswith(commands_shown)}

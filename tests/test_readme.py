@@ -1,10 +1,10 @@
-"""Tests of every command in the READMEs, docs/offline.md, docs/kubernetes.md, docs/rewards.md, docs/serving.md,
-docs/vision.md and docs/long-context.md.
+"""Tests of every command in the README and on the pages of the documentation.
 
 A command is shortened and run; if it needs GPUs, Slurm or Kubernetes, it is checked as far as possible. Downloads are run in
 tests/test_download.py, with a Hub of the tests; sbatch's own flags are checked in tests/test_slurm.py.
 """
 
+import inspect
 import json
 import re
 import shlex
@@ -16,29 +16,24 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from helpers import CONFIGS, ROOT, environment
+from helpers import CONFIGS, ROOT, blocks, environment, read_metrics
 from kubernetes_schemas import problems
 from tiny import tiny_model
+from trl import DPOTrainer, GRPOTrainer
 
 from accelerate_recipes import __main__
-from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse
+from accelerate_recipes.args import OPTIMIZERS, TrainArgs, parse, resolve
 from accelerate_recipes.launch.job_args import JobArgs, flag
 from accelerate_recipes.launch.kubernetes import render_manifest
 from accelerate_recipes.launcher import launch_environment, launch_flags
 from accelerate_recipes.recipe import load
+from accelerate_recipes.tokenizers import new_bpe_tokenizer
 
 README = (ROOT / "README.md").read_text()
-OFFLINE = (ROOT / "docs/offline.md").read_text()
 SLURM = (ROOT / "slurm/README.md").read_text()
-KUBERNETES = (ROOT / "docs/kubernetes.md").read_text()
-SERVING = (ROOT / "docs/serving.md").read_text()
-REWARDS = (ROOT / "docs/rewards.md").read_text()
-LONG = (ROOT / "docs/long-context.md").read_text()
-VISION = (ROOT / "docs/vision.md").read_text()
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 CONFIG_NAMES = {path.stem for path in CONFIGS.glob("*.yaml")}
-BLOCKS = re.findall(
-    r"```bash\n(.*?)```", README + OFFLINE + SLURM + KUBERNETES + SERVING + REWARDS + LONG + VISION, re.DOTALL
-)
+BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join([README, SLURM, *PAGES.values()]), re.DOTALL)
 SIZES = ["--config_overrides", "hidden_size=32", "intermediate_size=32", "num_attention_heads=2", "num_hidden_layers=1"]
 SHORT = {
     "recipes/chess.py": [*SIZES, "--per_device_train_batch_size", 4, "--num_positions", 6],
@@ -58,14 +53,19 @@ SHORT = {
 
 def commands(elsewhere: bool) -> list[str]:
     """List the lines of blocks that need another machine (they begin with `# on ...`, `# where ...`), or of the others."""
-    chosen = [block for block in BLOCKS if block.startswith(("# on ", "# where ")) == elsewhere]
-    return [line for block in chosen for line in block.splitlines() if line and not line.startswith("#")]
+    chosen = "".join(block for block in BLOCKS if block.startswith(("# on ", "# where ", "# for ")) == elsewhere)
+    lines = re.sub(r"\\\n\s*", "", chosen).splitlines()
+    return sorted({line for line in lines if line and not line.startswith("#")})
 
 
 def test_there_are_commands():
     assert len(commands(elsewhere=False)) >= 4 and len(commands(elsewhere=True)) >= 4
 
 
+OTHER_PROGRAMS = (
+    ".", "apptainer", "cp", "docker", "enroot", "hf", "kubectl", "llama-server", "pip", "sed", "squeue", "vllm",
+)  # fmt: skip
+CHATML = (ROOT / "recipes/chat_templates/chatml.jinja").read_text().replace("<|im_end|>", "</s>")
 HERE = commands(elsewhere=False)
 LAUNCHES = [command for command in HERE if command.startswith("accelerate launch ")]
 # The Makefile's commands as they are typed, by their targets; .ci/run runs them, shortened.
@@ -95,7 +95,7 @@ def cache(tmp_path_factory) -> Path:
 
 def test_demos_are_run():
     script = (ROOT / ".ci/run").read_text()
-    assert len(DEMOS) == 4 and len(DEMOS.keys() & set(LAUNCHES)) == 3  # `make demo` is typed as such
+    assert len(DEMOS) == 4 and DEMOS.keys() <= set(LAUNCHES)
     assert all(f'part make {target} ARGS="--max_steps 2' in script for target in DEMOS.values())
 
 
@@ -118,12 +118,19 @@ def test_launch_runs_as_typed(shortened, tmp_path):
     run([sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *words[2:]], ROOT, tmp_path)
 
 
+def is_target(name: str) -> bool:
+    return bool(re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 @pytest.mark.parametrize("command", [command for command in HERE if command not in LAUNCHES])
 def test_command_runs(command, tmp_path):
     words, folder = shlex.split(command, comments=True), ROOT
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return  # the demo has a test of its own; this is `make test`
+        assert is_target(words[1])
+        return  # tests/test_demo.py
+    if words[3:4] == ["plan"]:  # tests/test_plan.py prints what it prints
+        parse_command(words[4:], 1)
+        return
     if words[0] == "python":
         words[0] = sys.executable
     elif words[0] == "tar":  # test_download.py carries a cache with it
@@ -151,17 +158,27 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
         )  # takes minutes
         assert problems(list(yaml.safe_load_all(render_manifest(words[4], words[5:-5])[0]))) == []
         return
-    if words[3:4] in (["push"], ["evaluate"]):  # tests/test_push.py, tests/test_evaluate.py
+    for word in words:
+        if word.startswith("my_"):  # a file of the reader
+            (ROOT / word).touch()
+    if words[3:4] in (["push"], ["evaluate"], ["check-export"]):  # tests/test_push.py, tests/test_evaluate.py
         monkeypatch.setattr(sys, "argv", words[2:])
         with pytest.raises(SystemExit):
             __main__.main()
-        assert "outputs/demo/export is no export" in capsys.readouterr().err
+        assert "is no export" in capsys.readouterr().err
         return
-    if words[0] in ("hf", "vllm", "llama-server") or words[1].startswith("convert_") or "sglang.launch_server" in words:
+    if words[3:4] in (["plan"], ["prepare"]):
+        parse_command(words[4:], 1)
         return
-    if words[0] in (".", "cp", "squeue", "pip", "kubectl"):
+    if words[3:4] in (["checkpoint"], ["export"]):  # tests/test_checkpoint.py
+        __main__.command_parser().parse_args(words[3:])
+        return
+    if words[0] == "make":
+        assert is_target(words[1])
+        return
+    if words[0] in OTHER_PROGRAMS or words[1].startswith("convert_") or "sglang.launch_server" in words:
         assert words[0] != "cp" or (ROOT / words[1]).is_file()
-        return  # tests/test_create_env.py
+        return  # tests/test_create_env.py, tests/test_image.py
     if words[0] in ("slurm/submit.sh", "sbatch"):
         end = words.index("--" if words[0] == "slurm/submit.sh" else "slurm/submit.sh")
         asked = dict(flag.lstrip("-").split("=") for flag in words[1:end] if "=" in flag)
@@ -177,11 +194,75 @@ def test_command_elsewhere_is_valid(command, monkeypatch, capsys):
     else:
         assert words[:2] == ["accelerate", "launch"]
         world_size = int(launch_environment(words[2:])["WORLD_SIZE"])
-    for word in words:
-        if word.startswith("my_"):  # a file of the reader
-            (ROOT / word).touch()
+    parse_command(words, world_size)
+
+
+def parse_command(words: list[str], world_size: int) -> None:
+    """Parse the recipe's arguments in a command."""
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     parse(load(words[script]).Args, words[script + 1 :], world_size)
+
+
+def test_recipes_of_the_table(monkeypatch):
+    """Each recipe has a command in the README that parses, and a page."""
+    monkeypatch.chdir(ROOT)
+    rows = re.findall(r"^\| \[(.*?)\]\((docs/[\w-]+\.md)\) \|.*\| `(recipes/.*)` \|$", README, re.MULTILINE)
+    named = {name for names, _, _ in rows for name in re.findall(r"`(\w+)\.py`", names)}
+    assert named == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    for _, page, command in rows:
+        assert (ROOT / page).is_file()
+        words = shlex.split(command)
+        if "my_texts.jsonl" in words:
+            (ROOT / "my_texts.jsonl").touch()
+        _, problems = resolve(load(ROOT / words[0]).Args, words[1:], world_size=8)
+        assert [said for said in problems if "math-verify" not in said] == []
+
+
+def test_your_model_on_your_file(fork_server, tmp_path, monkeypatch, capsys):
+    """The first screen's commands for a laptop run, with its rows and a small model; the model is asked afterwards."""
+    monkeypatch.chdir(tmp_path)
+    section = README.partition("## Fine-tune your model on your file")[2].partition("\n## ")[0]
+    section = re.sub(r"\\\n\s*", "", section)
+    (shown,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
+    assert len(shown.splitlines()) == 5
+    rows = "".join(line.replace("?", f" ({number})?") + "\n" for number in range(20) for line in shown.splitlines())
+    (tmp_path / "my_rows.jsonl").write_text(rows)
+    tokenizer = new_bpe_tokenizer([rows], 300)
+    tokenizer.chat_template = CHATML
+    base = tmp_path / "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tiny_model(vocab_size=len(tokenizer), **ids).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    launched, asked = (
+        next(line for line in section.splitlines() if begin in line)
+        for begin in ("SmolLM2", "python -m accelerate_recipes check-export")
+    )
+    words = shlex.split(launched)
+    script = words.index("recipes/sft.py")
+    arguments = [
+        str(tmp_path / word) if word in ("my_rows.jsonl", f"{base.parent.name}/{base.name}") else word
+        for word in words[script + 1 :]
+    ]
+    out = tmp_path / arguments[arguments.index("--output_dir") + 1]
+    out.parent.mkdir()
+    config = Path(words[words.index("--config_file") + 1]).stem
+    log = fork_server.succeed(
+        out,
+        *arguments,
+        "--output_dir",
+        out,
+        "--max_steps",
+        1,
+        script=ROOT / words[script],
+        config=config,
+        num_processes=1,
+    )
+    assert "messages (messages), read as conversations" in log
+    values = {name for record in read_metrics(out) for name in record} - {"step", "time"}
+    assert [name for name in values if f"`{name}`" not in PAGES["health"]] == []
+    monkeypatch.setattr(sys, "argv", [*shlex.split(asked)[2:], "--max_new_tokens", "2"])
+    __main__.main()
+    assert "Where is my parcel?" in (said := capsys.readouterr().out) and "2 tokens, ended by" in said
 
 
 def test_table_of_sizes():
@@ -208,7 +289,7 @@ def test_python_example(fork_server, tmp_path):
     tokenizer = new_word_tokenizer(all_uci_moves())
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(export)
     tokenizer.save_pretrained(export)
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = blocks(PAGES["chess"])
     before = f"import os, sys; os.chdir({str(tmp_path)!r})\n"
     alone = "\nassert 'accelerate_recipes' not in sys.modules"
     assert "\n<s> e2e4 c7c5 g1f3" in "\n" + fork_server.run_python(tmp_path, before + code + alone)
@@ -216,7 +297,7 @@ def test_python_example(fork_server, tmp_path):
 
 def test_every_lever_exists_and_has_its_line():
     """Flags, keys of the accelerate YAML and configs in docs/levers.md exist; every optimizer and lever has a line."""
-    page = (ROOT / "docs/levers.md").read_text()
+    page = PAGES["levers"]
     keys = {action.dest for action in launch_command_parser()._actions} | {"fsdp_config", "dynamo_config"}
     assert set(re.findall(r"\b(?:fsdp|dynamo|parallelism_config)_\w+(?!\w|\.yaml)", page)) <= keys
     assert set(re.findall(r"`(\w+)\.yaml`", page)) <= CONFIG_NAMES
@@ -233,37 +314,45 @@ def test_every_lever_exists_and_has_its_line():
         assert lever in page
 
 
+def test_values_of_trl_are_on_the_page_of_a_runs_health():
+    """What trl's losses log has its line; values of generation by vLLM, of tools and of other losses are not logged here."""
+    names = set()
+    for trainer in (DPOTrainer, GRPOTrainer):
+        names |= set(re.findall(r'_metrics\[mode\]\["([^"]+)"\]', inspect.getsource(trainer)))
+    names = {re.sub(r"^clip_ratio/.*", "clip_ratio/...", name) for name in names}
+    names = {re.sub(r"^completions/.*length$", "completions/...length", name) for name in names}
+    missing = {name for name in names if f"`{name}`" not in PAGES["health"]}
+    assert {name for name in missing if not name.startswith(("sampling/", "tools/", "vespo/"))} <= {
+        "cispo_clip_ratio",
+        "entropy_coef",
+    }
+
+
 def test_memory_of_adapters_is_as_measured():
     measured = json.loads((ROOT / "benchmarks/results/adapter_memory.json").read_text())["MiB_of_ranks"]
     for ranks in measured.values():
         numbers = [ranks[-1][name] for name in ("frozen", "trained", "gradients", "optimizer", "peak")]
-        assert f"| {' | '.join(f'{number:.0f}' for number in numbers)} |" in README
+        assert f"| {' | '.join(f'{number:.0f}' for number in numbers)} |" in PAGES["adapters"]
 
 
 def test_every_config_and_flag_on_the_page_exists():
-    table = re.search(r"\| config \|.*?\n\n", README, re.DOTALL)[0]
+    table = re.search(r"\| config \|.*?\n\n", PAGES["configs"], re.DOTALL)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == CONFIG_NAMES
+    assert set(re.findall(r"`((?:single|ddp|fsdp)(?:_\w+)?)`", README)) <= CONFIG_NAMES
     recipes = [load(recipe).Args.__dataclass_fields__ for recipe in (ROOT / "recipes").glob("*.py")]
     known = {f"--{name}" for names in recipes for name in names} | {"--config", "--help"}
     known |= {f"--no_{name}" for names in recipes for name in names if names[name].default is True}
-    launch = {"--num_processes", "--mixed_precision", "--config_file", "--fsdp_activation_checkpointing"}
-    launch |= {"--parallelism_config_cp_size", "--parallelism_config_dp_shard_size"}
+    launch = {flag for action in launch_command_parser()._actions for flag in action.option_strings}
     ours = {
-        "--nodes",
-        "--gpus-per-node",
-        "--gpu",
-        "--max_shards",
-        "--update",
-        "--memory_gib",
-        "--seeds",
-        "--out",
-        "--model",
-    }
+        "--nodes", "--gpus-per-node", "--gpu", "--max_shards", "--update", "--memory_gib", "--seeds", "--out", "--model",
+        "--prompt", "--dtype", "--max_shard_size", "--no_plan", "--no-search", "--plot", "--json", "--gres",
+    }  # fmt: skip
     of_jobs = {f"--{flag(field.name)}" for field in fields(JobArgs)}
-    assert (
-        set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", README + OFFLINE + REWARDS + LONG + VISION))
-        <= known | launch | ours | of_jobs
-    )
-    assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", KUBERNETES))
-    for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", README + OFFLINE + REWARDS):
-        assert (ROOT / Path(path)).exists(), path
+    about_other_programs = {"architecture", "image", "kubernetes", "models", "names", "performance", "serving"}
+    for name, page in {**PAGES, "README": README}.items():
+        found = set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", page))
+        assert name in about_other_programs or found <= known | launch | ours | of_jobs, name
+    assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", PAGES["kubernetes"]))
+    texts = [README, *(page for name, page in PAGES.items() if name not in ("architecture", "your-recipe"))]
+    for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", "\n".join(texts)):
+        assert (ROOT / path).exists(), path

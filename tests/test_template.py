@@ -115,6 +115,37 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
     assert 0 < found["communication"] < 1 and 0 < found["computation"] < 1 and 0 <= found["idle"] < 1
 
 
+@pytest.mark.slow
+def test_second_example(forks, arguments, tmp_path):
+    """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""
+    (code,) = ["\n\n".join(blocks((ROOT / "docs/token-labels.md").read_text()))]
+    others = {node.name: node for node in ast.parse(code).body}
+    tree = ast.parse((ROOT / "recipes/template.py").read_text())
+    names = [getattr(node, "name", None) for node in tree.body]
+    assert others.keys() <= {*names} and len(others) == 5
+    tree.body = [others.get(name, node) for name, node in zip(names, tree.body, strict=True)]
+    imports = (
+        "from transformers import AutoModelForTokenClassification\nfrom accelerate_recipes.errors import DataError\n"
+    )
+    script = tmp_path / "token_labels.py"
+    script.write_text(imports + ast.unparse(tree))
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    texts = [[f"w{(7 * i * j) % 40}" for j in range(1, 4 + i % 5)] for i in range(200)]
+    lines = [
+        {"text": " ".join(text), "tags": " ".join("ODD" if int(word[1:]) % 2 else "O" for word in text)}
+        for text in texts
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert forks.run(out, *arguments, "--train_files", rows, script=script) == 0, log_of(out)[-3000:]
+    evaluations = [record for record in read_metrics(out) if "eval_accuracy" in record]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.05
+    assert 0 <= evaluations[0]["eval_accuracy"] < evaluations[-1]["eval_accuracy"] <= 1
+    assert "ODD" in (out / "rows.txt").read_text()
+    rows.write_text(rows.read_text() + json.dumps({"text": "w1 w2", "tags": "O"}) + "\n")
+    assert forks.run(tmp_path / "bad", *arguments, "--train_files", rows, script=script) == 2
+    assert "rows.jsonl, row 200 has 2 words and 1 tags; give each word a tag" in log_of(tmp_path / "bad")
+
+
 def test_other_data_are_noticed(forks, typed, arguments, tmp_path):
     """A resumed run notices other data."""
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"

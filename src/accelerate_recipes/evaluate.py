@@ -20,10 +20,11 @@ from accelerate_recipes.composites import is_composite
 from accelerate_recipes.disk import read_json, write_atomically
 from accelerate_recipes.errors import ConfigError, raise_problems, suggestion
 from accelerate_recipes.hub import cache
+from accelerate_recipes.shipped import HOME
 
 RESULTS = "evaluation.json"
 HEADING = "## Evaluation by lm-evaluation-harness"
-OWN_TASKS = Path(__file__).parents[2] / "recipes/tasks"  # an installed copy has none
+OWN_TASKS = HOME / "recipes/tasks"
 REQUIREMENTS = "requirements-eval.txt"
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import yaml
 from transformers import HfArgumentParser
 
+from accelerate_recipes import shipped
 from accelerate_recipes.errors import ConfigError, suggestion
 
 MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus step and rank, and a product of two sizes
@@ -195,6 +196,7 @@ def read_preset(
                 f"{name}={as_yaml(leaf)}" for part in value for name, leaf in with_dots(str(part), value[part]).items()
             ]
         values = value if isinstance(value, list) else [value]
+        values = [shipped.data(v, path) if isinstance(v, str) else v for v in values]
         if not all(isinstance(v, str) for v in values):
             errors.append(f"{key} in {path} is {value!r:.60}; it must be one value, or a list of some")
         else:

@@ -16,6 +16,7 @@ from accelerate.commands.config.config_args import ClusterConfig, default_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env, setup_fp8_env
 
+from accelerate_recipes import shipped
 from accelerate_recipes.environment import PARALLEL_SIZES
 from accelerate_recipes.errors import ConfigError, suggestion
 from accelerate_recipes.flags import read_yaml
@@ -135,14 +136,19 @@ def mismatches(key: str, value: Any, hint: Any) -> list[str]:
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
-    """Parse what stands after `accelerate launch`. Raises ConfigError for what it refuses."""
+    """Parse what stands after `accelerate launch`, and find what is named. Raises ConfigError for what it refuses."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"accelerate launch refuses: {message}")
 
     parser = launch_command_parser()
     parser.prog, parser.error = "accelerate launch", refuse
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.config_file = args.config_file and shipped.config_file(args.config_file)
+    args.training_script, *args.training_script_args = shipped.found_command(
+        [args.training_script, *args.training_script_args]
+    )
+    return args
 
 
 def launch_environment(argv: list[str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ import transformers
 import yaml
 from huggingface_hub import constants
 
+from accelerate_recipes import shipped
 from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.attention import choose
@@ -222,6 +223,7 @@ def needs_of(command: Sequence[str]) -> list[cache.Need]:
     Raises:
         ConfigError: if the arguments are not valid.
     """
+    command = shipped.found_command(command)
     module = load(command[0])
     # The number of processes does not matter here.
     return module.requirements(parse(module.Args, command[1:], world_size=1)).needs
@@ -246,6 +248,7 @@ def prepare_data(command: Sequence[str]) -> None:
         DataError: for data that cannot be used.
     """
     plain_lines_in_a_job()
+    command = shipped.found_command(command)
     module = load(command[0])
     args = parse(module.Args, [*command[1:], "--data_only", "true"], world_size=1)
     raise_problems("The data cannot be prepared", write_problems(args))

@@ -123,11 +123,12 @@ class PairArgs:
 
 def prepare_pairs(tokenizer: PreTrainedTokenizerBase, args: PairArgs) -> Path:
     """Build or find the folder with the prepared pairs.
-    `train/` and `heldout/`   `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
-                              `source`, without the prefix, and `references`, a list
-    `facts.json`              for each of `train` and `heldout`: the number of `pairs`, and how many `truncated_sources` and
-                              `truncated_targets` were cut at the given lengths; for both together: `skipped`, and
-                              `content`, a checksum of the training pairs
+
+    - `train/` and `heldout/`: `source_ids` and `target_ids` of each pair (see `Pairs`); in `heldout/` also the texts:
+      `source`, without the prefix, and `references`, a list
+    - `facts.json`: for each of `train` and `heldout`: the number of `pairs`, and how many `truncated_sources` and
+      `truncated_targets` were cut at the given lengths; for both together: `skipped`, and `content`, a checksum of the
+      training pairs
 
     If there are `args.eval_sources`, their pairs are held out. Otherwise a pair is held out if the hash of its source falls
     under `heldout_share`. Case and white space do not count. So pairs with the same source lie on one side, whatever the

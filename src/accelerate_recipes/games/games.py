@@ -102,9 +102,9 @@ class PositionsArgs(GamesArgs):
 def prepare_games(tokenizer: PreTrainedTokenizerBase, args: GamesArgs, *, max_length: int, seed: int) -> Path:
     """Build or find the folder with the prepared games.
 
-    `train/` and `heldout/`   packed rows (see `data.packing.PackedRows`)
-    `facts.json`              numbers of games, `positions` to test on, the `baseline`'s table, and `content`, a checksum
-                              of the training rows
+    - `train/` and `heldout/`: packed rows (see `data.packing.PackedRows`)
+    - `facts.json`: numbers of games, `positions` to test on, the `baseline`'s table, and `content`, a checksum of the
+      training rows
 
     A game is one document: begin token, moves separated by spaces, end token (see `begin_token`). `is_seen` of a position
     says whether a training game begins with the same moves. A game is held out if the hash of its moves falls under

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from accelerate.commands.launch import launch_command_parser
 
+from accelerate_recipes import shipped
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.gpus import check_gpu, known_as
 from accelerate_recipes.launcher import ignored_flags, launch_environment, launch_flags, parse_flags, yaml_problems
@@ -58,8 +59,8 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         if (number := getattr(asked, name)) is not None and number < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
     check_gpu(["--gpu", asked.gpu])
-    config = Path(argv[0])
-    launch = ["--config_file", *argv]
+    config = Path(shipped.config_file(argv[0]))
+    launch = ["--config_file", str(config), *argv[1:]]
     is_counted = asked.nodes or asked.gpus_per_node or asked.cpus_per_node
     problems = yaml_problems(config, 1 if is_counted else parse_flags(launch).num_processes)
     if not problems and is_counted:
@@ -71,7 +72,7 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
     parsed = parse_flags(launch)
-    if parsed.config_file != argv[0]:
+    if parsed.config_file != str(config):
         raise ConfigError(f"--config_file {parsed.config_file}: the accelerate YAML is given once, first: {config}")
     command = [parsed.training_script, *parsed.training_script_args]
     # A login node has no GPUs, or other GPUs than the job.

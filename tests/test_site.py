@@ -1,0 +1,151 @@
+"""Tests of the site that `make docs` builds: all pages, no outside resources, no dead links, no picture missing or too wide."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from helpers import REPOSITORY, environment
+
+from accelerate_recipes.recipe import load
+
+WIDTHS = (360, 1280, 1400)
+# Loads each page in a frame of each width, and writes what is wrong as JSON.
+INSPECTION = """<!doctype html><body><pre id=found>running</pre><script>
+async function inspect(page, width) {
+  const frame = document.createElement("iframe")
+  frame.style = `width: ${width}px; height: 900px; border: 0`
+  frame.src = page
+  await new Promise(done => { frame.onload = done; document.body.append(frame) })
+  const inner = frame.contentDocument, root = inner.documentElement, found = []
+  for (const image of inner.images) {
+    image.loading = "eager"
+    await image.decode().catch(() => found.push(`broken picture ${image.getAttribute("src")}`))
+  }
+  if (root.scrollWidth > width) found.push(`${root.scrollWidth} pixels wide`)
+  for (const part of inner.querySelectorAll(".content, .toc-drawer")) {  // a fixed one slides in when it is asked for
+    const cut = part.getBoundingClientRect().right - width
+    if (cut > 1 && frame.contentWindow.getComputedStyle(part).position != "fixed") found.push(`${part.className} is cut`)
+  }
+  if (!root.innerText.trim()) found.push("empty")
+  frame.remove()
+  return found.map(problem => `${page} at ${width}: ${problem}`)
+}
+(async () => {
+  const found = []
+  for (const page of PAGES) for (const width of WIDTHS) found.push(...await inspect(page, width))
+  document.getElementById("found").textContent = JSON.stringify(found)
+})()
+</script>"""
+
+
+class Page(HTMLParser):
+    """Links of a page, places in it, and resources that it loads."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links, self.places, self.resources = set(), set(), set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.places.add(found.get("id"))
+        if tag == "a" and found.get("href"):
+            self.links.add(found["href"])
+        if tag in ("script", "img", "link", "iframe", "source"):
+            self.resources.add(found.get("src") or found.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """Folder of the site, built as `make docs` does."""
+    folder = tmp_path_factory.mktemp("site")
+    (command,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    words = (
+        command.replace(".cache/doctrees", str(folder / "trees")).replace(".cache/site", str(folder / "html")).split()
+    )
+    run = [sys.executable, "-m", "sphinx", *words]
+    done = subprocess.run(run, cwd=REPOSITORY, env=environment(folder), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder / "html"
+
+
+def test_each_page_is_in_the_contents():
+    pages = {path.name for path in (REPOSITORY / "docs").glob("*.md")} - {"README.md"}
+    listed = re.findall(r"^- \[.*?\]\((.*?)\)", (REPOSITORY / "docs/README.md").read_text(), re.MULTILINE)
+    assert len(listed) == len({*listed}) and pages == {name for name in listed if "/" not in name}
+
+
+@pytest.mark.slow
+def test_site_is_whole(site):
+    """Links lead to a page, and to a place in it; nothing is loaded from elsewhere; each argument is in the reference."""
+    pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
+    assert len(pages) > 40
+    dead = []
+    for path, page in pages.items():
+        for link in page.links | page.resources:
+            name, _, place = unquote(link).partition("#")
+            if re.match(r"(https?:|mailto:|data:)", link):
+                assert link not in page.resources, link
+                continue
+            target = (path.parent / name.partition("?")[0]).resolve() if name else path
+            if not target.is_file() or (place and target in pages and place not in pages[target].places):
+                dead.append(f"{path.relative_to(site)}: {link}")
+    assert dead == []
+    text = (site / "docs/arguments.html").read_text()
+    for recipe in (REPOSITORY / "recipes").glob("*.py"):
+        args = load(recipe).Args
+        names = {field.name for field in fields(args)} - args.owned_elsewhere.keys()
+        assert [name for name in names if f">--{name}<" not in text] == []
+    assert "accelerate_recipes.engine.train" in (site / "docs/functions.html").read_text()
+    version = re.search(r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert f"accelerate-recipes {version}" in (site / "README.html").read_text()
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def inspect(folder: Path, pages: list[str], tmp_path: Path) -> list[str]:
+    """List what a browser finds wrong on pages of a folder."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    script = INSPECTION.replace("of PAGES", f"of {json.dumps(pages)}").replace("of WIDTHS", f"of {[*WIDTHS]}")
+    (folder / "inspection.html").write_text(script)
+    handler = partial(Silent, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=600000", "--dump-dom"]
+        address = f"http://127.0.0.1:{server.server_port}/inspection.html"
+        run = [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", address]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=240)
+        server.shutdown()
+    (found,) = re.findall(r"<pre id=\"found\">(.*?)</pre>", done.stdout, re.DOTALL)
+    return json.loads(found.replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+
+
+@pytest.mark.slow
+def test_site_in_a_browser(site, tmp_path):
+    """No picture is broken, and no page is wider than its window, on a telephone and on a screen."""
+    broken = site / "broken.html"
+    broken.write_text('<img src="none.png"><div style="width: 2000px">wide</div>')
+    found = inspect(site, ["broken.html"], tmp_path)
+    assert len(found) == 2 * len(WIDTHS)  # the inspection sees what is wrong
+    broken.unlink()
+    pages = sorted(
+        str(path.relative_to(site))
+        for path in site.rglob("*.html")
+        if path.name not in ("index.html", "inspection.html")
+    )
+    assert inspect(site, pages, tmp_path) == []
