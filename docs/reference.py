@@ -1,16 +1,12 @@
 """Reference of the site: tables of arguments, from the recipes' dataclasses, and the functions that recipes use."""
 
 import ast
-import dataclasses
-import types
-import typing
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from accelerate_recipes.args import TrainArgs
-from accelerate_recipes.flags import Range
+from accelerate_recipes.arguments import GROUPS, Argument, recipe_parser, shown_arguments
 from accelerate_recipes.recipe import load
 
 ROOT = Path(__file__).parents[1]
@@ -19,66 +15,34 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def arguments() -> str:
-    """Write tables of the arguments: those of all recipes, then those of each, by the class that declares them."""
-    shared = {field.name for field in dataclasses.fields(TrainArgs)}
-    parts = ["## All recipes", *tables(TrainArgs, shared)]
-    for recipe in RECIPES:
-        args = load(recipe).Args
-        own = {field.name for field in dataclasses.fields(args)} - shared - args.owned_elsewhere.keys()
-        changed = [f"`--{name}` {code(getattr(args(), name))}" for name in sorted(shared) if is_other(args, name)]
-        defaults = [f"Defaults of this recipe: {', '.join(changed)}."] if changed else []
-        parts += [f"## {recipe.name}", *defaults, *tables(args, own)]
+    """Write the arguments of each recipe, as `--help all` does, by group; what is the same in all is written once."""
+    of_recipes = {recipe.name: described(load(recipe).Args) for recipe in RECIPES}
+    everywhere = set.intersection(*map(set, of_recipes.values()))
+    parts = ["## All recipes", *tables(of_recipes[RECIPES[0].name], everywhere)]
+    for name, lines in of_recipes.items():
+        parts += [f"## {name}", *tables(lines, set(lines) - everywhere)]
     return "\n\n".join(parts)
 
 
-def is_other(args: type[TrainArgs], name: str) -> bool:
-    """Tell whether a recipe has another default for an argument that all recipes share."""
-    return getattr(args(), name) != getattr(TrainArgs(), name)
+def described(args_class: type[TrainArgs]) -> dict[tuple[str, str], None]:
+    """Describe the arguments of a recipe, in the order of `--help`: each group, and a row of a table."""
+    known = shown_arguments(args_class, recipe_parser(args_class))
+    return dict.fromkeys((argument.group, row_of(argument)) for argument in known)
 
 
-def tables(args: type[TrainArgs], names: Iterable[str]) -> list[str]:
-    """Write a table for each class that declares some of the arguments; the classes of the recipe come first."""
-    rows = defaultdict(list)
-    declared = dataclasses.fields(args)
-    for field in (field for field in declared if field.name in {*names}):
-        rows[next(c for c in reversed(args.__mro__) if field.name in vars(c).get("__annotations__", {}))].append(field)
-    found = []
-    for owner in sorted(rows, key=args.__mro__.index):
-        lines = [row_of(args, field) for field in rows[owner]]
-        head = f"### {owner.__qualname__} ({owner.__module__.removeprefix('accelerate_recipes.')})"
-        head = "### Of this recipe" if owner.__module__.startswith("recipe_") else head
-        found += [head, "\n".join(["| argument | default | values | |", "|---|---|---|---|", *lines])]
-    return found
-
-
-def row_of(args: type[TrainArgs], field: dataclasses.Field) -> str:
+def row_of(argument: Argument) -> str:
     """Write the row of an argument."""
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # pyright: ignore
-    choices = args.ranges.get(field.name, field.metadata.get("choices"))
-    values = name_of(field.type)
-    if choices:
-        values = f"{values}, {choices}" if isinstance(choices, Range) else ", ".join(map(str, choices))
-    cells = [f"`--{field.name}`", code(default), values, field.metadata.get("help")]
-    return f"| {' | '.join(' '.join(str(cell or '').replace('|', chr(92) + '|').split()) for cell in cells)} |"
+    said = argument.text(everything=True).replace("|", "\\|")
+    return f"| `{argument.flags}` | {' '.join(said.split())} |".replace("true|false", "true\\|false")
 
 
-def name_of(kind: Any) -> str:
-    """Write a type as a reader of a command line knows it."""
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return " or ".join(name_of(part) for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is list:
-        return f"several {name_of(typing.get_args(kind)[0])}"
-    names = {int: "number", float: "number", str: "text", bool: "true or false", dict: "NAME=VALUE ..."}
-    return names.get(typing.get_origin(kind) or kind, str(getattr(kind, "__name__", kind)))
-
-
-def code(value: Any) -> str:
-    """Write a default value as one types it."""
-    if value is None or value in ("", [], {}):
-        return ""
-    if isinstance(value, list):
-        return f"`{' '.join(map(str, value))}`"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+def tables(lines: Iterable[tuple[str, str]], wanted: set[tuple[str, str]]) -> list[str]:
+    """Write a table for each group that has some of the wanted lines."""
+    found = []
+    for group, title in GROUPS.items():
+        rows = [row for of, row in lines if of == group and (of, row) in wanted]
+        found += [f"### {title}", "\n".join(["| argument | |", "|---|---|", *rows])] if rows else []
+    return found
 
 
 def functions() -> str:
