@@ -68,8 +68,8 @@ def judge(name: str, speed: float, found: Counter[str]) -> Links:
     gpu = GPUS.get(known_as(name))
     if gpu and speed < SHARE * gpu.nvlink:
         warnings.append(
-            f"a sum over all GPUs moves {speed / 1e9:.0f} GB/s, of {gpu.nvlink / 1e9:.0f} that the links of {name} have; look "
-            "at nvidia-smi nvlink --status and nvidia-smi topo -m, and at other programs on the GPUs"
+            f"a sum over all GPUs moves {speed / 1e9:.0f} GB/s, of {gpu.nvlink / 1e9:.0f} that the links of {name} have; "
+            "look at nvidia-smi nvlink --status and nvidia-smi topo -m, and at other programs on the GPUs"
         )
     return Links({"interconnect": f"{over}; a sum over all moves {speed / 1e9:.1f} GB/s"}, Found([], warnings))
 
