@@ -2,16 +2,22 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from helpers import ROOT
+import torch
+from helpers import ROOT, environment
 
-from accelerate_recipes.doctor import proofs
+from accelerate_recipes import machine
+from accelerate_recipes.doctor import command, links, proofs
 from accelerate_recipes.doctor.card import write_card
-from accelerate_recipes.doctor.proofs import Runs, prove
+from accelerate_recipes.doctor.proofs import Figure, Runs, prove
+from accelerate_recipes.errors import ConfigError
 
 
 class Fault(NamedTuple):
@@ -34,8 +40,8 @@ FAULTS = {
     "gradients are an average over the ranks": Fault(
         "trajectory", "engine", "scale = accelerator.num_processes / num", "scale = 1 / num"
     ),
-    "clipping by the norm of one rank's shards": Fault(
-        "trajectory", "distributed", "norm.full_tensor() if", "norm.to_local() if"
+    "shards are not clipped": Fault(
+        "trajectory", "distributed", 'max_norm or float("inf"))', '(max_norm if accelerator.num_processes == 1 else 0) or float("inf"))'
     ),
     "DDP never reduces": Fault(
         "trajectory", "distributed", "contextlib.nullcontext() if is_last else accelerator.no_sync(model)", "accelerator.no_sync(model)", "ddp"
@@ -56,10 +62,10 @@ FAULTS = {
         "trajectory", "sequence", 'labels[:, start : start + length + 1]', 'torch.cat([labels[:, start : start + length], torch.full_like(labels[:, :1], IGNORE_INDEX)], 1)', "fsdp_long"
     ),
     "the optimizer begins anew": Fault(
-        "resume", "checkpoint/checkpointer", 'optim_state_dict=state["optimizer"]', "optim_state_dict=get_state_dict(self.model, self.optimizer)[1]"
+        "resume", "checkpoint/checkpointer", "dcp.load(state, ", 'dcp.load({"model": state["model"]}, '
     ),
     "the weights are not read": Fault(
-        "resume", "checkpoint/checkpointer", 'model_state_dict=state["model"]', "model_state_dict=get_state_dict(self.model, self.optimizer)[0]"
+        "resume", "checkpoint/checkpointer", "dcp.load(state, ", 'dcp.load({"optimizer": state["optimizer"]}, '
     ),
     "the schedule begins anew": Fault("resume", "checkpoint/checkpointer", 'seek(self.scheduler, marker["step"])', "pass"),
     "the rows begin anew": Fault(
@@ -67,7 +73,7 @@ FAULTS = {
     ),
     "random numbers begin anew": Fault("resume", "checkpoint/checkpointer", "        self.restore_rng()\n", ""),
     "the run begins anew": Fault(
-        "resume", "checkpoint/resume", "chosen = present[-1] if present else None", "chosen = None; [shutil.rmtree(path) for path in present]"
+        "resume", "checkpoint/resume", "chosen = present[-1] if present else None", "chosen = None; [__import__('shutil').rmtree(path) for path in present]; present = []"
     ),
     "exported weights are rounded": Fault(
         "export", "checkpoint/weight_files", "parts[name].contiguous()", "parts[name].bfloat16().to(parts[name].dtype).contiguous()"
@@ -84,7 +90,9 @@ FAULTS = {
     "layers stay gathered": Fault(
         "plan", "distributed", '{"mixed_precision_policy": MixedPrecisionPolicy(**policy)}', '{"mixed_precision_policy": MixedPrecisionPolicy(**policy), "reshard_after_forward": False}'
     ),
-    "plan divides by twice as many ranks": Fault("plan", "plan/simulate", "pretend(world_size,", "pretend(2 * world_size,", "plan"),
+    "plan leaves out a layer": Fault(
+        "plan", "plan/simulate", "config = with_layers(trial.config, job.num_layers) if job.num_layers else trial.config", "config = with_layers(trial.config, 3)", "plan"
+    ),
     "the speed counts one rank's tokens": Fault(
         "throughput", "engine", "window.add(done.loss_sums, done.num_targets,", "window.add(done.loss_sums, done.num_targets // 2,"
     ),
@@ -92,7 +100,7 @@ FAULTS = {
         "throughput", "engine", "args.total_batch_size, seconds, data_seconds)", "args.total_batch_size, seconds / 2, data_seconds)"
     ),
     "rows come slowly": Fault(
-        "throughput", "data/rows", "return self.make(self.items[number], number)", "return [self.make(self.items[number], number), __import__('time').sleep(1)][0]"
+        "throughput", "data/rows", "return self.make(self.items[number], number)", "return [self.make(self.items[number], number), __import__('time').sleep(0.1)][0]"
     ),
 }  # fmt: skip
 
@@ -125,6 +133,147 @@ def test_all_proofs_pass_here(figures, tmp_path):
     assert "**passed**: `a command`" in text and "| trajectory | ddp on 2: " in text
     card = json.loads((tmp_path / "card.json").read_text())
     assert card["verdict"] == "passed" and len(card["figures"]) == len(figures)
+
+
+@pytest.mark.slow
+def test_a_repetition_differs_only_in_memory_and_times(fork_server, figures, tmp_path):
+    names = ["resume", "export"]
+    again = prove(names, Runs(tmp_path, forked(fork_server)), print)
+    assert [f for f in again if not f.varies] == [f for f in figures if f.proof in names and not f.varies]
+
+
+@pytest.mark.slow
+def test_the_command_launches(tmp_path):
+    """The command launches as a user does; it ends with 1 if a proof fails, and then keeps the logs."""
+    command = [sys.executable, "-m", "accelerate_recipes", "doctor", "--only", "export", "--output_dir", "card"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| export | its loss: difference to training | " in done.stdout
+    assert sorted(path.name for path in (tmp_path / "card").iterdir()) == ["card.json", "card.md"]
+
+
+def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
+    """A run that fails, one that is not killed, and one for which no time is left fail their proofs; the card says why."""
+
+    def start(config, processes, flags, argv, log, seconds):
+        log.write_text("ValueError: a | b\nlast line\n")
+        return 0 if "--kill_at_step" in argv or "--dropout" in argv else 1
+
+    figures = prove(["trajectory", "resume"], Runs(tmp_path, start), print)
+    assert [figure.why for figure in figures] == ["single ended with 1: ValueError: a | b", "it was not killed"]
+    assert "trajectory: 0 s, FAILED" in capsys.readouterr().out
+    text = write_card(
+        tmp_path, "doctor", {}, [*figures, Figure("plan", "bytes", 3.0, 2.0, "GiB"), Figure("plan", "n", 1.0)]
+    )
+    assert "| trajectory | the runs | single ended with 1: ValueError: a \\| b | 0 | **FAILED** |" in text
+    assert "| plan | bytes | 3 GiB | 2 | **FAILED** |" in text and "| plan | n | 1 |  |  |" in text
+    assert json.loads((tmp_path / "card.json").read_text())["verdict"] == "FAILED"
+    late = Runs(tmp_path, start)
+    late.deadline = 0
+    assert prove(["export"], late, print)[0].why == "no time left of 600 s"
+
+
+def test_lost_and_different_records():
+    one = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    assert proofs.difference(one, one) == 0
+    assert proofs.difference(one, one[:1]) == proofs.difference(one, [one[0], {"step": 2}]) == float("inf")
+    assert proofs.difference(one, [one[0], {"step": 2, "loss": 1.1}]) == pytest.approx(0.1 / 1.1)
+
+
+@pytest.mark.parametrize(
+    "gpus, missing",
+    [
+        (0, {"fsdp_hybrid"}),
+        (1, {"ddp", "fsdp1_full", "fsdp_hybrid", "fsdp_long"}),
+        (3, {"fsdp_hybrid", "fsdp_long"}),
+        (8, set()),
+    ],
+)
+def test_strategies_fit_the_machine(monkeypatch, tmp_path, gpus, missing):
+    monkeypatch.setattr(proofs, "num_accelerators", lambda: gpus)
+    assert Runs(tmp_path).fitting() == [name for name in proofs.STRATEGIES if name not in missing]
+
+
+def test_gpus_that_fail_or_are_slow(monkeypatch):
+    good = machine.card_of("NVIDIA H100 80GB HBM3, 81559, 570.86, 4, 0, Disabled")
+    assert (good.memory // 2**20, good.errors, good.is_divided) == (81559, 0, False)
+    assert machine.card_of("NVIDIA L4, 23034, 550.54, 0, [N/A], [N/A]")[4:] == (0, False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert machine.gpu_findings([good, good]) == ([], [])
+    bad = good._replace(name="Unheard-of 9000", used=3 * 2**30, errors=2, is_divided=True)
+    problems, warnings = machine.gpu_findings([good, bad])
+    assert problems == ["GPU 1 had 2 memory errors beyond correction; reset or replace it"]
+    expected = ("holds 3.0 GiB", "divided by MIG", "does not know its memory", "its peak is not known", "GPUs differ")
+    assert all(text in said for text, said in zip(expected, warnings, strict=True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch does not see NVIDIA H100" in machine.gpu_findings([good]).problems[0]
+
+
+def test_disks_that_fail_or_are_slow(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "write_speed", lambda path: 10e6)
+    monkeypatch.setattr(machine, "refusal", lambda path: "Read-only file system" if path == Path("/frozen") else None)
+    monkeypatch.setattr(machine, "filesystem", lambda path: "nfs4")
+    monkeypatch.setattr(machine.constants, "HF_HOME", "/frozen")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
+    described, (problems, warnings) = machine.disks(tmp_path)
+    assert described["output"] == f"{tmp_path}: nfs4, 0.1 GiB free, writes 10 MB/s"
+    assert problems == [
+        "caches: /frozen cannot be written to: Read-only file system; give another (--output_dir, HF_HOME, TMPDIR)"
+    ]
+    expected = ("has 0.1 GiB free", "takes 20 min", "has 0.1 GiB free", "lies on nfs4", "/dev/shm has 64 MiB free")
+    assert all(text in said for text, said in zip(expected, warnings, strict=True)), warnings
+
+
+def test_settings_that_are_slow(monkeypatch):
+    for name in (*machine.LEFT_OVER, *machine.ALLOCATOR_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "limit", lambda name: [])
+    assert machine.setting_findings() == ([], [])
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    monkeypatch.setattr(machine, "limit", lambda name: ["50000", "100000"])
+    warnings = machine.setting_findings().warnings
+    expected = ("NCCL_P2P_DISABLE=1 is set", "add expandable_segments:True", "the time of 0.5")
+    assert all(text in said for text, said in zip(expected, warnings, strict=True))
+
+
+NCCL = """\
+h:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+h:1:9 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via SHM/direct/direct
+h:1:9 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA
+h:1:9 [0] NCCL INFO NVLS comm 0x55 headRank 0 nHeads 8
+"""
+
+
+def test_paths_and_speed_of_the_links():
+    assert links.paths(NCCL) == {"P2P": 1, "SHM": 1, "NET/IB": 1, "NVLS": 1}
+    described, found = links.judge("NVIDIA H100 80GB HBM3", 350e9, Counter(P2P=48, NVLS=1))
+    assert described == {"interconnect": "NVLS 1 times, P2P 48 times; a sum over all moves 350.0 GB/s"}
+    assert found == ([], [])
+    _, (_, warnings) = links.judge("NVIDIA H100 80GB HBM3", 20e9, Counter(SHM=48))
+    assert "by SHM, through the memory of the host" in warnings[0] and "moves 20 GB/s, of 450 " in warnings[1]
+
+
+@pytest.mark.slow
+def test_links_are_measured():
+    """Processes of a CPU exchange by gloo; a failure is a problem with its reason."""
+    described, found = links.measure_links(2)
+    assert found == ([], []) and "a sum over all moves " in described["interconnect"]
+
+
+def test_the_command_says_what_it_finds(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "versions", lambda: (["torch is not installed"], ["peft is 1"]))
+    monkeypatch.setattr(machine, "write_speed", lambda path: 1e9)
+    assert not command.doctor(tmp_path, [], proves=False)
+    said = capsys.readouterr().out
+    assert "Would fail:\n  - torch is not installed\nWould be slow, or is not as tested:\n  - peft is 1\n" in said
+    assert "disk, output: " in said and "versions: accelerate_recipes " in said
+    with pytest.raises(ConfigError, match="--only speed: no such proof; there are trajectory, resume"):
+        command.doctor(tmp_path, ["speed"], proves=True)
+    monkeypatch.setattr(proofs, "CONFIGS", tmp_path / "none")
+    with pytest.raises(ConfigError, match="run this in a clone"):
+        prove(["export"], Runs(tmp_path), print)
 
 
 FEW = {"gradients are an average over the ranks", "the optimizer begins anew", "exported weights are rounded"}

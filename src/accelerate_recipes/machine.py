@@ -4,7 +4,6 @@ import contextlib
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from accelerate_recipes.disk import LOCAL_FILESYSTEMS, existing, filesystem, fsy
 from accelerate_recipes.gpus import GIB, bf16_peak, known_as
 
 PINS = Path(__file__).parents[2] / "requirements.txt"  # an installed copy has no such file
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 # Variables that make a run slow, or hide a fault, and are often left over from a search for one.
 LEFT_OVER = (
     "CUDA_LAUNCH_BLOCKING",
@@ -33,7 +33,7 @@ LEFT_OVER = (
 ROOM = 20 * GIB  # a checkpoint of a model of a billion parameters, written beside the one before it
 PROBE = 64 * 2**20  # bytes that are written to measure a disk
 SLOW_DISK = 100e6  # bytes/s
-SHARED = 2**30  # bytes of /dev/shm; a container has 64 MiB unless it is told otherwise
+SHARED_MEMORY = "/dev/shm"
 
 
 class Found(NamedTuple):
@@ -94,122 +94,98 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def memory_limit() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or those of its container."""
-    limits = [psutil.virtual_memory().total]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(Path(name).read_text(encoding="utf-8")))
-    return min(limits)
-
-
-def cpu_quota() -> float:
-    """Return how many cores' worth of time a container may use; infinite without a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return int(quota) / int(period)
-    return float("inf")
+def limit(name: str) -> list[str]:
+    """Read a limit of this container, such as cpu.max; empty without one."""
+    with contextlib.suppress(OSError):
+        return Path("/sys/fs/cgroup", name).read_text(encoding="utf-8").replace("max", "").split()
+    return []
 
 
 def describe() -> dict[str, str]:
     """Describe the machine and its libraries; what changes from one minute to the next is not here."""
     gpus = cards()
     names = sorted({f"{gpu.name}, {gpu.memory / GIB:.1f} GiB" for gpu in gpus})
+    memory = min([psutil.virtual_memory().total, *map(int, limit("memory.max"))])
     found = {
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "CPU": f"{processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {memory_limit() / GIB:.1f} GiB",
+        "CPU": f"{processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {memory / GIB:.1f} GiB",
         "GPUs": f"{len(gpus)} x {' and '.join(names)}" if gpus else "none",
     }
+    found["allocator"] = allocator() if gpus else "that of the CPU"
     if gpus:
-        is_here = torch.cuda.is_available()
-        nccl = (
-            ".".join(map(str, torch.cuda.nccl.version()))
-            if is_here and torch.distributed.is_nccl_available()
-            else "none"
-        )
+        has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
         found["driver"] = f"{gpus[0].driver}, torch for CUDA {torch.version.cuda}, NCCL {nccl}"
-    given = [
-        f"{name}={os.environ[name]}" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ
-    ]
-    found["allocator"] = ", ".join(given) or ("expandable_segments:True, set by each run" if gpus else "the CPU's")
     packages = ("accelerate_recipes", "torch", "accelerate", "transformers", "peft", "datasets", "trl")
     installed = {found.name.lower().replace("-", "_"): found.version for found in metadata.distributions()}
     return found | {"versions": ", ".join(f"{name} {installed.get(name, 'is not installed')}" for name in packages)}
 
 
-def disks(output_dir: Path) -> dict[str, str]:
-    """Describe the disks of the output directory, of the caches and of temporary files; the first is written to."""
-    found = {name: f"{path}: {on_disk(path)}" for name, path in places(output_dir).items()}
-    if refusal(output_dir) is None:
-        found["output"] += f", writes {write_speed(output_dir) / 1e6:,.0f} MB/s"
-    return found
+def disks(output_dir: Path) -> tuple[dict[str, str], Found]:
+    """Describe the disks of the folders that runs read and write, and list what is wrong with them.
 
-
-def places(output_dir: Path) -> dict[str, Path]:
-    """Return the folders that runs read and write."""
-    return {
-        "output": output_dir,
-        "models and data (HF_HUB_CACHE)": Path(constants.HF_HUB_CACHE),
-        "prepared data and code (HF_HOME)": Path(constants.HF_HOME),
-        "temporary": Path(tempfile.gettempdir()),
-        "shared memory": Path("/dev/shm"),
-    }
-
-
-def on_disk(path: Path) -> str:
-    return f"{filesystem(path) or 'unknown disk'}, {shutil.disk_usage(existing(path)).free / GIB:,.1f} GiB free"
+    The first disk is written to, to measure it.
+    """
+    described, found = {}, Found([], [])
+    hub, home = Path(constants.HF_HUB_CACHE), Path(constants.HF_HOME)
+    places = {"output": output_dir, "models": hub, "caches": home, "temporary": Path(tempfile.gettempdir())}
+    for name, path in places.items():
+        kind, free = filesystem(path), shutil.disk_usage(existing(path)).free
+        described[name] = f"{path}: {kind or 'unknown'}, {free / GIB:,.1f} GiB free"
+        if why := refusal(path):
+            remedy = "give another (--output_dir, HF_HOME, TMPDIR)"
+            found.problems.append(f"{name}: {path} cannot be written to: {why}; {remedy}")
+            continue
+        if free < ROOM and name != "temporary":
+            found.warnings.append(f"{name}: {path} has {free / GIB:.1f} GiB free; make room, or give another")
+        if name == "models" and kind and kind not in LOCAL_FILESYSTEMS:
+            found.warnings.append(f"{name}: {path} lies on {kind}; if starts are slow, copy it to a local disk")
+        if name == "output":
+            speed = write_speed(path)
+            described[name] += f", writes {speed / 1e6:,.0f} MB/s"
+            if speed < SLOW_DISK:
+                found.warnings.append(
+                    f"{name}: {path} takes {speed / 1e6:.0f} MB/s: a checkpoint of a model of a billion parameters takes "
+                    f"{12e9 / speed / 60:.0f} min; give a faster disk, and raise --save_steps"
+                )
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.exists(SHARED_MEMORY) else 0
+    described["shared memory"] = f"{SHARED_MEMORY}: {free / GIB:,.1f} GiB free"
+    if free < GIB:  # a container has 64 MiB unless it is told otherwise
+        found.warnings.append(
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; give a container "
+            "--shm-size=16g, a pod an emptyDir with medium: Memory"
+        )
+    return described, found
 
 
 def write_speed(folder: Path) -> float:
     """Write a file, wait until it is on the disk, and return the bytes per second."""
     with tempfile.NamedTemporaryFile(dir=existing(folder)) as file:
+        content = os.urandom(PROBE)
         begin = time.perf_counter()
-        file.write(os.urandom(PROBE))
+        file.write(content)
         file.flush()
         fsync(Path(file.name))
         return PROBE / (time.perf_counter() - begin)
-
-
-def examine(output_dir: Path) -> Found:
-    """List what would fail or be slow on this machine for a run that writes to `output_dir`."""
-    missing, other = versions()
-    found = Found([*missing], [*other])
-    for part in (gpu_findings(cards()), disk_findings(output_dir), setting_findings()):
-        found.problems.extend(part.problems)
-        found.warnings.extend(part.warnings)
-    return found
 
 
 def gpu_findings(gpus: list[Card]) -> Found:
     """List what is wrong with the GPUs that the driver knows."""
     problems, warnings = [], []
     if gpus and not torch.cuda.is_available():
-        has_cuda = (
-            f"its driver {gpus[0].driver} is too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides it"
-        )
-        why = has_cuda if torch.version.cuda else "this torch was built without CUDA"
-        problems.append(
-            f"{gpus[0].name} is here, but torch does not see it: {why}; install a driver or a torch that fit"
-        )
+        old = f"its driver {gpus[0].driver} is too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides it"
+        why = old if torch.version.cuda else "this torch was built without CUDA"
+        problems.append(f"torch does not see {gpus[0].name}: {why}; install a driver or a torch that fit each other")
     for number, gpu in enumerate(gpus):
         if gpu.errors:
-            problems.append(
-                f"GPU {number} had {gpu.errors} memory errors that could not be corrected; reset or replace it"
-            )
+            problems.append(f"GPU {number} had {gpu.errors} memory errors beyond correction; reset or replace it")
         if gpu.used > GIB:
-            warnings.append(
-                f"GPU {number} holds {gpu.used / GIB:.1f} GiB of other processes, which a run cannot use; end them (see "
-                "nvidia-smi)"
-            )
+            warnings.append(f"GPU {number} holds {gpu.used / GIB:.1f} GiB of other programs; end them (see nvidia-smi)")
         if gpu.is_divided:
-            warnings.append(
-                f"GPU {number} is divided by MIG; slices cannot exchange by NCCL: train on one, or switch it off"
-            )
+            warnings.append(f"GPU {number} is divided by MIG, and NCCL joins no slices: train on one, or switch it off")
     for name in sorted({gpu.name for gpu in gpus}):
         if not known_as(name):
-            warnings.append(
-                f"{name} is not in gpus.py: preflight does not check its memory; name a similar one by --gpu"
-            )
+            warnings.append(f"{name}: preflight does not know its memory; name a similar GPU by --gpu")
         if bf16_peak(name) is None:
             warnings.append(f"{name}: its peak is not known, so runs log no MFU")
     if gpus and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
@@ -219,37 +195,9 @@ def gpu_findings(gpus: list[Card]) -> Found:
     return Found(problems, warnings)
 
 
-def disk_findings(output_dir: Path) -> Found:
-    """List what is wrong with the folders that runs read and write."""
-    problems, warnings = [], []
-    for name, path in places(output_dir).items():
-        if name == "shared memory":
-            free = shutil.disk_usage(path).free if path.exists() else 0
-            if free < SHARED:
-                warnings.append(
-                    f"{path} has {free / 2**20:.0f} MiB free, which NCCL and data workers fill; give a container "
-                    "--shm-size=16g, a pod an emptyDir with medium: Memory"
-                )
-            continue
-        if why := refusal(path):
-            problems.append(f"{name}: {path} cannot be written to: {why}; give another (HF_HOME, TMPDIR, --output_dir)")
-        elif (free := shutil.disk_usage(existing(path)).free) < ROOM and name != "temporary":
-            warnings.append(f"{name}: {path} has {free / GIB:.1f} GiB free; make room, or give another")
-        if name.startswith("models") and (kind := filesystem(path)) and kind not in LOCAL_FILESYSTEMS:
-            warnings.append(
-                f"{name}: {path} lies on {kind}, from which every process reads; copy it to a local disk if slow"
-            )
-    if not problems and (speed := write_speed(output_dir)) < SLOW_DISK:
-        warnings.append(
-            f"output: {output_dir} takes {speed / 1e6:.0f} MB/s: a checkpoint of a model of a billion parameters takes "
-            f"{12e9 / speed / 60:.0f} min; give a faster disk, and raise --save_steps"
-        )
-    return Found(problems, warnings)
-
-
-def allocator(default: str = "expandable_segments:True") -> str:
-    """Return the settings of the GPU's allocator that the user has made."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or default
+def allocator() -> str:
+    """Return the settings of the GPU's allocator: the user's, or those of `distributed.keep_memory_in_one_piece`."""
+    return next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), "expandable_segments:True")
 
 
 def setting_findings() -> Found:
@@ -259,19 +207,16 @@ def setting_findings() -> Found:
         for name in LEFT_OVER
         if (value := os.environ.get(name, "0")).lower() not in ("0", "", "off", "false")
     ]
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(
-        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-    )
-    if "expandable_segments:true" not in allocator.lower():
+    if "expandable_segments:true" not in allocator().lower():
         warnings.append(
-            f"the allocator is set to {allocator}: memory falls into pieces when lengths vary; add expandable_segments:True"
+            f"the allocator is set to {allocator()}: memory falls into pieces when lengths vary; add "
+            "expandable_segments:True"
         )
     cores = len(os.sched_getaffinity(0))
-    if (quota := cpu_quota()) < cores:
+    quota = limit("cpu.max")
+    if len(quota) == 2 and (share := int(quota[0]) / int(quota[1])) < cores:
         warnings.append(
-            f"this container sees {cores} cores, but may use the time of {quota:.1f}: threads wait for each other; raise "
-            f"the limit, or set OMP_NUM_THREADS={max(1, int(quota))}"
+            f"this container sees {cores} cores, but may use the time of {share:.1f}: threads wait for each other; raise "
+            f"the limit, or set OMP_NUM_THREADS={max(1, int(share))}"
         )
-    if (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < 1024:
-        warnings.append(f"a process may open {files} files, too few for data workers; run: ulimit -n 65536")
     return Found([], warnings)

@@ -1,5 +1,6 @@
 """The command: `accelerate-recipes doctor [--prove] [--only PROOF ...] [--output_dir FOLDER]`"""
 
+import itertools
 import shlex
 import shutil
 import tempfile
@@ -10,8 +11,8 @@ from accelerate_recipes.disk import refusal
 from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.links import Links, measure_links
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
-from accelerate_recipes.errors import ConfigError
-from accelerate_recipes.machine import Found, describe, disks, examine
+from accelerate_recipes.errors import ConfigError, error_list
+from accelerate_recipes.machine import Found, cards, describe, disks, gpu_findings, setting_findings, versions
 from accelerate_recipes.strategy import num_accelerators
 
 
@@ -26,14 +27,16 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
     """
     if unknown := [name for name in only if name not in PROOFS]:
         raise ConfigError(f"--only {' '.join(unknown)}: no such proof; there are {', '.join(PROOFS)}")
-    machine, found = describe(), examine(output_dir)
+    machine = describe()
+    described, of_disks = disks(output_dir)
     links = measure_links(num_accelerators()) if num_accelerators() > 1 else Links({}, Found([], []))
     machine |= links.described
-    for name, value in [*machine.items(), *((f"disk, {name}", value) for name, value in disks(output_dir).items())]:
+    for name, value in [*machine.items(), *((f"disk, {name}", value) for name, value in described.items())]:
         print(f"{name}: {value}")
-    problems, warnings = found.problems + links.found.problems, found.warnings + links.found.warnings
-    for title, said in (("would fail", problems), ("would be slow, or is not as tested", warnings)):
-        print("\n".join([f"{title}:" if said else f"Nothing {title}", *(f"  - {line}" for line in said)]), flush=True)
+    parts = [Found(*versions()), gpu_findings(cards()), of_disks, setting_findings(), links.found]
+    problems, warnings = ([*itertools.chain(*said)] for said in zip(*parts, strict=True))
+    for title, said in (("fail", problems), ("be slow, or is not as tested", warnings)):
+        print(error_list(f"Would {title}", said) if said else f"Nothing would {title}", flush=True)
     if not proves:
         return not problems
     if why := refusal(output_dir):

@@ -131,7 +131,7 @@ class Runs:
         batch = self.batch(2)
         if config == "single":  # in one pass, so that a mean of means is another number
             batch[-1] = batch[1]
-        steps = ["--max_steps", str(STEPS), "--logging_steps", "1", "--learning_rate", "0.03", *batch]
+        steps = ["--max_steps", str(STEPS), "--logging_steps", "1", "--learning_rate", "0.01", *batch]
         return self(config, *steps, *argv, **how)
 
     def __call__(

@@ -72,7 +72,7 @@ def make_config(args: Args) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=words, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=heads // 2, max_position_embeddings=args.max_length, attention_dropout=args.dropout,
-        pad_token_id=0,
+        pad_token_id=0, initializer_range=width**-0.5,  # of a size at which a rounded weight shows in the loss
     )  # fmt: skip
 
 
