@@ -175,9 +175,11 @@ def test_a_run_that_fails_is_a_figure(tmp_path, capsys):
 
 def test_lost_and_different_records():
     one = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    assert proofs.difference(one, one) == 0
-    assert proofs.difference(one, one[:1]) == proofs.difference(one, [one[0], {"step": 2}]) == float("inf")
-    assert proofs.difference(one, [one[0], {"step": 2, "loss": 1.1}]) == pytest.approx(0.1 / 1.1)
+    assert proofs.largest_difference(one, one) == 0
+    assert (
+        proofs.largest_difference(one, one[:1]) == proofs.largest_difference(one, [one[0], {"step": 2}]) == float("inf")
+    )
+    assert proofs.largest_difference(one, [one[0], {"step": 2, "loss": 1.1}]) == pytest.approx(0.1 / 1.1)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +298,7 @@ def test_a_planted_fault_fails_its_proof(fork_server, tmp_path, monkeypatch, nam
     runs.folder.mkdir()
     monkeypatch.setattr(runs, "fitting", lambda: [fault.config])
     found = prove([fault.proof], runs, print)
+    print(*found, sep="\n")
     assert [
         figure for figure in found if figure.limit is not None and figure.value is not None and not figure.passed
     ], found

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
+import accelerate_recipes
 from accelerate_recipes.disk import LOCAL_FILESYSTEMS, existing, filesystem, fsync, refusal
 from accelerate_recipes.gpus import GIB, bf16_peak, known_as
 
@@ -37,7 +38,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 class Found(NamedTuple):
-    """What would fail, and what would be slow, one sentence each."""
+    """Sentences about what would fail, and about what would be slow."""
 
     problems: list[str]
     warnings: list[str]
@@ -101,7 +102,7 @@ def limit(name: str) -> list[str]:
     return []
 
 
-def describe() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Describe the machine and its libraries; what changes from one minute to the next is not here."""
     gpus = cards()
     names = sorted({f"{gpu.name}, {gpu.memory / GIB:.1f} GiB" for gpu in gpus})
@@ -116,9 +117,10 @@ def describe() -> dict[str, str]:
         has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none"
         found["driver"] = f"{gpus[0].driver}, torch for CUDA {torch.version.cuda}, NCCL {nccl}"
-    packages = ("accelerate_recipes", "torch", "accelerate", "transformers", "peft", "datasets", "trl")
+    packages = ("torch", "accelerate", "transformers", "peft", "datasets", "trl")
     installed = {found.name.lower().replace("-", "_"): found.version for found in metadata.distributions()}
-    return found | {"versions": ", ".join(f"{name} {installed.get(name, 'is not installed')}" for name in packages)}
+    others = [f"{name} {installed.get(name, 'is not installed')}" for name in packages]
+    return found | {"versions": ", ".join([f"accelerate_recipes {accelerate_recipes.__version__}", *others])}
 
 
 def disks(output_dir: Path) -> tuple[dict[str, str], Found]:

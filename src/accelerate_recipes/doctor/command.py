@@ -12,7 +12,7 @@ from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.links import Links, measure_links
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.machine import Found, cards, describe, disks, gpu_findings, setting_findings, versions
+from accelerate_recipes.machine import Found, cards, describe_machine, disks, gpu_findings, setting_findings, versions
 from accelerate_recipes.strategy import num_accelerators
 
 
@@ -27,7 +27,7 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
     """
     if unknown := [name for name in only if name not in PROOFS]:
         raise ConfigError(f"--only {' '.join(unknown)}: no such proof; there are {', '.join(PROOFS)}")
-    machine = describe()
+    machine = describe_machine()
     described, of_disks = disks(output_dir)
     links = measure_links(num_accelerators()) if num_accelerators() > 1 else Links({}, Found([], []))
     machine |= links.described

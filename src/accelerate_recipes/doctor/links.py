@@ -74,7 +74,7 @@ def judge(name: str, speed: float, found: Counter[str]) -> Links:
     return Links({"interconnect": f"{over}; a sum over all moves {speed / 1e9:.1f} GB/s"}, Found([], warnings))
 
 
-def main() -> None:
+def time_sum() -> None:
     """Time the sum in one of the processes; the first one prints the bytes/s of the bus."""
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
@@ -96,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    time_sum()

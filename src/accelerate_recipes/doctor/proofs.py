@@ -63,10 +63,12 @@ class RunFailed(Exception):
 
 
 # Config, number of processes, flags of the launcher, arguments of the workload, log, seconds; returns the exit code.
-Launch = Callable[[str, int, Sequence[str], Sequence[str], Path, float], int]
+Start = Callable[[str, int, Sequence[str], Sequence[str], Path, float], int]
 
 
-def launch(config: str, processes: int, flags: Sequence[str], argv: Sequence[str], log: Path, seconds: float) -> int:
+def launch_workload(
+    config: str, processes: int, flags: Sequence[str], argv: Sequence[str], log: Path, seconds: float
+) -> int:
     """Launch the workload as a user launches a recipe, and wait for its end."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
     command += ["--num_processes", str(processes), "--main_process_port", "0", *flags, workload.__file__, *argv]
@@ -77,10 +79,10 @@ def launch(config: str, processes: int, flags: Sequence[str], argv: Sequence[str
     except subprocess.TimeoutExpired:
         raise RunFailed(f"not over after {seconds:.0f} s; its end: {log}") from None
     finally:
-        end(process)
+        kill_launch(process)
 
 
-def end(process: subprocess.Popen) -> None:
+def kill_launch(process: subprocess.Popen) -> None:
     """Kill a launcher that still runs, with its ranks, which have sessions of their own."""
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
@@ -93,7 +95,7 @@ def end(process: subprocess.Popen) -> None:
 class Runs:
     """Runs of the workload in a folder, each once, within SECONDS."""
 
-    def __init__(self, folder: Path, start: Launch = launch):
+    def __init__(self, folder: Path, start: Start = launch_workload):
         self.folder, self.start = folder, start
         self.num_devices = num_accelerators()
         self.processes = self.num_devices or 2
@@ -163,16 +165,11 @@ class Runs:
         return out
 
 
-def difference(one: list[dict], other: list[dict]) -> float:
-    """Return the largest relative difference between what two runs logged; infinite if they logged other steps."""
-    pairs = [
-        (a.get(name), b.get(name))
-        for a, b in zip(one, other, strict=False)
-        for name in COMPARED
-        if name in a or name in b
-    ]
-    if len(one) != len(other) or any(None in pair for pair in pairs):
+def largest_difference(one: list[dict], other: list[dict]) -> float:
+    """Return the largest relative difference between what two runs logged; infinite if they logged other steps or values."""
+    if [record.keys() for record in one] != [record.keys() for record in other]:
         return float("inf")
+    pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in COMPARED if name in a]
     return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs)
 
 
@@ -180,20 +177,20 @@ def records(out: Path) -> list[dict]:
     return read_json_lines(out / "metrics.jsonl")
 
 
-def trajectory(runs: Runs) -> list[Figure]:
+def compare_strategies(runs: Runs) -> list[Figure]:
     """Train with each strategy that fits this machine, and compare losses and norms with one process."""
     reference, found = records(runs.tiny("single")), []
     for config in runs.fitting():
         what = f"{config} on {runs.processes}: largest difference to one process"
         try:
-            apart = difference(records(runs.tiny(config)), reference)
+            apart = largest_difference(records(runs.tiny(config)), reference)
             found.append(Figure("trajectory", what, apart, runs.tolerance))
         except RunFailed as error:
             found.append(Figure("trajectory", what, None, runs.tolerance, why=str(error)))
     return found
 
 
-def resume(runs: Runs) -> list[Figure]:
+def kill_and_resume(runs: Runs) -> list[Figure]:
     """Kill all processes in a step, with dropout on; run again with data workers; compare with a run that was not killed."""
     argv = ["--dropout", "0.1", "--save_steps", "4", "--attn_implementation", "sdpa"]
     whole = runs.tiny("fsdp_full", *argv)
@@ -205,8 +202,9 @@ def resume(runs: Runs) -> list[Figure]:
     again = sorted({record["step"] for record in after if record["time"] not in before} - {0})
     limit = runs.tolerance if runs.num_devices else 0.0
     lost = abs(len(again) - STEPS + kept)
+    changed = largest_difference(after, records(whole))
     return [
-        Figure("resume", "largest difference to a run that was not killed", difference(after, records(whole)), limit),
+        Figure("resume", "largest difference to a run that was not killed", changed, limit),
         Figure("resume", "steps lost or repeated, besides those after the checkpoint", lost, 0),
         Figure("resume", "exported weights: largest difference", apart(out / "export", whole / "export"), limit),
     ]
@@ -219,7 +217,7 @@ def apart(one: Path, other: Path) -> float:
 
 
 @torch.no_grad()
-def export(runs: Runs) -> list[Figure]:
+def compare_export(runs: Runs) -> list[Figure]:
     """Compute the held-out loss by transformers alone, a document at a time, and compare it with the run's last one."""
     out = runs.tiny("fsdp_full")
     model = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32).eval()
@@ -253,7 +251,7 @@ def speed_command(runs: Runs) -> tuple[list[str], list[str]]:
     return [*size, *runs.batch(2), "--save_steps", "0"], []
 
 
-def plan(runs: Runs) -> list[Figure]:
+def compare_plan(runs: Runs) -> list[Figure]:
     """Compare the peak of memory that `plan` predicts for the standard run with a real one: on a GPU its allocator's."""
     argv, flags = speed_command(runs)
     if runs.num_devices:
@@ -280,7 +278,7 @@ def plan(runs: Runs) -> list[Figure]:
     ]
 
 
-def throughput(runs: Runs) -> list[Figure]:
+def measure_speed(runs: Runs) -> list[Figure]:
     """Measure the speed of the standard run, and check the logged speed by counting the targets between two lines."""
     argv, flags = speed_command(runs)
     logged = [record for record in records(runs("fsdp_full", *argv, flags=flags)) if "tokens_per_second" in record]
@@ -302,7 +300,13 @@ def throughput(runs: Runs) -> list[Figure]:
     return found + [Figure("throughput", "MFU", last[name], varies=True) for name in ("mfu",) if name in last]
 
 
-PROOFS = {proof.__name__: proof for proof in (trajectory, resume, export, plan, throughput)}
+PROOFS = {
+    "trajectory": compare_strategies,
+    "resume": kill_and_resume,
+    "export": compare_export,
+    "plan": compare_plan,
+    "throughput": measure_speed,
+}
 
 
 def prove(names: Sequence[str], runs: Runs, say: Callable[[str], None]) -> list[Figure]:
