@@ -63,7 +63,8 @@ def judge(name: str, speed: float, found: Counter[str]) -> Links:
     if slow := [kind for kind in found if kind not in ("P2P", "NVLS")]:
         warnings.append(
             f"NCCL goes from GPU to GPU by {', '.join(slow)}, through the memory of the host; look at nvidia-smi topo -m: "
-            "unset NCCL_P2P_DISABLE, switch ACS off in the firmware, and give a container all GPUs of the machine"
+            "unset NCCL_P2P_DISABLE, switch ACS off in the firmware, give a container all GPUs; GeForce cards have no other "
+            "path"
         )
     gpu = GPUS.get(known_as(name))
     if gpu and speed < SHARE * gpu.nvlink:
