@@ -28,7 +28,7 @@ from accelerate_recipes.trial import Trial, packed_trial
 MODELS = {
     "tiny": (100, 32, 64, 3, 4),
     "cpu": (2000, 192, 512, 4, 6),  # steps of a second or less on two cores
-    "gpu": (32000, 768, 2048, 12, 12),  # 134 million parameters, for the speed of a GPU
+    "gpu": (32000, 768, 2048, 12, 12),  # 127 million parameters, for the speed of a GPU
 }
 NUM_ROWS, NUM_HELD_OUT = 61, 10  # of neither is a batch a divisor: an epoch ends within one
 
