@@ -33,7 +33,7 @@ LEFT_OVER = (
 )
 ROOM = 20 * GIB  # a checkpoint of a model of a billion parameters, written beside the one before it
 PROBE = 64 * 2**20  # bytes that are written to measure a disk
-SLOW_DISK = 100e6  # bytes/s
+SLOW_DISK = 50e6  # bytes/s
 SHARED_MEMORY = "/dev/shm"
 
 
