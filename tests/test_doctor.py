@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import ROOT, environment
+from test_core import HIDE
 
 from accelerate_recipes import machine
 from accelerate_recipes.doctor import command, links, proofs
@@ -146,9 +147,11 @@ def test_a_repetition_differs_only_in_memory_and_times(fork_server, figures, tmp
 
 @pytest.mark.slow
 def test_the_command_launches(tmp_path):
-    """The command launches as a user does; it ends with 1 if a proof fails, and then keeps the logs."""
+    """The command launches as a user does, without `datasets`, `trl` and other optional packages, and leaves the card alone."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
     command = [sys.executable, "-m", "accelerate_recipes", "doctor", "--only", "export", "--output_dir", "card"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    env = environment(tmp_path) | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| export | its loss: difference to training | " in done.stdout
     assert sorted(path.name for path in (tmp_path / "card").iterdir()) == ["card.json", "card.md"]
