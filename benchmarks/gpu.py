@@ -37,6 +37,8 @@ from gpu_cases import CASES, Case
 from gpu_report import RESULTS, line_of
 from harness import ROOT, machine
 
+from accelerate_recipes.machine import cards
+
 COMPILED = Path(tempfile.gettempdir()) / "accelerate_recipes_compiled"  # what is compiled names this path
 LARGEST = 2**24  # bytes of COMPILED, packed
 LONGEST_WAIT = 900  # seconds that a launch waits for its turn
@@ -83,11 +85,8 @@ def describe_device() -> dict[str, Any]:
     """Describe the device, for the first line of the results, without a CUDA context, whose memory is not given back."""
     found = machine() | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
     found["versions"] |= {found.name: found.version for found in distributions() if found.name in PACKAGES}
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        name, mebibytes, driver = done.stdout.splitlines()[0].split(", ")
-        found |= {"is_gpu": True, "device": name, "gib": float(mebibytes) / 1024, "driver": driver}
+    for card in cards()[:1]:
+        found |= {"is_gpu": True, "device": card.name, "gib": card.memory / 2**30, "driver": card.driver}
     return found
 
 

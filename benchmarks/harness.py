@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import accelerate_recipes
+from accelerate_recipes.machine import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
@@ -51,15 +52,11 @@ def print_ratios(title: str, found: Mapping[str, Sequence[float]]) -> None:
 
 def machine(device: torch.device = CPU) -> dict[str, Any]:
     """Describe the machine that a benchmark ran on, the versions, the day, and the command that started it."""
-    cpu_info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpu_info.read_text(encoding="utf-8")) if cpu_info.exists() else []
-    if device.type == "cuda":
-        names = [torch.cuda.get_device_name(device)]
     modules = (accelerate_recipes, torch, accelerate, transformers)
     return {
         "command": " ".join(sys.argv),
         "date": datetime.now(UTC).date().isoformat(),
-        "device": names[0] if names else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "cores": psutil.cpu_count(),
         "load_average": psutil.getloadavg()[0],
         "threads_per_process": torch.get_num_threads(),

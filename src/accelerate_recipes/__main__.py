@@ -79,6 +79,10 @@ def command_parser() -> argparse.ArgumentParser:
     ended.add_argument("output_dir", type=Path)
     ended.add_argument("--signalled", action="store_true", help="Slurm asked for the nodes back")
     ended.add_argument("--max_restarts", type=int, required=True)
+    healthy = add("doctor", examine_machine, "find what would fail or be slow on this machine, or prove that it works")
+    healthy.add_argument("--prove", action="store_true", help="make small runs, and write what they prove on a card")
+    healthy.add_argument("--only", nargs="+", default=[], metavar="PROOF", help="make only these proofs")
+    healthy.add_argument("--output_dir", type=Path, default=Path("outputs/doctor"), help="folder of the card")
     saved = commands.add_parser("checkpoint", help="look at checkpoints").add_subparsers(dest="action", required=True)
     add("verify", verify_checkpoint, "check every file of a checkpoint", to=saved).add_argument("directory", type=Path)
     add("list", list_checkpoints, "list the checkpoints of a run", to=saved).add_argument("directory", type=Path)
@@ -205,6 +209,12 @@ def plan_run(args: argparse.Namespace) -> None:
     from accelerate_recipes.launch.planning import plan
 
     plan(args.argv, tell=partial(print, flush=True))
+
+
+def examine_machine(args: argparse.Namespace) -> None:
+    from accelerate_recipes.doctor.command import doctor
+
+    sys.exit(not doctor(args.output_dir, args.only, proves=args.prove or bool(args.only)))
 
 
 def launch_run(args: argparse.Namespace) -> None:

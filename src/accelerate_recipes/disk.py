@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,15 @@ def fsync(path: Path) -> None:
 def existing(path: Path) -> Path:
     """Return the path, or the deepest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def refusal(directory: str | Path) -> str | None:
+    """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=existing(Path(directory))):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def filesystem(path: Path) -> str:

@@ -40,6 +40,7 @@ from accelerate_recipes.args import DTYPES, TrainArgs
 from accelerate_recipes.attention import keep_cudnn_from_masks
 from accelerate_recipes.environment import computes_in_bf16, is_compiled
 from accelerate_recipes.errors import ConfigError
+from accelerate_recipes.machine import ALLOCATOR_SETTINGS
 from accelerate_recipes.mixers import check_units, recompute_documents, unpack_documents
 from accelerate_recipes.optim import local_shard, optimizer_fn
 from accelerate_recipes.probes import mixers_in
@@ -106,9 +107,6 @@ def make_accelerator(args: TrainArgs) -> Accelerator:
     upstream.keep_masks(accelerator)
     set_seed(args.seed)
     return accelerator
-
-
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
 
 
 def keep_memory_in_one_piece() -> None:

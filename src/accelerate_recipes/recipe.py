@@ -31,7 +31,7 @@ from accelerate_recipes.adapters import targets
 from accelerate_recipes.args import Args, TrainArgs, parse
 from accelerate_recipes.attention import choose
 from accelerate_recipes.checkpoint.files import SaveError
-from accelerate_recipes.disk import existing, is_full, print_any_text
+from accelerate_recipes.disk import is_full, print_any_text, refusal
 from accelerate_recipes.errors import ConfigError, DataError, NonFiniteError, noting, printable, raise_problems
 from accelerate_recipes.hub import cache, push
 from accelerate_recipes.hub.download import download
@@ -107,15 +107,6 @@ def write_problems(args: TrainArgs) -> list[str]:
 def cache_of_library(variable: str) -> Path:
     """Return the folder that a variable of CACHES names, without the second that an import of `datasets` takes."""
     return Path(os.environ.get(variable, os.path.join(constants.HF_HOME, CACHES[variable])))
-
-
-def refusal(directory: str | Path) -> str | None:
-    """Return why a directory, or its nearest existing parent, cannot be written to; None if it can."""
-    try:
-        with tempfile.TemporaryFile(dir=existing(Path(directory))):
-            return None
-    except OSError as error:
-        return error.strerror
 
 
 def push_to_hub_problems(args: TrainArgs, *, from_here: bool) -> list[str]:

@@ -46,6 +46,7 @@ def rank_process(rank: int, job: dict) -> int:
     os.environ.update(job["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     locale.setlocale(locale.LC_CTYPE, "")  # a run may have another LC_ALL than this process
     sys.argv = [job["script"], *job["argv"]]
+    sys.path[:0] = filter(None, [job["env"].get("PYTHONPATH")])  # as a new process would have it
 
     def run() -> None:
         sys.addaudithook(refuse_network)

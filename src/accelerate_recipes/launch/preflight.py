@@ -15,11 +15,9 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
-from packaging.requirements import Requirement
 from transformers import PreTrainedModel
 
 from accelerate_recipes import recipe
@@ -35,26 +33,10 @@ from accelerate_recipes.launch.planning import memory_problems
 from accelerate_recipes.launch.pods import is_below, move_to_volumes, read_in_pod
 from accelerate_recipes.launch.request import read_request
 from accelerate_recipes.life.status import read_status
+from accelerate_recipes.machine import versions
 from accelerate_recipes.optim import warmup_warnings
 from accelerate_recipes.ranks import data_world_size, ranks_a_row, readers
 from accelerate_recipes.strategy import launch_problems, lever_warnings
-
-
-def versions() -> tuple[list[str], list[str]]:
-    """List the packages of requirements.txt that are not installed, or installed in another version."""
-    missing, other = [], []
-    file = Path(__file__).parents[3] / "requirements.txt"
-    # An installed copy has no such file.
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    for requirement in (Requirement(line) for line in lines if line and not line.startswith(("#", "-"))):
-        try:
-            installed = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            missing.append(f"{requirement} is not installed; run: pip install -r {file}")
-        else:
-            if not requirement.specifier.contains(installed):
-                other.append(f"{requirement.name} is {installed}; tested is {requirement}")
-    return missing, other
 
 
 @dataclass(frozen=True)

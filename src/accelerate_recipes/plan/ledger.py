@@ -24,6 +24,7 @@ import torch.nn.attention.varlen  # registers its operators
 from torch import nn
 from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -250,23 +251,33 @@ class Ledger(TorchDispatchMode):
             self.needs(0)
 
     def __enter__(self):
-        self.outer_mode, self.is_waiting = active_fake_mode(), False
-        resize, wait = torch.UntypedStorage.resize_, dist.Work.wait
+        self.outer_mode, self.is_aside = active_fake_mode(), False
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage, size):  # FSDP2 frees and allocates gathered parameters with it; no dispatch sees it
             resize(storage, size)
             if storage._cdata in self.live:
                 self.change(storage._cdata, storage.nbytes(), self.live[storage._cdata][1])
 
-        def wait_(work, *args, **kwargs):  # meanwhile gloo makes copies that NCCL does not
-            self.is_waiting = True
-            try:
-                return wait(work, *args, **kwargs)
-            finally:
-                self.is_waiting = False
+        def aside(owner: type, name: str) -> Any:
+            """Patch a function so that no operator inside it counts."""
+            function = getattr(owner, name)
 
-        self.patches = [mock.patch.object(torch.UntypedStorage, "resize_", resize_)]
-        self.patches.append(mock.patch.object(dist.Work, "wait", wait_))
+            def call(*args, **kwargs):
+                before, self.is_aside = self.is_aside, True
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.is_aside = before
+
+            return mock.patch.object(owner, name, call)
+
+        self.patches = [
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+            aside(dist.Work, "wait"),  # meanwhile gloo makes copies that NCCL does not
+            # DTensor asks for shapes, on torch 2.11 in the fake mode that is active, and again in each step.
+            aside(ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+        ]
         for patch in self.patches:
             patch.start()
         return super().__enter__()
@@ -287,7 +298,7 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # half of all dispatches
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if active_fake_mode() is self.outer_mode and not self.is_waiting:  # else DTensor asks for shapes
+        if active_fake_mode() is self.outer_mode and not self.is_aside:  # else DTensor asks for shapes
             self.account(func, args, kwargs, out)
         return out
 
