@@ -263,25 +263,25 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
     model.tie_weights()  # again: a tied parameter now has memory of its own under each name
     places = [place for place in all_places(model) if place.name in empty]
     tensors = {plain_name(place.name): place.tensor for place in places}
-    error, filled = None, set()
+    error, filled, reads = None, set(), []
+    threads = ThreadPoolExecutor(THREADS)
     try:
-        with ThreadPoolExecutor(THREADS) as threads:
-            reads = []
-            for weight in source.parts:
-                if weight not in tensors:  # a conversion may also make it together with others
-                    continue
-                calls = reads_of(tensors[weight], weight, source)
-                if calls is not None:
-                    reads += [threads.submit(*call) for call in calls]
-                    filled.add(id(tensors[weight]))
-                else:  # one after the other, because a whole weight needs much memory
-                    for name, value in source.convert(weight).items():
-                        fill(tensors[name], value.to(storage))
-                        filled.add(id(tensors[name]))
-            for read in tqdm(reads, "Reading weights", disable=None if is_first() else True):
-                read.result()
+        for weight in source.parts:
+            if weight not in tensors:  # it has a value already
+                continue
+            calls = reads_of(tensors[weight], weight, source)
+            if calls is not None:
+                reads += [threads.submit(*call) for call in calls]
+                filled.add(id(tensors[weight]))
+            else:  # one after the other, because a whole weight needs much memory
+                for name, value in source.convert(weight).items():
+                    fill(tensors[name], value.to(storage))
+                    filled.add(id(tensors[name]))
+        for read in tqdm(reads, "Reading weights", disable=None if is_first() else True):
+            read.result()
     except Exception as raised:
         error = raised
+    threads.shutdown(cancel_futures=True)
     for raised in on_all_ranks(error):
         if raised is not None:
             raise raised
