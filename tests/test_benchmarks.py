@@ -30,6 +30,7 @@ COMMANDS = {
     "against_trl": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
     "data_throughput": "--documents 400 --shards 24 --rounds 1 --max_length 128 --vocab_size 500",
     "engine_overhead": f"--pairs 1 --steps 2 {TINY_LLAMA} {TINY_HEADS}",
+    "loading": "--rounds 1 --hidden_size 64",
     "loss_memory": f"{TINY_LLAMA} --vocab_size 500 --max_length 64",
     "unpacking": "--max_length 128",
 }
