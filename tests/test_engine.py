@@ -220,7 +220,7 @@ def test_a_slow_first_step_raises_the_limit_once(monkeypatch):
     agenda = Agenda.__new__(Agenda)
     agenda.step_timeout = None
     agenda.args = replace(ARGS, ddp_timeout=300, step_timeout=300)
-    agenda.log = SimpleNamespace(progress=SimpleNamespace(update=lambda: None))
+    agenda.log = SimpleNamespace(completed=lambda step: None)
     agenda.profiler = SimpleNamespace(completed=lambda step: None)
     limits = []
     for seconds in (100.0, 1000.0, 1.0):

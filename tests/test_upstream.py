@@ -29,6 +29,7 @@ from torch._subclasses import fake_tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import _sharding_prop
 from torch.nn.attention import varlen
 from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.distributed import fake_pg
@@ -86,6 +87,8 @@ TOUCHED = [
     (LRScheduler, "_step_count", "checkpointer", "the schedule at a step", None),
     (LRScheduler, "_last_lr", "checkpointer", "the schedule at a step", None),
     (c10d, "_get_default_store", "watch", "ranks tell each other what they are doing", ""),
+    (_sharding_prop, "ShardingPropagator", "ledger", "shapes that DTensor asks for", None),
+    (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached", "ledger", "the same", "self op_schema"),
     (torch.UntypedStorage, "_cdata", "ledger", "which storage a tensor has", None),
     (torch._C, "_current_graph_task_id", "ledger", "whether a backward pass is running", None),
     (torch._C, "_current_graph_task_id", "pretence", "the same", None),

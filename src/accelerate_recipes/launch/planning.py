@@ -44,7 +44,7 @@ def split_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--no_search", "--no-search", action="store_true")
+    parser.add_argument("--no_search", action="store_true")
     return parser.parse_known_args(argv)
 
 
