@@ -39,7 +39,7 @@ from accelerate_recipes.generation import Generated, Sampling, generate_texts, o
 from accelerate_recipes.positions import max_positions
 from accelerate_recipes.posttraining.objective import Objective, Outputs
 from accelerate_recipes.posttraining.rewards import Reward, weighted
-from accelerate_recipes.posttraining.samples import Samples
+from accelerate_recipes.posttraining.samples import Samples, expected
 from accelerate_recipes.posttraining.settings import SYNC_REFERENCE, TrainerArgs
 from accelerate_recipes.ranks import on_first_rank
 from accelerate_recipes.run import Run
@@ -312,12 +312,6 @@ class AnswerTrainer(Objective, GRPOTrainer):
         mask = batch["completion_mask"]
         one = torch.ones((), dtype=torch.int64, device=mask.device)
         return torch.stack([len(mask) * one, *[one] * self.aux_loss_enabled, mask.sum()])
-
-
-def expected(row: dict[str, Any]) -> Any:
-    """Return what the rewards may compare an answer with: the other columns of a row, or the value of the only one."""
-    found = {k: v for k, v in row.items() if k not in ("prompt", *SETTINGS) and v is not None}
-    return next(iter(found.values()), None) if len(found) < 2 else found
 
 
 def as_rows(rows: list[dict]) -> dict[str, list[dict]]:

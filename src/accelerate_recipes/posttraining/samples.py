@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate_recipes.checkpoint.files import step_of
+from accelerate_recipes.data.rendering import SETTINGS
 from accelerate_recipes.disk import naming, read_json_lines, write_atomically
 from accelerate_recipes.page import element, write_page
 from accelerate_recipes.report import sample_table
@@ -43,6 +44,12 @@ class Samples:
         every = -(-len(steps) // MOST_STEPS) or 1
         rows = (row for step in steps[::-1][::every] for row in step)
         write_page(self.page, "Answers by step", [element("h1", "Answers by step"), sample_table(rows)])
+
+
+def expected(row: dict[str, Any]) -> Any:
+    """Return what the rewards may compare an answer with: the other columns of a row, or the value of the only one."""
+    found = {k: v for k, v in row.items() if k not in ("prompt", *SETTINGS) and v is not None}
+    return next(iter(found.values()), None) if len(found) < 2 else found
 
 
 def as_line(row: dict[str, Any]) -> str:
