@@ -267,6 +267,8 @@ def test_rows_of_two_forms(tmp_path):
     chat = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ConfigError) as error:
         made_of([chat] * 2 + [{"text": "a"}], tmp_path)
+    assert str(error.value).startswith("rows.jsonl has rows of 2 forms, but a run reads one; give files of one form:\n")
+    assert "--columns" not in str(error.value)
     for said in ("messages=messages (messages: 2 of 3 rows)", "text=text (text: 1 of 3 rows)", "'text': None}"):
         assert said in str(error.value)
     sft = recipe.load(ROOT / "recipes/sft.py")
