@@ -119,16 +119,15 @@ def test_it_trains_goes_on_after_a_kill_and_exports(forks, typed, arguments, tmp
 def test_second_example(forks, arguments, tmp_path):
     """The code of docs/token-labels.md takes the place of the template's; it learns, and rows show the label of a token."""
     (code,) = ["\n\n".join(blocks((ROOT / "docs/token-labels.md").read_text()))]
-    others = {node.name: node for node in ast.parse(code).body}
+    nodes = ast.parse(code).body
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    others = {node.name: node for node in nodes if node not in imports}
     tree = ast.parse((ROOT / "recipes/template.py").read_text())
     names = [getattr(node, "name", None) for node in tree.body]
     assert others.keys() <= {*names} and len(others) == 5
-    tree.body = [others.get(name, node) for name, node in zip(names, tree.body, strict=True)]
-    imports = (
-        "from transformers import AutoModelForTokenClassification\nfrom accelerate_recipes.errors import DataError\n"
-    )
+    tree.body = imports + [others.get(name, node) for name, node in zip(names, tree.body, strict=True)]
     script = tmp_path / "token_labels.py"
-    script.write_text(imports + ast.unparse(tree))
+    script.write_text(ast.unparse(tree))
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     texts = [[f"w{(7 * i * j) % 40}" for j in range(1, 4 + i % 5)] for i in range(200)]
     lines = [
