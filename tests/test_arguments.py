@@ -101,6 +101,7 @@ def test_help_of_a_job(capsys):
         ("model", "model_name_or_path"),
         ("data", "train_files"),
         ("batch_size", "total_batch_size"),
+        ("per_device_batch_size", "per_device_train_batch_size"),
     ],
 )
 def test_names_of_other_programs(typed, meant, tmp_path):

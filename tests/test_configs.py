@@ -210,7 +210,10 @@ def test_a_file_of_accelerate_config(tmp_path):
         ),
         (["--num_machines", "3"], "2 processes (--num_processes) on 3 machines"),
         (["--config_file", "other.yaml"], "--config_file other.yaml: the accelerate YAML is given once"),
-        (["--num_proceses", "2"], "accelerate launch refuses: unrecognized arguments"),
+        (["--num_proceses", "2"], "refuses: unrecognized arguments: --num_proceses; did you mean '--num_processes'?"),
+        (["--node", "2"], "refuses: unrecognized arguments: --node; did you mean '--nodes'?"),
+        (["--nodes", "2", "--gpus-per-nod", "8"], "--gpus-per-nod; did you mean '--gpus-per-node'?"),
+        (["--nodes", "2", "--lora_r", "8"], "--lora_r; arguments of the recipe come after the recipe"),
     ],
 )
 def test_wrong_flags_of_the_launcher(flags, expected):
@@ -347,6 +350,8 @@ def test_wrap_class_and_missing_model(tmp_path, monkeypatch):
     download = r"model 'nobody/nothing' is not in .*\n.* python -m accelerate_recipes download .*chess.py --train_files"
     with pytest.raises(ConfigError, match=download):
         preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, "nobody/nothing"])
+    with pytest.raises(ConfigError, match=f"model '{tmp_path}/n': no such folder$"):
+        preflight([str(CONFIGS / "fsdp_full.yaml"), *chess, str(tmp_path / "n")])
 
 
 def test_what_the_job_will_have(monkeypatch):

@@ -466,6 +466,14 @@ def test_an_online_run_downloads_first(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"is a folder, but lacks all of it"):  # because `lacking` is replaced here
         recipe.provide(recipe.TrainArgs(), needed, ["recipes/some.py"])
     assert here == fetched == [HubModel("a/b")]
+    # No repository can have the name of this folder, so nobody waits for it.
+    missing = HubModel(f"{tmp_path}/typo")
+    for fn in (
+        lambda: recipe.provide(recipe.TrainArgs(), recipe.Requirements(models=[missing.name]), ["some.py"]),
+        lambda: download.download([missing], ["some.py"]),
+    ):
+        with pytest.raises(ConfigError, match=f":\n  - model '{missing.name}': no such folder$"):
+            fn()
 
 
 def test_preflight_says_what_is_not_here(commands, tmp_path):

@@ -133,6 +133,22 @@ def run(tmp_path, monkeypatch):
     return train_with
 
 
+def test_a_finished_run_keeps_its_arguments(run, tmp_path, capsys):
+    """Another learning rate in the folder of a finished run trains nothing: the run says so, and args.yaml stays true."""
+    changes = {"learning_rate": 0.5}
+    saved = tmp_path / str(changes) / "args.yaml"
+    saved.parent.mkdir()
+    saved.write_text("learning_rate: 0.1\n")
+    run(resumed_at=5, **changes)
+    assert saved.read_text() == "learning_rate: 0.1\n"
+    assert (
+        "All 5 steps are done: nothing is trained; for another run, give another --output_dir"
+        in capsys.readouterr().out
+    )
+    run(resumed_at=4, **changes)
+    assert "learning_rate: 0.5\n" in saved.read_text() and "nothing is trained" not in capsys.readouterr().out
+
+
 def test_what_is_due_at_a_step(run):
     """Evaluations come before the first step, every `eval_steps` and after the last step; a save follows its evaluation."""
     records, done = run(logging_steps=3, eval_steps=2, save_steps=4)

@@ -565,6 +565,9 @@ def test_hours():
     assert "; a million rows take at least 1,250 hours an epoch" in rows.report()
     drawing = Prediction(replace(slow, before=24), SimpleNamespace(max_steps=200, num_iterations=2), GPUS["l4"], {})
     assert drawing.hours == pytest.approx(200 * 24 / 3600), "every second step draws"
+    assert "(plus copies" not in rows.report()
+    offloaded = prediction_of(job("fsdp_full", DEEPVIT), replace(slow, host_peak=GIB), GPUS["l4"])
+    assert "at least 36 s (plus copies to the CPU and back, and the optimizer there); " in offloaded.report()
     steps.outcome.before = 24
     assert "; drawing answers takes 24 s of the step" in steps.report()
 

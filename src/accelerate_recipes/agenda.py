@@ -73,7 +73,6 @@ class Agenda:
         self.step_timeout: float | None = None  # seconds; known after the first step
         if self.accelerator.is_main_process:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            self.args.save(self.output_dir / "args.yaml")
         # Not earlier: before there is something to save, a signal should end the process at once, even while it waits.
         stop.listen(self.output_dir)
         set_seed(
@@ -94,6 +93,13 @@ class Agenda:
         if checkpoint:
             check_not_beyond(checkpoint, self.total_steps)
         self.step = self.begun_at = self.trained_at = self.checkpointer.resume()
+        saved_args = self.output_dir / "args.yaml"
+        is_done = 0 < self.step == self.total_steps
+        if self.accelerator.is_main_process:
+            if is_done:
+                print(f"All {self.step} steps are done: nothing is trained; for another run, give another --output_dir")
+            if not (is_done and saved_args.exists()):  # the arguments of a finished run are those that trained it
+                self.args.save(saved_args)
         self.log = MetricsLog(self.accelerator, self.output_dir, self.total_steps, self.flops, self.step)
         self.log.restore(checkpoint)
         if args.trackers:

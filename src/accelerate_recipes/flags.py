@@ -20,6 +20,7 @@ MAX_INT = 2**31 - 1  # small enough for numpy and torch, also for a seed plus st
 # Names that users of other programs type, and what they mean here. By its letters, --lr would be nearest to --lora_r.
 USUAL_NAMES = {
     "lr": "learning_rate", "model": "model_name_or_path", "data": "train_files", "batch_size": "total_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
 }  # fmt: skip
 
 
@@ -296,8 +297,9 @@ def check_group(
             if action.help != argparse.SUPPRESS
         }
         meant = USUAL_NAMES.get(name)
-        hint = f"; did you mean {meant!r}?" if meant in known else suggestion(name, known, cutoff=0.5)
-        if "config_overrides" in known and meant not in known:
+        misspelt = f"; did you mean {meant!r}?" if meant in known else suggestion(name, known)
+        hint = misspelt or suggestion(name, known, cutoff=0.5)
+        if "config_overrides" in known and not misspelt:
             hint += f"; a field of a new model's config.json is given by --config_overrides {name}=..."
         errors.append(f"unknown argument {name!r} {where}{hint}")
         return False

@@ -7,7 +7,7 @@ does not go unnoticed.
 import os
 import typing
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,13 +135,24 @@ def mismatches(key: str, value: Any, hint: Any) -> list[str]:
     return wanted[:1]
 
 
-def parse_flags(argv: Sequence[str]) -> Namespace:
-    """Parse what stands after `accelerate launch`, and find what is named. Raises ConfigError for what it refuses."""
+def parse_flags(argv: Sequence[str], known: Iterable[str] = (), **defaults: object) -> Namespace:
+    """Parse what stands after `accelerate launch`, and find what is named. Raises ConfigError for what it refuses.
+
+    Args:
+        argv: what stands there.
+        known: further flags that a misspelt one may mean.
+        defaults: values of flags that are not given, instead of the launcher's.
+    """
 
     def refuse(message: str) -> NoReturn:
+        _, is_unknown, flags = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            meant = suggestion(flags.split()[0], [*parser._option_string_actions, *known])
+            message += meant or "; arguments of the recipe come after the recipe"
         raise ConfigError(f"accelerate launch refuses: {message}")
 
     parser = launch_command_parser()
+    parser.set_defaults(**defaults)
     parser.prog, parser.error = "accelerate launch", refuse
     args = parser.parse_args(argv)
     args.config_file = args.config_file and shipped.config_file(args.config_file)

@@ -86,6 +86,8 @@ def load_config(name: str) -> PreTrainedConfig:
     Raises:
         ConfigError: if it cannot be read, needs code that is not in transformers, or says that the weights are quantised.
     """
+    if cache.is_path(name) and not Path(name).is_dir():
+        raise ConfigError(f"model {name!r}: no such folder")
     try:
         settings, _ = PreTrainedConfig.get_config_dict(name, **cache.pinned(name))
     except (OSError, ValueError) as error:

@@ -124,11 +124,13 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
     for need, names in lacking.items():
         if os.path.isdir(need.name):
             found.append(f"{need.name} is a folder, but lacks {', '.join(names)}")
+        elif cache.is_path(need.name):
+            found.append(f"{need}: no such folder")
         elif names == [cache.ALL]:
             found.append(f"{need} is not in {place}")
         else:
             found.append(f"{need} is incomplete in {place}, it lacks {', '.join(names)}")
-    if not all(os.path.isdir(need.name) for need in lacking):
+    if not all(cache.is_path(need.name) for need in lacking):
         said = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
         found.append(f"{said}where there is internet, run: python -m accelerate_recipes download {shlex.join(command)}")
     return found
@@ -136,7 +138,7 @@ def lacking_problems(needs: Sequence[cache.Need], command: Sequence[str]) -> lis
 
 def needs_problems(needed: Requirements, command: Sequence[str]) -> tuple[list[str], list[str]]:
     """List what is missing here and no run could download, and, as warnings, what a run would download."""
-    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not os.path.isdir(need.name)]
+    may_lack = [] if constants.HF_HUB_OFFLINE else [need for need in needed.needs if not cache.is_path(need.name)]
     must_be = [need for need in needed.needs if need not in may_lack]
     found = lacking_problems(may_lack, command)
     found += ["without that, the run reads it from the Hub itself, and needs internet"] if found else []
@@ -364,8 +366,8 @@ def provide(args: TrainArgs, needed: Requirements, command: Sequence[str]) -> No
     """
     needs = needed.needs
     if not constants.HF_HUB_OFFLINE:
-        needs = [need for need in needs if os.path.isdir(need.name) or not need.streamed]
-        to_have = [need for need in needs if not os.path.isdir(need.name)]
+        needs = [need for need in needs if cache.is_path(need.name) or not need.streamed]
+        to_have = [need for need in needs if not cache.is_path(need.name)]
         if is_first_of_machine():
             download([need for need in to_have if cache.lacking(need)], command)
         # There is no process group yet, so the other processes wait for the files.

@@ -35,8 +35,11 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
         print(f"{name}: {value}")
     parts = [Found(*versions()), gpu_findings(cards()), of_disks, setting_findings(), links.found]
     problems, warnings = ([*itertools.chain(*said)] for said in zip(*parts, strict=True))
-    for title, said in (("fail", problems), ("be slow, or is not as tested", warnings)):
-        print(error_list(f"Would {title}", said) if said else f"Nothing would {title}", flush=True)
+    for title, none, said in (
+        ("Would fail", "Nothing would fail", problems),
+        ("Would be slow, or is not as tested", "Nothing would be slow, and all is as tested", warnings),
+    ):
+        print(error_list(title, said) if said else none, flush=True)
     if not proves:
         return not problems
     if why := refusal(output_dir):

@@ -21,6 +21,7 @@ from typing import Any
 
 from fsspec.utils import glob_translate
 from huggingface_hub import constants
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from accelerate_recipes.disk import checksum, read_json, size_and_times
 from accelerate_recipes.errors import ConfigError
@@ -218,6 +219,15 @@ def size_of(file: Path) -> int | None:
         return file.stat().st_size
     except OSError:
         return None
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a name is that of a folder: there is one, or no repository of the Hub can have this name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return os.path.isdir(name)
 
 
 def lacking(need: Need) -> list[str]:

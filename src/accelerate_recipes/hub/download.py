@@ -89,6 +89,9 @@ def download(
     for need in needs:
         if os.path.isdir(need.name):
             continue
+        if cache.is_path(need.name):
+            problems.append(f"{need}: no such folder")
+            continue
         try:
             add_to(plans, need, max_shards, update)
         except Unavailable as error:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accelerate.commands.launch import launch_command_parser
 
 from accelerate_recipes import shipped
 from accelerate_recipes.errors import ConfigError
@@ -59,19 +58,18 @@ def read_request(argv: Sequence[str], name: str = "preflight") -> Request:
         if (number := getattr(asked, name)) is not None and number < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least {least}")
     check_gpu(["--gpu", asked.gpu])
+    own = parser._option_string_actions
     config = Path(shipped.config_file(argv[0]))
     launch = ["--config_file", str(config), *argv[1:]]
     is_counted = asked.nodes or asked.gpus_per_node or asked.cpus_per_node
-    problems = yaml_problems(config, 1 if is_counted else parse_flags(launch).num_processes)
+    problems = yaml_problems(config, 1 if is_counted else parse_flags(launch, own).num_processes)
     if not problems and is_counted:
         processes_per_node = asked.gpus_per_node or asked.cpus_per_node or 1
-        parser = launch_command_parser()
         # These are 1 by default, and would hide the sizes in the YAML.
-        parser.set_defaults(parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
-        given = parser.parse_args(launch)
+        given = parse_flags(launch, own, parallelism_config_cp_size=None, parallelism_config_dp_replicate_size=None)
         size, replicas = given.parallelism_config_cp_size, given.parallelism_config_dp_replicate_size
         launch[2:2] = launch_flags(config, asked.nodes or 1, processes_per_node, size, replicas)
-    parsed = parse_flags(launch)
+    parsed = parse_flags(launch, own)
     if parsed.config_file != str(config):
         raise ConfigError(f"--config_file {parsed.config_file}: the accelerate YAML is given once, first: {config}")
     command = [parsed.training_script, *parsed.training_script_args]

@@ -96,6 +96,12 @@ class Prediction:
         return {what: size for what, size in found.items() if size > 2**20}
 
     @property
+    def step_time(self) -> str:
+        """Least time of a step in words, with what it leaves out."""
+        copies = " (plus copies to the CPU and back, and the optimizer there)" if "offloaded" in self.host else ""
+        return f"at least {self.outcome.seconds:.3g} s{copies}"
+
+    @property
     def readers(self) -> int:
         """Number of processes of a node that read the whole pretrained model; 0 if each reads its own part (`slices`)."""
         if self.env.get("FSDP_CPU_RAM_EFFICIENT_LOADING") != "true" or self.args.load_in_4bit:
@@ -186,7 +192,7 @@ class Prediction:
         hidden = max(0.0, outcome.compute + outcome.memory + outcome.communication - outcome.seconds)  # rounding
         drawing = f"; drawing answers takes {outcome.before:.3g} s of the step" if outcome.before else ""
         lines += [
-            f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: at least {outcome.seconds:.3g} s; "
+            f"Time of a step, at {EFFICIENCY:.0%} of each peak speed: {self.step_time}; "
             f"{outcome.compute:.3g} bound by FLOPs, {outcome.memory:.3g} by memory, "
             f"{outcome.communication:.3g} on links, {hidden:.3g} hidden by others{drawing}",
             f"Speed at most: {self.targets_per_second:,.0f} {outcome.unit}/s, {self.mfu:.1%} MFU",

@@ -58,8 +58,7 @@ class Proposal:
         return any(change.more_nodes > 1 for change in self.changes)
 
     def __str__(self) -> str:
-        needed, seconds = self.prediction.needed, self.prediction.outcome.seconds
-        return f"{in_words(self.changes)}: {in_gib(needed)} GiB, a step of at least {seconds:.3g} s"
+        return f"{in_words(self.changes)}: {in_gib(self.prediction.needed)} GiB, a step of {self.prediction.step_time}"
 
 
 def in_words(changes: Iterable[Change]) -> str:
