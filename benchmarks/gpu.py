@@ -147,7 +147,7 @@ def run(flags: argparse.Namespace) -> None:
     write(path, {"what": "machine", "unix_time": time.time()} | device)
     if flags.compiled and flags.compiled.exists():
         with tarfile.open(flags.compiled) as packed:
-            packed.extractall(COMPILED, filter="data")
+            packed.extractall(COMPILED)  # Python before 3.11.4 has no `filter`
     elif flags.compiled:  # the run before kept none, or had no time for it
         print(f"{flags.compiled} is not there: everything is compiled anew", flush=True)
     todo = []
