@@ -37,7 +37,7 @@ from gpu_cases import CASES, Case
 from gpu_report import RESULTS, line_of
 from harness import ROOT, machine
 
-from accelerate_recipes.machine import cards
+from accelerate_recipes.machine import installed_gpus
 
 COMPILED = Path(tempfile.gettempdir()) / "accelerate_recipes_compiled"  # what is compiled names this path
 LARGEST = 2**24  # bytes of COMPILED, packed
@@ -85,7 +85,7 @@ def describe_device() -> dict[str, Any]:
     """Describe the device, for the first line of the results, without a CUDA context, whose memory is not given back."""
     found = machine() | {"is_gpu": False, "gib": 0.0, "cuda": torch.version.cuda}
     found["versions"] |= {found.name: found.version for found in distributions() if found.name in PACKAGES}
-    for card in cards()[:1]:
+    for card in installed_gpus()[:1]:
         found |= {"is_gpu": True, "device": card.name, "gib": card.memory / 2**30, "driver": card.driver}
     return found
 

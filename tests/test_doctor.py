@@ -202,9 +202,9 @@ def test_strategies_fit_the_machine(monkeypatch, tmp_path, gpus, missing):
 
 
 def test_gpus_that_fail_or_are_slow(monkeypatch):
-    good = machine.card_of("NVIDIA H100 80GB HBM3, 81559, 570.86, 4, 0, Disabled")
+    good = machine.read_gpu("NVIDIA H100 80GB HBM3, 81559, 570.86, 4, 0, Disabled")
     assert (good.memory // 2**20, good.errors, good.is_divided) == (81559, 0, False)
-    assert machine.card_of("NVIDIA L4, 23034, 550.54, 0, [N/A], [N/A]")[4:] == (0, False)
+    assert machine.read_gpu("NVIDIA L4, 23034, 550.54, 0, [N/A], [N/A]")[4:] == (0, False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert machine.gpu_findings([good, good]) == ([], [])
@@ -278,9 +278,6 @@ def test_the_command_says_what_it_finds(monkeypatch, tmp_path, capsys):
     assert "disk, output: " in said and "versions: accelerate_recipes " in said
     with pytest.raises(ConfigError, match="--only speed: no such proof; there are trajectory, resume"):
         command.doctor(tmp_path, ["speed"], proves=True)
-    monkeypatch.setattr(proofs, "CONFIGS", tmp_path / "none")
-    with pytest.raises(ConfigError, match="run this in a clone"):
-        prove(["export"], Runs(tmp_path), print)
 
 
 FEW = {"gradients are an average over the ranks", "the optimizer begins anew", "exported weights are rounded"}

@@ -358,6 +358,9 @@ def test_every_config_and_flag_on_the_page_exists():
         found = set(re.findall(r"(?<![\w-])--[a-z0-9_-]+\w", page))
         assert name in about_other_flags or found <= known | launch | ours | of_jobs, name
     assert of_jobs <= set(re.findall(r"(?<![\w-])--[a-z-]+\w", PAGES["kubernetes"]))
-    texts = [README, *(page for name, page in PAGES.items() if name not in ("architecture", "your-recipe", "token-labels"))]
+    texts = [
+        README,
+        *(page for name, page in PAGES.items() if name not in ("architecture", "your-recipe", "token-labels")),
+    ]
     for path in re.findall(r"`((?:tests|recipes|accelerate_configs|src|data)/[\w/.]*)`", "\n".join(texts)):
         assert (ROOT / path).exists(), path

@@ -18,18 +18,16 @@ class AdapterArgs:
         False, "Train adapters (LoRA) in a frozen model; see accelerate_recipes/adapters.py.", fixed=True
     )
     load_in_4bit: bool = arg(
-        False, "Hold the frozen model in 4 bits; QLoRA: NF4, by bitsandbytes. Needs a GPU.", fixed=True
+        False, "Hold the frozen model in 4 bits (QLoRA: NF4, by bitsandbytes). Needs a GPU.", fixed=True
     )
     lora_r: int = arg(16, "Rank of an adapter.", fixed=True, min=1, max=65536)
-    lora_alpha: int = arg(
-        32, "Scale of an adapter; its output is multiplied by this value / --lora_r.", fixed=True, min=1
-    )
+    lora_alpha: int = arg(32, "Scale of an adapter's output: this value / --lora_r.", fixed=True, min=1)
     lora_dropout: float = arg(
         0.05, "Dropout on an adapter's input; 0 if experts get adapters.", min=0, below=1, group="rare"
     )
     lora_target_modules: list[str] = arg(
         [ALL_LINEAR],
-        "Layers that get an adapter; such as q_proj v_proj. all-linear: all but the output layer, and all experts.",
+        "Layers that get an adapter, such as q_proj v_proj; all-linear: all but the output layer, and all experts.",
         fixed=True,
     )
     use_rslora: bool = arg(

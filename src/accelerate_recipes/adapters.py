@@ -15,7 +15,6 @@ Low-Rank Adaptation, 2024.
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +27,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.adapter_args import ALL_LINEAR
 from accelerate_recipes.args import TrainArgs
@@ -38,7 +36,7 @@ from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
 from accelerate_recipes.pretrained import load_config, mapped_weights
 from accelerate_recipes.ranks import is_first_of_machine, on_all_ranks, on_first_rank, share
-from accelerate_recipes.slices import Source, plain_name, rows_of_tokens, source_of
+from accelerate_recipes.slices import Source, loads_when_sharded, plain_name, rows_of_tokens, source_of
 from accelerate_recipes.weights import BY_WEIGHT, linear_layers_and_experts, seed_of
 
 # Functions import PEFT when they use it. If bitsandbytes is installed, PEFT imports it and torch's compiler. This takes a
@@ -93,7 +91,7 @@ def gets_weights_later() -> bool:
     first process of every other machine also reads, although its weights come from rank 0, because transformers makes
     buffers if LOCAL_RANK is not 0.
     """
-    return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not is_first_of_machine()
+    return loads_when_sharded() and not is_first_of_machine()
 
 
 def targets(model: PreTrainedModel, args: TrainArgs) -> dict[str, list[str]]:
@@ -249,7 +247,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
             "transformers had it, and would leave that layer out; name others by --lora_target_modules, such as "
             "experts.gate_up_proj"
         )
-    lengths = lengths_in_files(source, layers) if source and args.use_dora else {}
+    lengths = row_lengths(layers, source) if args.use_dora else {}
     with torch.random.fork_rng([]):
         for name, layer in layers.items():
             for part in layer.modules():
@@ -263,10 +261,7 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
             torch.manual_seed(seed_of(name, args.seed))
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
             if args.use_dora:
-                length = lengths.get(name)
-                if length is None:
-                    length = layer.get_base_layer().weight.data.float().norm(dim=1)  # pyright: ignore[reportCallIssue]
-                layer.lora_magnitude_vector[NAME].weight.data = length
+                layer.lora_magnitude_vector[NAME].weight.data = lengths[name]
     if new_tokens:
         config.trainable_token_indices = add_new_rows(model, new_tokens)
         is_tied = model.config.tie_word_embeddings  # as in the weights
@@ -284,12 +279,18 @@ def add_adapters(model: PreTrainedModel, args: TrainArgs, new_tokens: Sequence[i
     return Adapter(config, base)
 
 
-def lengths_in_files(source: Source, layers: Mapping[str, "LoraLayer"]) -> dict[str, torch.Tensor]:
-    """Compute the length of each row of the layers' weights, in fp32, for DoRA; each rank reads some of the weights."""
-    of_rank = {}
-    for name in share(list(layers)):
-        layer: Any = layers[name].get_base_layer()
-        of_rank[name] = source.whole(weight_of(name, layers[name])).to(layer.weight.dtype).float().norm(dim=1)
+def row_lengths(layers: Mapping[str, "LoraLayer"], source: Source | None) -> dict[str, torch.Tensor]:
+    """Compute the length of each row of the layers' weights, in fp32, for DoRA.
+
+    If the model has no values yet, each rank reads some of the weights from its `source`.
+    """
+    weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
+    if source is None:
+        return {name: weight.float().norm(dim=1) for name, weight in weights.items()}  # pyright: ignore[reportCallIssue]
+    of_rank = {
+        name: source.whole(weight_of(name, layers[name])).to(weights[name].dtype).float().norm(dim=1)  # pyright: ignore
+        for name in share(list(layers))
+    }
     return {name: length for found in on_all_ranks(of_rank) for name, length in found.items()}
 
 

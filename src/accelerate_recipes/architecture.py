@@ -35,10 +35,10 @@ class Architecture:
 
     group = "model"
     from_scratch: bool = arg(False, "Train a new model of --model_type, instead of --model_name_or_path.")
-    model_type: str = arg("llama", "Architecture of a new model; its name in transformers, such as qwen3.")
+    model_type: str = arg("llama", "Architecture of a new model, by its name in transformers, such as qwen3.")
     config_overrides: dict = arg(
         {},
-        "Fields of a new model's config.json; such as hidden_size=128 rope_parameters.rope_theta=5e5, with values in YAML; "
+        "Fields of a new model's config.json, such as hidden_size=128 rope_parameters.rope_theta=5e5, with values in YAML; "
         "in a preset a mapping. All other fields, sizes too, have the defaults of the model's class in transformers.",
     )
 

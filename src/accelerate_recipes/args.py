@@ -51,11 +51,11 @@ class TrainArgs(AdapterArgs):
     )
     resume_from_checkpoint: str = arg(
         "latest",
-        "Checkpoint to resume; `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
+        "Checkpoint to resume: `latest` (the newest in --output_dir, else a fresh start), a path, or `none`.",
         group="saving",
     )
     data_only: bool = arg(
-        False, "Prepare the data, show the first rows, and end; no model is loaded. See `prepare`.", group="data"
+        False, "Prepare the data, show the first rows, and end before the model is loaded; see `prepare`.", group="data"
     )
     seed: int = arg(
         42, "Seed of the initial weights, dropout and the order of the data.", fixed=True, min=0, group="batch"
@@ -101,7 +101,7 @@ class TrainArgs(AdapterArgs):
         0, "Layers that FSDP2 gathers ahead of the computing layer; 0: torch's default, one.", min=0, group="rare"
     )
     checkpoint_every_n_layers: int = arg(
-        1, "Recompute only every n-th layer; the YAML must set fsdp_activation_checkpointing.", min=1, group="memory"
+        1, "Recompute only every n-th layer, if the YAML sets fsdp_activation_checkpointing.", min=1, group="memory"
     )
     activation_memory_budget: float = arg(
         1.0,
@@ -118,7 +118,10 @@ class TrainArgs(AdapterArgs):
         0, "Steps between evaluations; 0: evaluate only before and after training.", min=0, group="evaluation"
     )
     save_steps: int = arg(
-        500, "Steps between checkpoints; one more follows the last step. 0: only that one.", min=0, group="saving"
+        500,
+        "Steps between checkpoints, with one more after the last step; 0: only after the last.",
+        min=0,
+        group="saving",
     )
     save_minutes: float = arg(
         0.0,

@@ -71,10 +71,10 @@ class Argument:
         return f"--{self.name} {value}{' ...' if self.action.nargs == '+' else ''}"
 
     def text(self, *, everything: bool) -> str:
-        """Write the help with choices and default; without `everything` only its first clause, and no range of numbers."""
+        """Write the help with choices and default; without `everything` only its first sentence, and no range of numbers."""
         said, choices, default = self.action.help or "", self.action.choices, self.action.default
         if not everything:
-            said = re.split(r"; |(?<=\.) (?=[A-Z`-])", said)[0].rstrip(".") + "."
+            said = re.split(r"(?<=\.) (?=[A-Z`-])", said)[0]
         notes = []
         if choices and (everything or not isinstance(choices, Range)):
             notes.append(str(choices) if isinstance(choices, Range) else ", ".join(map(str, choices)))

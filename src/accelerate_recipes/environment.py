@@ -3,19 +3,8 @@
 import os
 from collections.abc import Mapping
 
-import accelerate
-import torch
-import transformers
-
-import accelerate_recipes
-
 # Names of the sizes in a `parallelism_config`.
 PARALLEL_SIZES = ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of what computes, by name."""
-    return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
 
 
 def is_on(env: Mapping[str, str], name: str) -> bool:

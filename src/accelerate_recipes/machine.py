@@ -12,8 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+import accelerate
 import psutil
 import torch
+import transformers
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
@@ -44,7 +46,7 @@ class Found(NamedTuple):
     warnings: list[str]
 
 
-class Card(NamedTuple):
+class InstalledGpu(NamedTuple):
     """A GPU as its driver describes it, with sizes in bytes."""
 
     name: str
@@ -53,6 +55,11 @@ class Card(NamedTuple):
     used: int  # by all processes
     errors: int  # of memory, that could not be corrected since the driver started
     is_divided: bool  # by MIG
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of what computes, by name."""
+    return {module.__name__: module.__version__ for module in (accelerate_recipes, torch, accelerate, transformers)}
 
 
 def versions() -> tuple[list[str], list[str]]:
@@ -70,7 +77,7 @@ def versions() -> tuple[list[str], list[str]]:
     return missing, other
 
 
-def cards() -> list[Card]:
+def installed_gpus() -> list[InstalledGpu]:
     """Ask the driver for the GPUs, without a CUDA context, whose memory is not given back."""
     fields = "name,memory.total,driver_version,memory.used,ecc.errors.uncorrected.volatile.total,mig.mode.current"
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -78,14 +85,14 @@ def cards() -> list[Card]:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [card_of(line) for line in done.stdout.splitlines() if line.count(", ") == 5]
+    return [read_gpu(line) for line in done.stdout.splitlines() if line.count(", ") == 5]
 
 
-def card_of(line: str) -> Card:
+def read_gpu(line: str) -> InstalledGpu:
     """Read a line of nvidia-smi, in which a value that a GPU does not have is [N/A]."""
     name, memory, driver, used, errors, mig = line.split(", ")
     total, taken, wrong = (int(text) if text.isdigit() else 0 for text in (memory, used, errors))
-    return Card(name, total * 2**20, driver, taken * 2**20, wrong, mig == "Enabled")
+    return InstalledGpu(name, total * 2**20, driver, taken * 2**20, wrong, mig == "Enabled")
 
 
 def processor() -> str:
@@ -104,7 +111,7 @@ def limit(name: str) -> list[str]:
 
 def describe_machine() -> dict[str, str]:
     """Describe the machine and its libraries; what changes from one minute to the next is not here."""
-    gpus = cards()
+    gpus = installed_gpus()
     names = sorted({f"{gpu.name}, {gpu.memory / GIB:.1f} GiB" for gpu in gpus})
     memory = min([psutil.virtual_memory().total, *map(int, limit("memory.max"))])
     found = {
@@ -171,7 +178,7 @@ def write_speed(folder: Path) -> float:
         return PROBE / (time.perf_counter() - begin)
 
 
-def gpu_findings(gpus: list[Card]) -> Found:
+def gpu_findings(gpus: list[InstalledGpu]) -> Found:
     """List what is wrong with the GPUs that the driver knows."""
     problems, warnings = [], []
     if gpus and not torch.cuda.is_available():

@@ -14,11 +14,11 @@ from accelerate_recipes.hub import cache
 from accelerate_recipes.positions import Stretch, stretched_positions
 from accelerate_recipes.pretrained import (
     Kind,
-    generation_config,
     load_config,
     load_text_config,
     mapped_weights,
     names_in_files,
+    with_weights,
 )
 from accelerate_recipes.probes import check_packing, sees_later_tokens
 from accelerate_recipes.ranks import is_first, on_first_rank, ranks_a_row
@@ -75,9 +75,7 @@ def load_model(
     else:
         files = mapped_weights(cache.folder("model", name))
         weights = {weight: files[of_file] for weight, of_file in names_in_files(model, name, files).items()}
-        model = type(model).from_pretrained(None, config=config, state_dict=weights, **settings)
-        model.config.name_or_path = name
-        model.generation_config = generation_config(model, name)
+        model = with_weights(model, name, weights, settings)
     if is_first() and config.model_type in UNBALANCED:
         print(f"Experts of {name} are not balanced: {type(model).__name__} computes no loss for that", flush=True)
     model.placeholders = placeholders(load_config(name))  # see `composites.check_tokens`

@@ -326,6 +326,21 @@ def model_checksum(name: str) -> str | None:
     return found.hexdigest()
 
 
+def with_weights(
+    model: PreTrainedModel, name: str, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> PreTrainedModel:
+    """Make the pretrained model `name` from its weights, by their names in the class of `model`, which stays unchanged.
+
+    `settings` are those of `from_pretrained`, besides the configuration, which is that of `model`.
+    """
+    model_class: Any = type(model)
+    loaded = model_class.from_pretrained(None, config=model.config, state_dict=weights, **settings)
+    loaded.config.name_or_path = name
+    if loaded.can_generate():
+        loaded.generation_config = generation_config(loaded, name)
+    return loaded
+
+
 def generation_config(model: PreTrainedModel, name: str) -> GenerationConfig:
     """Read the settings of a model for generation, as loading the model does.
 

@@ -39,11 +39,11 @@ from accelerate_recipes.checkpoint.resume import agree_on_resume
 from accelerate_recipes.data import shown
 from accelerate_recipes.data.shown import HasRows
 from accelerate_recipes.distributed import make_accelerator, prepare
-from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import printable
 from accelerate_recipes.hub import cache
 from accelerate_recipes.life.attempts import begin_attempt
 from accelerate_recipes.life.status import attempt
+from accelerate_recipes.machine import library_versions
 from accelerate_recipes.metrics import Flops, device_name, is_evaluation
 from accelerate_recipes.models import tie_as_read
 from accelerate_recipes.optim import make_scheduler

@@ -39,7 +39,7 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.hub import cache
-from accelerate_recipes.pretrained import generation_config, mapped_weights, names_in_files
+from accelerate_recipes.pretrained import mapped_weights, names_in_files, with_weights
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank
 from accelerate_recipes.weights import all_places, draw_values, fill
 
@@ -47,16 +47,20 @@ BLOCK = 2**22  # bytes that each of the threads reads at once, and so holds besi
 THREADS = 4
 
 
+def loads_when_sharded() -> bool:
+    """Tell whether a model gets its weights when it is sharded: under FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
+    return is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2"
+
+
 def applies(name: str, settings: dict[str, Any]) -> bool:
     """Tell whether each rank reads its own slices of the model `name`.
 
-    It does under FSDP2 with `fsdp_cpu_ram_efficient_loading`, from files of safetensors. With a quantization in `settings`,
+    It does if the model gets its weights when it is sharded, from files of safetensors. With a quantization in `settings`,
     each process reads the whole model and rounds it.
     """
     place = cache.folder("model", name)
     return (
-        is_fsdp_enabled()
-        and os.environ.get("FSDP_VERSION") == "2"
+        loads_when_sharded()
         and "quantization_config" not in settings
         and place is not None
         and all(file.endswith(".safetensors") for file in cache.weight_files(place))
@@ -159,11 +163,8 @@ def load_on_meta(model: PreTrainedModel, name: str, settings: dict[str, Any]) ->
     tensors = {weight: files[of_file] for weight, of_file in names.items()}
     offsets = places_in_files(folder)
     source = Source(model, tensors, {weight: offsets[of_file] for weight, of_file in names.items()})
-    settings = settings | {"config": model.config, "state_dict": tensors, "device_map": "meta"}
-    loaded = type(model).from_pretrained(None, **settings).to("meta")  # ranks would make other buffers than the first
-    loaded.config.name_or_path = name
-    if loaded.can_generate():
-        loaded.generation_config = generation_config(loaded, name)
+    loaded = with_weights(model, name, tensors, settings | {"device_map": "meta"})
+    loaded = loaded.to("meta")  # ranks would make other buffers than the first
     # Without values, transformers does not tie weights that the files hold twice.
     for weight, origin in loaded.all_tied_weights_keys.items():
         both = weight in source.parts and origin in source.parts
@@ -253,13 +254,12 @@ def read_slices(model: PreTrainedModel, source: Source, device: torch.device, st
     """
     start, before = time.perf_counter(), len(source.sizes)
     empty = {place.name for place in all_places(model) if place.tensor.is_meta}
-    model._apply(
-        lambda tensor: (
-            torch.empty_like(tensor, device=storage if isinstance(tensor, nn.Parameter) else device)
-            if tensor.is_meta
-            else tensor
-        )
-    )
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        place = storage if isinstance(tensor, nn.Parameter) else device
+        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+
+    model._apply(with_memory)
     model.tie_weights()  # again: a tied parameter now has memory of its own under each name
     places = [place for place in all_places(model) if place.name in empty]
     tensors = {plain_name(place.name): place.tensor for place in places}

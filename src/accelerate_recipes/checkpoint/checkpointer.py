@@ -47,10 +47,10 @@ from accelerate_recipes.checkpoint.files import (
 from accelerate_recipes.checkpoint.state_reader import StatePlanner, StateReader
 from accelerate_recipes.checkpoint.weight_files import write_adapter, write_safetensors
 from accelerate_recipes.disk import fsync, read_json, read_json_lines
-from accelerate_recipes.environment import library_versions
 from accelerate_recipes.errors import ConfigError
 from accelerate_recipes.life import lock, stop
 from accelerate_recipes.life.status import update_status
+from accelerate_recipes.machine import library_versions
 from accelerate_recipes.optim import local_shard
 from accelerate_recipes.pretrained import check_generation_config, model_checksum
 from accelerate_recipes.ranks import is_first, on_all_ranks, on_first_rank

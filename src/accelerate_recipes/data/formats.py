@@ -83,7 +83,7 @@ class FormatArgs(RowsArgs):
 
     group = "data"
     columns: list[str] = arg(
-        [], "Columns with other names than in a form; NAME=COLUMN, such as prompt=question completion=answer."
+        [], "Columns that have other names than in a form, as NAME=COLUMN: prompt=question completion=answer."
     )
 
     @property

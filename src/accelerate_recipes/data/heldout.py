@@ -30,7 +30,7 @@ class RowsArgs:
     # The rows of a resumed run are compared by content, so the files may have moved.
     group = "data"
     dataset_name: str = arg("", "Dataset to train on: a name on the Hub, or a folder.", fixed=False)
-    dataset_config: str = arg("", "Configuration of the dataset; needed if it has several.")
+    dataset_config: str = arg("", "Configuration of the dataset, if it has several.")
     train_split: str = arg("train", "Split to train on.")
     train_files: list[str] = arg(
         [],
@@ -42,7 +42,7 @@ class RowsArgs:
     )
     heldout_share: float = arg(
         0.05,
-        "Share of the rows to evaluate on; a hash of the prompt, all before the first answer, or the text chooses.",
+        "Share of the rows to evaluate on, chosen by a hash of the prompt, all before the first answer, or the text.",
         above=0,
         below=1,
     )

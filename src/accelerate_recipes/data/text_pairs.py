@@ -57,7 +57,7 @@ class PairArgs:
     dataset_name: str = arg(
         "Helsinki-NLP/opus_books", "Dataset to train on: a name on the Hub, or a folder.", fixed=False
     )
-    dataset_config: str = arg("en-fr", "Configuration of the dataset; needed if it has several.")
+    dataset_config: str = arg("en-fr", "Configuration of the dataset, if it has several.")
     dataset_revision: str = arg("", "Branch or commit of the dataset; default: main.")
     dataset_files: str = arg("", "Pattern of the dataset's files to read; default: all.", group="rare")
     train_split: str = arg("train", "Split to train on.")

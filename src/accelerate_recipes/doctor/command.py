@@ -12,7 +12,15 @@ from accelerate_recipes.doctor.card import write_card
 from accelerate_recipes.doctor.links import Links, measure_links
 from accelerate_recipes.doctor.proofs import PROOFS, Runs, prove
 from accelerate_recipes.errors import ConfigError, error_list
-from accelerate_recipes.machine import Found, cards, describe_machine, disks, gpu_findings, setting_findings, versions
+from accelerate_recipes.machine import (
+    Found,
+    describe_machine,
+    disks,
+    gpu_findings,
+    installed_gpus,
+    setting_findings,
+    versions,
+)
 from accelerate_recipes.strategy import num_accelerators
 
 
@@ -33,7 +41,7 @@ def doctor(output_dir: Path, only: Sequence[str], *, proves: bool) -> bool:
     machine |= links.described
     for name, value in [*machine.items(), *((f"disk, {name}", value) for name, value in described.items())]:
         print(f"{name}: {value}")
-    parts = [Found(*versions()), gpu_findings(cards()), of_disks, setting_findings(), links.found]
+    parts = [Found(*versions()), gpu_findings(installed_gpus()), of_disks, setting_findings(), links.found]
     problems, warnings = ([*itertools.chain(*said)] for said in zip(*parts, strict=True))
     for title, none, said in (
         ("Would fail", "Nothing would fail", problems),

@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -384,7 +385,7 @@ class Simulator:
     def __enter__(self):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.number, self.cache = 0, {}
+        self.number, self.cache, self.awaited = 0, {}, deque()
         self.child = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env,
@@ -397,7 +398,7 @@ class Simulator:
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Outcome | Refusal]:
         """Simulate each job, once; a job that is refused, cannot be simulated or fails has an error as its result.
 
-        The results come in order, each when it is there. Read all of them before the next call.
+        The results come in order, each when it is there.
 
         Raises:
             ConfigError: if the child is gone.
@@ -409,13 +410,15 @@ class Simulator:
                 pickle.dump([*new.values()], self.child.stdin)
                 self.child.stdin.flush()
             self.number += len(new)
+            self.awaited.extend(new)
         return map(self.result, keys)
 
     def result(self, key: str) -> Outcome | Refusal:
-        """Return the result of a job that was simulated, or is the next to be."""
-        if key not in self.cache:
+        """Return the result of a job, when it is there. The child answers in the order in which it was asked."""
+        while key not in self.cache:
             try:
-                self.cache[key] = pickle.load(self.child.stdout)
+                self.cache[self.awaited[0]] = pickle.load(self.child.stdout)
+                self.awaited.popleft()
             except (EOFError, pickle.UnpicklingError):
                 raise ConfigError(
                     f"the simulation ended with exit code {self.child.wait()}, perhaps for want of memory: plan where there "

@@ -41,7 +41,7 @@ class TrainerArgs(TrainArgs):
     model_name_or_path: str = arg("", "Causal language model to begin with: a name on the Hub, or a folder.")
     attn_implementation: str = arg(
         "auto",
-        "Attention kernel; as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
+        "Attention kernel, as transformers names it, or documents (SFT with --packing or --padding_free); auto: documents "
         "in bf16 on a GPU if possible, else sdpa, or eager for a model without sdpa.",
         fixed=False,
     )
@@ -84,7 +84,7 @@ class TrainerArgs(TrainArgs):
 class NewModelArgs(TrainerArgs, Architecture):
     """Arguments of a recipe that may also begin with a new, small model."""
 
-    tokenizer_name: str = arg("", "Tokenizer of a new model; a name on the Hub, or a folder (with --from_scratch).")
+    tokenizer_name: str = arg("", "Tokenizer of a new model: a name on the Hub, or a folder (with --from_scratch).")
     router_aux_loss_coef: float | None = arg(
         None, "Weight of the loss that balances experts; default: the model's own.", group="rare"
     )
