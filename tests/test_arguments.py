@@ -64,7 +64,9 @@ def test_help_shows_choices_ranges_and_defaults(capsys, monkeypatch):
     assert shown_by(TrainArgs, "-h", "all", capsys=capsys) == whole
     brief = shown_by(TrainArgs, "--lora_target_modules", "all", "-h", capsys=capsys)
     # What a default like -1 means is said here too; ranges and further sentences are not.
-    assert re.search(r"--max_steps N +Optimizer steps; -1: as many as --num_train_epochs needs\. \(default: -1\)\n", brief)
+    assert re.search(
+        r"--max_steps N +Optimizer steps; -1: as many as --num_train_epochs needs\. \(default: -1\)\n", brief
+    )
     assert "in 4 bits (QLoRA: NF4, by bitsandbytes).\n" in brief and "adam_beta1" not in brief
     # One rank prints it.
     monkeypatch.setenv("RANK", "1")

@@ -322,7 +322,8 @@ def finish(
             picture = "none, since matplotlib is not installed"
         settings = {"merge_adapter": run.args.merge_adapter, "text_only": run.args.text_only_export}
         export(run.checkpointer.newest, out, description, **settings)
-        run.print(f"{result.text}\nModel: {out}   picture: {picture}")
+        report = run.output_dir / "report.html"  # which `recipe` writes when the run has ended
+        run.print(f"{result.text}\nModel: {out}   picture: {picture}   report: {report}")
         if (run.output_dir / ROWS).exists():
             run.print(compare_rows(out, run.output_dir))
     run.accelerator.end_training()
